@@ -238,7 +238,7 @@ def test_the_process_stops_repeating_once_its_budget_is_spent(monkeypatch: pytes
                 S3Store(bucket, store_at(server).options).get("k")
     assert len(server.seen) == 3 + 8
     counts = retry.process_budget().counts
-    assert (counts.requests, counts.retried, counts.given_up) == (0, 8, 3)
+    assert (counts["succeeded"], counts["retried"], counts["given_up"]) == (0, 8, 3)
 
 
 def test_successes_fill_the_budget_again() -> None:
@@ -256,7 +256,7 @@ def test_what_is_throttled_takes_nothing_of_the_budget() -> None:
         put(store_at(server))
     counts = retry.process_budget().counts
     assert retry.process_budget().tokens == retry.BUDGET_TOKENS
-    assert (counts.requests, counts.retried, counts.throttled) == (1, 0, 30)
+    assert (counts["succeeded"], counts["retried"], counts["throttled"]) == (1, 0, 30)
 
 
 # How many at once
@@ -369,7 +369,7 @@ def test_expired_credentials_are_asked_for_again(
     assert store.get("k")[0] == b"content"
     assert s3_client.client_for(store.options) is not client
     assert s3_client.client_for(store.options).gate is client.gate
-    assert retry.process_budget().counts.refreshed == 3
+    assert retry.process_budget().counts["refreshed"] == 3
 
 
 def test_threads_whose_credentials_expire_together_make_one_new_client(

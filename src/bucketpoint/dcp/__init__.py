@@ -9,6 +9,7 @@ from bucketpoint.dcp.planning.rank_state import rank_state, saved_ranks
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.dcp.s3_and_gcs import GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.dcp.stats import LoadStats, SaveStats, Spread
 from bucketpoint.dcp.writer import BucketWriter
 
 __all__ = [
@@ -19,11 +20,14 @@ __all__ = [
     "GCSReader",
     "GCSWriter",
     "LoadPlanner",
+    "LoadStats",
     "OnCommit",
     "S3Reader",
     "S3Writer",
     "SaveHandle",
     "SavePlanner",
+    "SaveStats",
+    "Spread",
     "async_save",
     "load",
     "rank_state",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +27,8 @@ from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.spans import end_save
+from bucketpoint.dcp.stats import SaveStats, SaveTimes
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.changes import Changes
@@ -41,6 +44,7 @@ class SaveHandle(Future[Metadata]):
 
     Attributes:
         staged: future that is done when the program may change the state again; fails if the state could not be copied.
+        begun_s: time of the call, `time.monotonic` seconds.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -53,8 +57,10 @@ class SaveHandle(Future[Metadata]):
         # keeps the caller's group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
         self._on_commit: OnCommit | None = None
-        self._begun_s = time.monotonic()
+        self.begun_s = time.monotonic()
         self._blocked_s = 0.0
+        self._memory_bytes: Callable[[], int] = int
+        self._stats: SaveStats | None = None
         # A save under way cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
@@ -73,6 +79,14 @@ class SaveHandle(Future[Metadata]):
         """Progress of this rank's upload; None before the upload begins, and always with a checkpoint process."""
         progress = self._lease.progress if self._lease is not None else None
         return progress if isinstance(progress, Progress) else None
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """Figures of the save on this rank, and on the coordinator those of all ranks; None while the save runs.
+
+        Always None with a checkpoint process, and with a writer of another package.
+        """
+        return self._stats
 
     @property
     def changes(self) -> Changes | None:
@@ -125,11 +139,22 @@ class SaveHandle(Future[Metadata]):
 
     def _ended(self, upload: Future[Any]) -> None:
         error = upload.exception()
-        if self._lease is not None:
-            self._lease.end()
-        self._parent_group = None
         if error is not None:
             error = as_ours(error, self.url)
+        if self._lease is not None:
+            if isinstance(times := self._lease.times, SaveTimes):
+                self._stats = times.stats(
+                    begun=self.begun_s,
+                    ended=time.monotonic(),
+                    blocked_s=self._blocked_s,
+                    staged_bytes=self._lease.nbytes,
+                    memory_bytes=self._memory_bytes(),
+                )
+                end_save(times, self._stats, str(self.url), error)
+            self._lease.end()
+        # Otherwise a kept handle would keep the stager and its memory.
+        self._memory_bytes = int
+        self._parent_group = None
         if self._at_end is not None:
             # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
             self._at_end.failure = None if error is None else str(error)
@@ -145,8 +170,9 @@ class SaveHandle(Future[Metadata]):
         committed = getattr(metadata, "committed", None)
         if self._on_commit is not None and committed is not None:
             nbytes, step, metrics = committed
-            commit_s = time.monotonic() - self._begun_s
-            tell(self._on_commit, CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics))
+            commit_s = time.monotonic() - self.begun_s
+            info = CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics, self._stats)
+            tell(self._on_commit, info)
 
 
 def async_save(
@@ -210,7 +236,8 @@ def async_save(
         # Without a URL the save would fail in the background, where nobody may look.
         writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
-    handle._parent_group, handle._begun_s = process_group, begun_s
+    handle._parent_group, handle.begun_s = process_group, begun_s
+    handle._memory_bytes = lambda: int(getattr(stager, "staged_bytes", 0))
     spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
     plans = spare.take()
     group = None if no_dist else process_groups.group_beside(process_group)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from bucketpoint.dcp.stats import SaveStats
+
 logger = logging.getLogger(__name__)
 
 
@@ -20,6 +22,7 @@ class CommitInfo:
         blocked_s: seconds that `async_save` took on the coordinator, in which training stood still.
         commit_s: seconds from the call of `async_save` to the commit, on the coordinator.
         metrics: metrics that were known at the save.
+        stats: figures of the save; None with a checkpoint process.
     """
 
     url: str
@@ -28,6 +31,7 @@ class CommitInfo:
     blocked_s: float
     commit_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    stats: SaveStats | None = None
 
 
 OnCommit = Callable[[CommitInfo], None]

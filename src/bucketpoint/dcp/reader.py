@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from bucketpoint.dcp.loading.unread import Unread
 from bucketpoint.dcp.planning.unused_keys import warn_of_forgotten_optimizer
 from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Located, as_url, world_size
+from bucketpoint.dcp.spans import note_load
+from bucketpoint.dcp.stats import LoadStats, requests_of
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -41,7 +44,7 @@ from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.staging import take_turn
-from bucketpoint.stores import Store
+from bucketpoint.stores import Store, retry
 from bucketpoint.transfer import (
     BufferPool,
     Extent,
@@ -103,6 +106,8 @@ class BucketReader(Located, StorageReader):
         self._metadata: Metadata | None = None
         self._failure: Exception | None = None
         self._in_load = False
+        self._stats: LoadStats | None = None
+        self._begin()
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -114,6 +119,7 @@ class BucketReader(Located, StorageReader):
         self._metadata = None
         self._failure = None
         self._in_load = True
+        self._begin()
         self._leave()
         self._wait_for_saves()
 
@@ -206,6 +212,7 @@ class BucketReader(Located, StorageReader):
         if isinstance(metadata, Unread):
             metadata.fail()
         self._metadata = metadata
+        self._read_metadata_at = time.monotonic()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -243,17 +250,45 @@ class BucketReader(Located, StorageReader):
                     key=(error.url or "").removeprefix(f"{store.url.rstrip('/')}/") or None,
                 ) from error
             meter.finish()
+        self._stats = self._figures(started, meter)
+        note_load(self._stats, str(self._url))
         level = logging.INFO if not self.rank else logging.DEBUG
         describe(logger, level, "loaded", self._url, meter, started)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    @property
+    def stats(self) -> LoadStats | None:
+        """Figures of the last load on this rank; None before its end."""
+        return self._stats
+
     def explain(self) -> str:
         """Say whether the last load was cooperative, and why, with figures."""
         return 'Plain: cooperative="off"' if self._cooperation is None else self._cooperation.explanation
 
     # -- one load -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._begun = self._read_metadata_at = time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._stats = None
+        retry.count_into(self._counts)
+
+    def _figures(self, read_began: float, meter: Meter) -> LoadStats:
+        ended = time.monotonic()
+        return LoadStats(
+            rank=self.rank or 0,
+            metadata_s=self._read_metadata_at - self._begun,
+            planning_s=read_began - self._read_metadata_at,
+            read_s=ended - read_began,
+            total_s=ended - self._begun,
+            read_bytes=meter.done_bytes,
+            requests=requests_of(self._counts),
+            retried=self._counts["retried"],
+            throttled=self._counts["throttled"],
+            hedged=meter.hedged,
+        )
 
     def _source(self) -> MetadataSource:
         return MetadataSource(*self._open(self._url), str(self._url), self.transfer.read_attempts)

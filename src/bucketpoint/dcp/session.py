@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.dcp.planning.agreement import Statement
 from bucketpoint.dcp.process_groups import is_initialized
+from bucketpoint.dcp.stats import SaveTimes
 from bucketpoint.errors import InvalidURLError
 from bucketpoint.format.keys import new_token
-from bucketpoint.stores import Store, accepts_url, open_store
+from bucketpoint.stores import Store, accepts_url, open_store, retry
 from bucketpoint.stores import as_url as as_url
 
 
@@ -91,6 +91,7 @@ class SaveSession:
         compared_with: URL of the save with which the coordinator has the ranks compare this one; None without one.
         tally: this rank's comparison; None if it has none.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
+        times: when the steps of the save began and ended, and the counts of its requests.
         planned, written: DCP has begun to plan this save, or to write it. The next save gets a new session.
     """
 
@@ -98,7 +99,7 @@ class SaveSession:
     token: str = field(default_factory=new_token)
     rank: int = 0
     use_collectives: bool = True
-    started: float = field(default_factory=time.monotonic)
+    times: SaveTimes = field(default_factory=SaveTimes)
     since: Stopwatch = field(default_factory=Stopwatch)
     seen: PriorCommit | None = None
     statement: Statement | None = None
@@ -106,6 +107,11 @@ class SaveSession:
     tally: Any = None
     planned: bool = False
     written: bool = False
+
+    @property
+    def started(self) -> float:
+        """Time at which the save began on this thread, `time.monotonic` seconds."""
+        return self.times.begun
 
 
 class SaveSessions(threading.local):
@@ -116,4 +122,5 @@ class SaveSessions(threading.local):
     def begin(self, url: str | None) -> SaveSession:
         """Begin a save on this thread."""
         self.current = SaveSession(url)
+        retry.count_into(self.current.times.counts)
         return self.current

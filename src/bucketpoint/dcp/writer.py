@@ -36,12 +36,15 @@ from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
 from bucketpoint.dcp.saving.stale import OnStale, checked_on_stale
 from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
+from bucketpoint.dcp.spans import begin_save, end_save
+from bucketpoint.dcp.stats import SaveStats
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
+from bucketpoint.telemetry import current_context
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 logger = logging.getLogger(__name__)
@@ -164,6 +167,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.planned = True
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
+        session.times.turn = time.monotonic()
         return WriterMeta(checkpoint_id=session.url, save_id=session.token)
 
     @dcp_call
@@ -173,14 +177,22 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session.written:
             # DCP calls neither `reset` nor `storage_meta` for a planner that takes no `storage_meta`.
             session = self._sessions.begin(self._url)
-        session.rank = int(kwargs.get("rank") or 0)
+        times = session.times
+        session.rank = times.rank = int(kwargs.get("rank") or 0)
+        times.turn = times.turn or time.monotonic()
+        lease = current_lease()
+        if lease is not None:
+            times.called, times.staging_s, times.context = lease.started, lease.copy_s, lease.context
+            lease.times = times
+        else:
+            times.context = current_context()
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
         if session.rank == 1 and self.unwatched:
             # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
             process_groups.warn_of_a_shared_group()
         # The process starts while the ranks plan, if this writer has not staged the state.
-        self._prepare_uploads(bytes_beside_training(current_lease()))
+        self._prepare_uploads(bytes_beside_training(lease))
         if session.use_collectives and not is_coordinator:
             return
         # Checked now, before terabytes are sent in vain. A commit that another job makes later is never replaced.
@@ -228,6 +240,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         newest = functools.partial(newest_commit, self._storage_options, self._fs) if self._copies else None
         said = self.earlier_saves.announcement(str(session.url), session.token, newest)
         session.compared_with = said.url
+        said = replace(said, span=begin_save(session.times, str(session.url)))
         return said.put_on(plans, with_url=self._copies)
 
     @dcp_call
@@ -235,9 +248,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """Upload this rank's items and, once all are acknowledged, report where each lies. Called on all ranks."""
         session = self._session()
         session.written = True
+        session.times.planned = time.monotonic()
         results = self._upload(session, plan, planner)
+        session.times.uploaded = time.monotonic()
+        if session.use_collectives and session.rank and current_lease() is None:
+            end_save(session.times, session.times.stats(), str(session.url))
         future: Future[list[WriteResult]] = Future()
-        future.set_result(Results(results, plan, session.statement, session.tally))
+        future.set_result(Results(results, plan, session.statement, session.tally, session.times.report()))
         return future
 
     @dcp_call
@@ -248,6 +265,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             RanksDisagreeError: as `prepare_global_plan`, for cached plans, which DCP does not send to the coordinator.
         """
         session = self._session()
+        times = session.times
+        times.committing = time.monotonic()
+        times.reports = [getattr(each, "report", None) for each in results]
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
         compared = compare(session.token, results, session.compared_with)
@@ -272,7 +292,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             created=time.time(),
             endpoint=store.identity,
         )
+        times.committed, times.nbytes = time.monotonic(), committed.nbytes
         url = str(session.url)
+        if current_lease() is None:
+            end_save(times, times.stats(), url)
         self.earlier_saves.note_committed(session.token, url)
         told = (committed.nbytes, committed.step, dict(committed.metrics))
         vars(metadata).update(changes=changes, committed=told)
@@ -345,6 +368,19 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         return session.url if session is not None else self._url
 
     @property
+    def staged_bytes(self) -> int:
+        """Host memory held for staging, in bytes, whether a save reads it or not."""
+        return self._stager.staged_bytes if self._stager is not None else 0
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """Figures of this thread's latest save, as far as it has come; None before the first. For `dcp.save`: an
+        asynchronous save runs on another thread, and its handle has its figures.
+        """
+        session = self._sessions.current
+        return session.times.stats() if session is not None else None
+
+    @property
     def pruning(self) -> PruneWorker | None:
         """Outcome of pruning by `retention` on the coordinator, in `last` and `failure`. None before the first save,
         and if a checkpoint process saves, which only logs the outcome.
@@ -389,6 +425,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         lease = current_lease()
         options = self.uploads.options(lease)
         said = Announcement.received(plan.storage_data)
+        session.times.link = said.span if said is not None else None
         read = functools.partial(read_earlier_save, plan.items, self.transfer, self._open) if self._copies else None
         last = self.earlier_saves.compared_with(str(session.url), said, read)
         with progress_callback(self.progress, session.rank) as callback:
@@ -410,6 +447,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             else:
                 written = upload.write(plan.items, planner, last if self._copies else None)
             meter.finish()
+        session.times.sent_bytes, session.times.copied_bytes = meter.done_bytes, written.copied_nbytes
         if len(written.results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned, but {len(written.results)} were written")
         finite = self.transfer if self.check_finite else None

@@ -85,11 +85,13 @@ def save_state(
     It waits for the save before, and returns once training may change the state.
 
     Args:
+        accelerator: the accelerator, after `prepare`.
+        url: URL of the checkpoint.
         storage_writer: writer to save with. By default one that is kept for all saves of the accelerator.
         options: as for `bucketpoint.async_save`.
 
     Returns:
-        a handle: the checkpoint can be loaded once `handle.result()` returns. Accelerate counts it as a save of its own.
+        a handle: the checkpoint can be loaded once `handle.result()` returns. Accelerate counts the save.
 
     Raises:
         BucketpointError: the save before this one failed, or the accelerator trains with DeepSpeed or Megatron-LM.
@@ -105,6 +107,7 @@ def restore(accelerator: Accelerator, run: str, *, storage_options: Mapping[str,
     """Load the newest whole checkpoint of a run, as `load_state` does. All ranks.
 
     Args:
+        accelerator: as for `load_state`.
         run: URL of the folder that has a folder for each checkpoint, with a number at the end of its name.
         storage_options: options of the store.
 
@@ -129,6 +132,15 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
 
     The number of processes may differ. A rank that the checkpoint knows nothing of keeps its own random state and its
     own state of stateful dataloaders.
+
+    Args:
+        accelerator: the accelerator, after `prepare`.
+        url: URL of the checkpoint.
+        storage_reader: reader to load with; by default a `BucketReader` of the URL.
+
+    Raises:
+        CheckpointNotFoundError: there is no whole checkpoint at the URL.
+        MismatchError: the state and the checkpoint do not fit.
     """
     reader = storage_reader or BucketReader(url)
     metadata = reader.read_metadata()

@@ -2,5 +2,6 @@
 
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.restoring import Restored
+from bucketpoint.manager.status import ManagerStatus
 
-__all__ = ["CheckpointManager", "Restored"]
+__all__ = ["CheckpointManager", "ManagerStatus", "Restored"]

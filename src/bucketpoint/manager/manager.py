@@ -32,6 +32,7 @@ from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, restored
 from bucketpoint.manager.running import Running
+from bucketpoint.manager.status import ManagerStatus, Standing
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.row import FULL
@@ -109,6 +110,7 @@ class CheckpointManager:
         """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
         self._running: Running | None = None
         self._replacing = Replacing(self.catalog, self.pruning)
+        self._standing = Standing()
         self.skipped = 0
         self._closed = False
         atexit.register(_at_exit, weakref.ref(self))
@@ -284,6 +286,7 @@ class CheckpointManager:
         self._replacing.restored(checkpoint.step if checkpoint else None, rollback=rollback, beside=fresh)
         if checkpoint is not None:
             self._triggers.resumed(checkpoint.step)
+            self._standing.restored(checkpoint.step)
         return checkpoint
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -295,6 +298,24 @@ class CheckpointManager:
         """
         return self._ranks.on_coordinator(
             lambda: [checkpoint.step for checkpoint in self.catalog.with_unrecorded(self.catalog.steps()).full]
+        )
+
+    def status(self) -> ManagerStatus:
+        """Return what is known of the run now. Any rank may call it, at any time, from any thread: it waits for nothing
+        and asks no store.
+        """
+        newest, running, now = self._standing.newest, self._running, time.monotonic()
+        under_way = running is not None and not running.handle.done()
+        return ManagerStatus(
+            newest_step=newest[0] if newest is not None else None,
+            newest_age_s=now - newest[1] if newest is not None else None,
+            saving_step=running.step if running is not None and under_way else None,
+            saving_s=now - running.handle.begun_s if running is not None and under_way else None,
+            committed=self._standing.committed,
+            failed=self._standing.failed,
+            skipped=self.skipped,
+            pruned_s=now - self.pruning.ended if self.pruning.ended is not None else None,
+            prune_failure=str(self.pruning.failure) if self.pruning.failure is not None else None,
         )
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -402,8 +423,10 @@ class CheckpointManager:
 def _ended(manager: weakref.ref[CheckpointManager], running: Running, handle: SaveHandle) -> None:
     alive = manager()
     if alive is not None and handle.failure() is None:
+        alive._standing.saved(running.step, handle.begun_s)
         alive._replacing.committed(running.step)
     elif alive is not None:
+        alive._standing.lost()
         alive._replacing.failed()
     running.settled.set()
 

@@ -14,6 +14,7 @@ import time
 
 from bucketpoint.errors import StagingError
 from bucketpoint.staging.shared_memory import SharedMemory
+from bucketpoint.telemetry import current_context
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ class Lease:
         label: name of the save, as far as known: the checkpoint's URL once the save has begun.
         started: time of the staging, `time.monotonic` seconds.
         progress: progress of the save, set by the code that runs it.
+        times: times and counts of the save, set by the code that runs it.
+        nbytes: bytes of the staged state.
+        context: OpenTelemetry's context of the program that had the state staged.
         memory: the staging memory, if another process can map it.
         beside_training: the save runs in the process that trains, and not in a checkpoint process.
     """
@@ -40,6 +44,9 @@ class Lease:
         self.label = "a save that has not begun"
         self.started = time.monotonic()
         self.progress: object = None
+        self.times: object = None
+        self.context = current_context()
+        self.nbytes = 0
         self.memory: SharedMemory | None = None
         self.beside_training = True
         self._unread_timeout_s = unread_timeout_s
@@ -75,6 +82,11 @@ class Lease:
         """End the lease: nobody reads the memory any more."""
         self.memory = None
         self._end.open()
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds from the call to the end of the copy; 0 before it."""
+        return max((self._copied_at or 0.0) - self.started, 0.0)
 
     def copied(self) -> None:
         """Note that the copy is complete, so that a save may begin to read."""

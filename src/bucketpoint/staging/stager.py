@@ -76,7 +76,10 @@ class Stager:
         return self._pool.nbytes
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
-        """Copy a state dict of tensors (any shape, dtype and device) and Python objects to host memory.
+        """Copy a state to host memory.
+
+        Args:
+            state_dict: nested state of tensors (any shape, dtype and device) and Python objects.
 
         Returns:
             The copy; or, with `use_async_staging`, a future of it: the state must not change until that is done.
@@ -94,6 +97,7 @@ class Stager:
                 raise overlap(earlier)
         flat, layout = self._plan(state_dict)
         arena, lease = self._pool.lease(layout.nbytes)
+        lease.nbytes = layout.nbytes
         try:
             copy = functools.partial(self._copy, flat, layout, arena, lease, Ordering.of(layout.devices))
             if not self.options.use_async_staging:
@@ -124,7 +128,10 @@ class Stager:
     def prefault(self, state_dict: dict[str, Any]) -> None:
         """Allocate, register and touch the memory that saves of this state will need: the first is then not slow.
 
-        Nothing is copied. Any state of the same shapes and dtypes will do.
+        Nothing is copied.
+
+        Args:
+            state_dict: any state of the same shapes and dtypes.
 
         Raises:
             StagingError: as `stage`.

@@ -13,6 +13,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,10 +45,30 @@ READ_ATTEMPTS = 5
 GROWN_BACK = 2.0
 """A limit ends when it is so many times the requests that were under way when the service throttled."""
 
+KINDS = (
+    "put",
+    "get",
+    "head",
+    "list",
+    "delete",
+    "copy",
+    "create_multipart",
+    "put_part",
+    "complete_multipart",
+    "abort_multipart",
+    "list_multipart",
+)
+"""Kinds of requests, named after the methods of `Store`. A ranged read is a `"get"`."""
+
+FATES = ("succeeded", "retried", "throttled", "refreshed", "given_up")
+"""What became of requests: they succeeded; failed and were sent again within the budget; were refused by a store that
+throttles; were sent again with new credentials; were given up after an attempt that could be retried."""
+
 _POLL_S = 0.2
 
 _ends: ContextVar[float] = ContextVar("bucketpoint_retry_ends", default=math.inf)
 _stop: ContextVar[threading.Event | None] = ContextVar("bucketpoint_retry_stop", default=None)
+_counts: ContextVar[Counter[str] | None] = ContextVar("bucketpoint_retry_counts", default=None)
 
 
 @dataclass(frozen=True)
@@ -70,25 +91,6 @@ class RetryPolicy:
             raise BucketpointError(f"attempts must be at least 1, not {self.attempts}")
         if not self.deadline_s > 0:
             raise BucketpointError(f"retry_deadline_s must be more than 0, not {self.deadline_s}")
-
-
-@dataclass
-class RetryCounts:
-    """Counts over all retry loops of this process.
-
-    Attributes:
-        requests: requests that succeeded.
-        retried: retries that took a token of the budget.
-        throttled: attempts that the store throttled.
-        refreshed: times that credentials were refreshed after a refusal.
-        given_up: requests that were given up after an attempt that could be retried.
-    """
-
-    requests: int = 0
-    retried: int = 0
-    throttled: int = 0
-    refreshed: int = 0
-    given_up: int = 0
 
 
 class ConcurrencyLimiter:
@@ -148,11 +150,12 @@ class Budget:
     """The retries that a process may still make. When everything fails, the budget keeps retries from adding load.
 
     Attributes:
+        counts: requests that were sent by kind (`KINDS`), and what became of them (`FATES`).
         outages: outages of the stores whose requests have failed, by the store's name (see `store_of`).
     """
 
     tokens: float = BUDGET_TOKENS
-    counts: RetryCounts = field(default_factory=RetryCounts)
+    counts: Counter[str] = field(default_factory=Counter)
     outages: dict[str, Outage] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -161,22 +164,24 @@ class Budget:
             if self.tokens < 1:
                 return False
             self.tokens -= 1
-            self.counts.retried += 1
-            return True
+        self.note("retried")
+        return True
 
     def succeeded(self) -> None:
         with self._lock:
             self.tokens = min(self.tokens + REFUND, BUDGET_TOKENS)
-            self.counts.requests += 1
+        self.note("succeeded")
 
     def note(self, name: str) -> None:
         self.add({name: 1})
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add to the counts, such as those of another process."""
+        """Add to the counts, such as those of another process, and to those that this thread was given."""
+        own = _counts.get()
         with self._lock:
-            for name, value in counts.items():
-                setattr(self.counts, name, getattr(self.counts, name) + value)
+            self.counts.update(counts)
+            if own is not None:
+                own.update(counts)
 
 
 # One budget for each process id: after a fork the lock may be held by a thread that does not exist in the child.
@@ -202,6 +207,11 @@ def deadline(seconds: float) -> Iterator[float]:
         _ends.reset(token)
 
 
+def count_into(counts: Counter[str]) -> None:
+    """Add what this thread requests from now on to `counts` too, and what the threads request that it starts."""
+    _counts.set(counts)
+
+
 def stop_waiting_on(event: threading.Event) -> None:
     """Make retry loops on this thread give up, instead of waiting for another attempt, once the event is set."""
     _stop.set(event)
@@ -213,6 +223,7 @@ def run(
     *,
     gate: ConcurrencyLimiter | None = None,
     refresh: Callable[[], bool] | None = None,
+    kind: str | None = None,
     once_more: tuple[type[StoreError], ...] = (),
 ) -> T:
     """Call `attempt` until it succeeds, as long as the error and the policy allow another attempt.
@@ -222,6 +233,7 @@ def run(
     Args:
         gate: limiter of the service that the request goes to.
         refresh: function that gets new credentials; returns False if there are none.
+        kind: kind of the request, one of `KINDS`; None for a loop around requests that are counted themselves.
         once_more: classes of fatal errors that are retried once all the same.
 
     Raises:
@@ -235,6 +247,8 @@ def run(
     try:
         with deadline(policy.deadline_s) as ends:
             while True:
+                if kind is not None:
+                    budget.note(kind)
                 try:
                     value = attempt() if gate is None else _through(gate, attempt, ends)
                 except StoreError as error:

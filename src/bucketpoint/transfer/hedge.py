@@ -87,6 +87,7 @@ class HedgedReads:
             if self.extra >= math.ceil(self._hedge.most_extra * self.asked):
                 return False
             self.extra += 1
+            self._meter.hedged += 1
         self._meter.add(0)
         return True
 

@@ -130,11 +130,13 @@ def test_moments_that_stop_are_told_also_after_saves_of_weights(run: Run, caplog
 def test_without_a_comparison_a_rank_sends_what_older_versions_read() -> None:
     plan = SavePlan([])
     told = RankTally("5a5e01", {}, rates=False, moving_rates=False).fields
-    without, compared = (pickle.dumps(Results([], plan, tally=tally)) for tally in (None, told))
+    without, compared = (pickle.dumps(Results([], plan, tally=tally, report=b"r")) for tally in (None, told))
     assert getattr(pickle.loads(without), "tally", None) is None
     assert pickle.loads(compared).tally == told
     # The function that rebuilds the results is given no argument that older versions do not have.
-    assert len(Results([], plan).__reduce_ex__(4)[1]) < len(Results([], plan, tally=()).__reduce_ex__(4)[1])
+    figured = Results([], plan, report=b"r").__reduce_ex__(4)
+    assert len(figured[1]) < len(Results([], plan, tally=()).__reduce_ex__(4)[1])
+    assert figured[2] == {"report": b"r"}
 
 
 def test_a_save_with_a_plan_that_dcp_has_kept_is_not_compared_with_an_old_one(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
 from bucketpoint.retention.engine import unreported
 from bucketpoint.retention.setting_types import written
+from bucketpoint.telemetry import begin_span, current_context, end_span, record
 from bucketpoint.transfer.tasks import stand_back
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ class PruneWorker:
     Attributes:
         last: report of the last round of this process; None before the first.
         failure: error of the last round; None if it succeeded.
+        ended: end of the last round in which the policy was carried out, `time.monotonic` seconds; None before it.
         given_up: checkpoints that get a tombstone once another checkpoint is committed. They are lost with the process:
             a restarted job finds out anew.
     """
@@ -110,6 +113,7 @@ class PruneWorker:
         self.holder = f"{holder_name()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
+        self.ended: float | None = None
         self.given_up: tuple[Discard, ...] = ()
         self._named: set[tuple[str, str]] = set()
         self._missed: set[str] = set()
@@ -229,10 +233,25 @@ class PruneWorker:
     def _carried_out(self, catalog: Catalog, *, force: bool = False) -> Round:
         with self._lock:
             committed = self._committed
-        report = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)
+        began, run = time.monotonic(), {"bucketpoint.run": catalog.url}
+        span = begin_span("bucketpoint.prune", began, parent=current_context(), attributes=run)
+        try:
+            report = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)
+        except BaseException as error:
+            end_span(span, time.monotonic(), error)
+            record("bucketpoint.prune.failures", 1, {**run, "error.type": type(error).__qualname__})
+            raise
+        end_span(span, time.monotonic(), attributes={"bucketpoint.prune.deleted": len(report.done.deleted)})
+        record("bucketpoint.prune.duration", time.monotonic() - began, run)
+        record("bucketpoint.prune.deleted", len(report.done.deleted), run)
+        if report.plan is not None:
+            kept = [entry.row for entry in report.plan.kept] + [entry.row.thinned() for entry in report.plan.thinned]
+            record("bucketpoint.kept.size", sum(row.bytes for row in kept), run)
+            record("bucketpoint.kept.checkpoints", len(kept), run)
         if report.done.stopped is None:
             with self._lock:
                 self._committed -= committed
+                self.ended = time.monotonic()
         return report
 
     def _work(self) -> None:

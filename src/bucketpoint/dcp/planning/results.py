@@ -62,6 +62,7 @@ class NamedResults(list[WriteResult]):
         super().__init__(results)
         self.statement = statement
         self.tally = tally
+        self.report: bytes | None = None
         self.descriptions = descriptions
 
 
@@ -72,14 +73,21 @@ class Results(list[WriteResult]):
 
     Args:
         tally: plain values that compare this save with the one before; None if nothing was compared.
+        report: figures of the rank's save: see `SaveTimes.report`.
     """
 
     def __init__(
-        self, results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None, tally: Any = None
+        self,
+        results: Sequence[WriteResult],
+        plan: SavePlan,
+        statement: Statement | None = None,
+        tally: Any = None,
+        report: bytes | None = None,
     ) -> None:
         super().__init__(results)
         self.statement = statement
         self.tally = tally
+        self.report = report
         self._made_of = tuple(results)
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
         self._packed = _packed(results, plan, statement)
@@ -87,17 +95,23 @@ class Results(list[WriteResult]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not unaltered(self, self._made_of):
-            return NamedResults, (list(self), self.statement, b"", *self._told)
+            return NamedResults, (list(self), self.statement, b"", *self._told), self._attributes
         # The statement as plain values, because the names of its class are 50 bytes from each rank.
         stated = self.statement.fields if self.statement is not None else None
         if (packed := self._packed) is not None:
-            return _packed_arrived, (packed.objects, packed.layout, packed.checksums, stated, *self._told)
-        return _named_arrived, (self._named, stated, *self._told)
+            told = packed.objects, packed.layout, packed.checksums, stated, *self._told
+            return _packed_arrived, told, self._attributes
+        return _named_arrived, (self._named, stated, *self._told), self._attributes
 
     @property
     def _told(self) -> tuple[Any, ...]:
         # Nothing if there is none: a coordinator of an older version does not know the argument.
         return () if self.tally is None else (self.tally,)
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        # Not as an argument: a coordinator of an older version gets an attribute that it does not look at.
+        return {} if self.report is None else {"report": self.report}
 
     def packed(self) -> PackedResults | None:
         """Return the packed form without a pickle, for a save of one process; None if the results name their items."""
@@ -116,6 +130,7 @@ class PackedResults:
     checksums: bytes
     statement: Statement | None = None
     tally: Any = None
+    report: bytes | None = None
 
     def columns(self, count: int, known: ItemColumns | None) -> Columns:
         """Return the columns that were reported for `count` items.

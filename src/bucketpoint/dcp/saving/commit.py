@@ -143,9 +143,9 @@ def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, boo
     the intent stay, and a prune leaves the checkpoint alone until they are an hour old.
     """
     # Counted for the whole process, since a store may send from another thread: too many cost nothing but that hour.
-    before = process_budget().counts.retried
+    before = process_budget().counts["retried"]
     info, replaced = put_commit(request, data)
-    again = process_budget().counts.retried != before
+    again = process_budget().counts["retried"] != before
     if not again and request.fence is not None:
         try:
             request.fence.release()

@@ -53,16 +53,18 @@ class Announcement:
         save: id of this save.
         since: id of the last save of the run that this process committed; None if it has committed none.
         url: URL of the checkpoint to compare with, for ranks that do not know it from memory; None if they need not.
+        span: name of the coordinator's span of OpenTelemetry; None if it records none.
     """
 
     save: str
     since: str | None = None
     url: str | None = None
+    span: str | None = None
 
     @property
-    def fields(self) -> tuple[str, str | None, str | None]:
+    def fields(self) -> tuple[str | None, ...]:
         """The values that are sent: the name of a class would be 50 bytes to each rank."""
-        return self.save, self.since, self.url
+        return (self.save, self.since, self.url) if self.span is None else (self.save, self.since, self.url, self.span)
 
     def put_on(self, plans: Iterable[SavePlan], *, with_url: bool) -> list[SavePlan]:
         """Return the ranks' plans with the announcement, except for those with which a planner sends other data.
@@ -70,13 +72,13 @@ class Announcement:
         Args:
             with_url: some ranks may have to read the checkpoint. The URL is the largest part of the message.
         """
-        fields = self.fields if with_url else (self.save, self.since, None)
+        fields = (self if with_url else replace(self, url=None)).fields
         return [replace(plan, storage_data=fields) if plan.storage_data is None else plan for plan in plans]
 
     @classmethod
     def received(cls, fields: Any) -> Announcement | None:
         """Return the announcement that a plan came with; None for anything else that a planner may put there."""
-        return cls(*fields) if type(fields) is tuple and len(fields) == 3 else None
+        return cls(*fields) if type(fields) is tuple and len(fields) in (3, 4) else None
 
 
 class SavedItem(NamedTuple):

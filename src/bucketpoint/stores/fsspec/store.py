@@ -42,6 +42,7 @@ from bucketpoint.stores.fsspec.drivers import (
 from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.fsspec.services import driver_of
 from bucketpoint.stores.http_body import crc_of, scatter
+from bucketpoint.stores.retry import process_budget
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -173,7 +174,7 @@ class FsspecStore:
         if not size:
             return
         self._check_etag(key, if_match)
-        with self._errors("read", key):
+        with self._errors("get", key):
             try:
                 data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
             except Exception:
@@ -194,7 +195,8 @@ class FsspecStore:
             return []
         paths = [self._path(one.key) for one in ranges]
         starts, ends = [one.start for one in ranges], [one.stop for one in ranges]
-        with self._errors("read", ranges[0].key):
+        process_budget().add({"get": len(ranges) - 1})
+        with self._errors("get", ranges[0].key):
             bodies = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
         return [self._read(one, data) for one, data in zip(ranges, bodies, strict=True)]
 
@@ -361,6 +363,7 @@ class FsspecStore:
     @contextmanager
     def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
         failure: StoreError
+        process_budget().note(operation)
         try:
             yield
             return

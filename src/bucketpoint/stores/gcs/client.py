@@ -34,6 +34,23 @@ COMPLETE_TIMEOUT_S = 600
 INSTALL = "pip install 'google-cloud-storage>=3'"
 
 
+_KINDS = {
+    "objects.insert": "put",
+    "objects.get": "get",
+    "objects.list": "list",
+    "objects.delete": "delete",
+    "a batch of objects.delete": "delete",
+    "objects.rewrite": "copy",
+    "objects.compose": "complete_multipart",
+    "create multipart upload": "create_multipart",
+    "upload part": "put_part",
+    "complete multipart upload": "complete_multipart",
+    "abort multipart upload": "abort_multipart",
+    "list multipart uploads": "list_multipart",
+}
+"""Kinds of requests, of `retry.KINDS`, by operation. The service describes an object in reply to a GET as well."""
+
+
 @dataclass(frozen=True)
 class GCSClient:
     """A session with the settings of all of its requests.
@@ -99,7 +116,7 @@ class GCSClient:
         def attempt() -> Any:
             return translated(send, operation, url, self.endpoint)
 
-        return retry.run(attempt, self.policy, gate=self.gate)
+        return retry.run(attempt, self.policy, gate=self.gate, kind=_KINDS.get(operation))
 
     def close(self) -> None:
         """Close idle connections. The session stays usable."""

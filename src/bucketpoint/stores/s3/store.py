@@ -66,6 +66,24 @@ _UPLOAD_MARKS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMa
 _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
 
 
+_KINDS = {
+    "PutObject": "put",
+    "GetObject": "get",
+    "HeadObject": "head",
+    "ListObjectsV2": "list",
+    "DeleteObject": "delete",
+    "DeleteObjects": "delete",
+    "CopyObject": "copy",
+    "UploadPartCopy": "copy",
+    "CreateMultipartUpload": "create_multipart",
+    "UploadPart": "put_part",
+    "CompleteMultipartUpload": "complete_multipart",
+    "AbortMultipartUpload": "abort_multipart",
+    "ListMultipartUploads": "list_multipart",
+}
+"""Kinds of requests, of `retry.KINDS`, by operation of the service."""
+
+
 @dataclass(frozen=True)
 class S3Store(HttpStore):
     """A bucket of S3. A store pickles as configuration only; each process makes the client at the first use.
@@ -356,7 +374,7 @@ class S3Store(HttpStore):
             return used is not None and renew_client(self.options, used, self.pin)
 
         client = self._client()
-        return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh)
+        return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh, kind=_KINDS[operation])
 
     def _pages(self, operation: str, prefix: str, marks: dict[str, str], **parameters: Any) -> Iterator[Any]:
         """Yield the pages of a listing. `marks` maps the parameters of the next request to fields of the last page."""

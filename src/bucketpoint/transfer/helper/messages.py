@@ -158,7 +158,7 @@ class OrderRefused:
 
 @dataclass(frozen=True)
 class Done:
-    """Answer to an order: every object is stored. `counts` are those of `retry.RetryCounts` for this order."""
+    """Answer to an order: every object is stored. `counts` are those of `retry.Budget` for this order."""
 
     uploaded: Sequence[Uploaded]
     counts: Mapping[str, int]

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import asdict
+from collections import Counter
 
 from bucketpoint.errors import BucketpointError, HelperUnavailableError
 from bucketpoint.stores import Store, open_store
@@ -178,7 +178,7 @@ class _Job:
 
     def _run(self) -> None:
         answer: Done | Failed | OrderRefused
-        before = asdict(process_budget().counts)
+        before = Counter(process_budget().counts)
         store: Store | None = None
         try:
             store = self._store()
@@ -291,8 +291,8 @@ class _Job:
         raise BucketpointError("the trainer has ended")
 
 
-def _counted_since(before: dict[str, int]) -> dict[str, int]:
-    return {name: value - before[name] for name, value in asdict(process_budget().counts).items()}
+def _counted_since(before: Counter[str]) -> dict[str, int]:
+    return dict(process_budget().counts - before)
 
 
 def _picklable(error: BaseException) -> BaseException:

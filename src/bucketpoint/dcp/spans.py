@@ -1,0 +1,90 @@
+"""Spans and metrics of saves and loads, from their figures: see `telemetry`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bucketpoint.dcp.saving.earlier_saves import run_of
+from bucketpoint.dcp.stats import LoadStats, SaveStats, SaveTimes
+from bucketpoint.telemetry import begin_span, current_context, end_span, record, reference
+
+
+def begin_save(times: SaveTimes, url: str) -> str | None:
+    """Begin the coordinator's span of a save. Return its name for the spans of other ranks; None if it is not recorded.
+
+    It begins when the save was called, and `end_save` ends it.
+    """
+    times.span = _begin(times, url)
+    return reference(times.span)
+
+
+def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException | None = None) -> None:
+    """End the span of a save on this rank, with those of its steps, and record its metrics."""
+    run, ended = {"bucketpoint.run": run_of(url)}, time.monotonic()
+    span = times.span if times.span is not None else _begin(times, url)
+    if span is not None:
+        until = times.committing or ended
+        for step, began, stopped in (
+            ("stage", times.called, times.called + times.staging_s if times.staging_s else 0.0),
+            ("plan", times.turn, times.planned),
+            ("upload", times.planned, times.uploaded),
+            ("wait", times.uploaded, until if times.uploaded else 0.0),
+            ("commit", times.committing, times.committed),
+        ):
+            if began and stopped:
+                child = begin_span(f"bucketpoint.save.{step}", began, parent=span)
+                end_span(child, stopped)
+        figures = {
+            "bucketpoint.save.sent": stats.sent_bytes,
+            "bucketpoint.save.copied": stats.copied_bytes,
+            "bucketpoint.retries": stats.retried,
+            "bucketpoint.throttled": stats.throttled,
+        }
+        end_span(span, ended, error, figures)
+        times.span = None
+    if error is not None:
+        record("bucketpoint.save.failures", 1, {**run, "error.type": type(error).__qualname__})
+        return
+    for name, value in (
+        ("bucketpoint.save.blocked", stats.blocked_s),
+        ("bucketpoint.save.duration", stats.total_s),
+        ("bucketpoint.save.upload", stats.upload_s),
+        ("bucketpoint.save.sent", stats.sent_bytes),
+        ("bucketpoint.save.copied", stats.copied_bytes),
+    ):
+        record(name, value, run)
+    _record_requests(stats, run)
+    if times.nbytes:
+        record("bucketpoint.checkpoint.committed", time.time(), run)
+        record("bucketpoint.checkpoint.size", times.nbytes, run)
+
+
+def note_load(stats: LoadStats, url: str) -> None:
+    """Make the span of a load that has just ended, with those of its steps, and record its metrics."""
+    run, ended = {"bucketpoint.run": run_of(url)}, time.monotonic()
+    began = ended - stats.total_s
+    attributes = {"url.full": url, "bucketpoint.rank": stats.rank}
+    span = begin_span("bucketpoint.load", began, parent=current_context(), attributes=attributes)
+    if span is not None:
+        for step, seconds in (("metadata", stats.metadata_s), ("plan", stats.planning_s), ("read", stats.read_s)):
+            child = begin_span(f"bucketpoint.load.{step}", began, parent=span)
+            began += seconds
+            end_span(child, began)
+        end_span(span, ended, attributes={"bucketpoint.load.received": stats.read_bytes})
+    record("bucketpoint.load.duration", stats.total_s, run)
+    record("bucketpoint.load.received", stats.read_bytes, run)
+    _record_requests(stats, run)
+
+
+def _begin(times: SaveTimes, url: str) -> Any:
+    attributes = {"url.full": url, "bucketpoint.rank": times.rank}
+    return begin_span("bucketpoint.save", times.called, parent=times.context, link=times.link, attributes=attributes)
+
+
+def _record_requests(stats: SaveStats | LoadStats, run: Mapping[str, Any]) -> None:
+    for kind, count in stats.requests.items():
+        record("bucketpoint.requests", count, {**run, "bucketpoint.request.kind": kind})
+    record("bucketpoint.retries", stats.retried, run)
+    record("bucketpoint.throttled", stats.throttled, run)

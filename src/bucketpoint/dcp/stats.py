@@ -1,0 +1,226 @@
+"""Figures of a save and of a load: seconds, bytes and requests of a rank, and of all ranks on the coordinator."""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bucketpoint.stores.retry import KINDS
+
+_REPORT = struct.Struct("<4f2Q2I")
+"""Four seconds, two numbers of bytes and two counts: 40 bytes, since the coordinator receives them from each rank."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over all ranks.
+
+    Attributes:
+        slowest: rank of the maximum; the first one of several.
+    """
+
+    min: float
+    median: float
+    max: float
+    slowest: int
+
+
+@dataclass(frozen=True)
+class SaveStats:
+    """Figures of one save on one rank.
+
+    Attributes:
+        rank: number of the rank.
+        blocked_s: seconds that the call of `async_save` took, in which training stood still; 0 for `dcp.save`.
+        staging_s: seconds of the copy to host memory; 0 for `dcp.save`.
+        queued_s: seconds that the save waited for earlier ones of this process.
+        planning_s: seconds from then to the beginning of the upload. Those in which the rank waits for other ranks'
+            plans are included.
+        upload_s: seconds of this rank's upload.
+        waiting_s: seconds from the end of the upload to the commit, in which the rank waited for the others; on ranks
+            that do not commit to the end of the save.
+        commit_s: seconds of the commit; 0 on ranks that do not commit.
+        total_s: seconds from the call to the end.
+        staged_bytes: bytes of the state that were copied to host memory; 0 for `dcp.save`.
+        memory_bytes: bytes of host memory that are held for staging when the save ends.
+        sent_bytes: bytes of data objects that this rank sent.
+        copied_bytes: bytes of items that the store copied.
+        requests: attempts of requests by kind, named after the methods of a store: `put`, `put_part`, `get` and so on.
+            Of local folders none are counted.
+        retried: requests that were sent again after a failure.
+        throttled: answers of a store that asked for fewer requests.
+        ranks: on the coordinator, and with collectives, the spread of the figures over the ranks, by their names:
+            `staging_s`, `queued_s`, `planning_s`, `upload_s`, `sent_bytes`, `copied_bytes`, `retried` and `throttled`;
+            otherwise empty.
+    """
+
+    rank: int
+    blocked_s: float
+    staging_s: float
+    queued_s: float
+    planning_s: float
+    upload_s: float
+    waiting_s: float
+    commit_s: float
+    total_s: float
+    staged_bytes: int
+    memory_bytes: int
+    sent_bytes: int
+    copied_bytes: int
+    requests: Mapping[str, int] = field(default_factory=dict)
+    retried: int = 0
+    throttled: int = 0
+    ranks: Mapping[str, Spread] = field(default_factory=dict)
+
+    @property
+    def upload_bytes_per_s(self) -> float:
+        """Bytes that this rank sent for each second of its upload; 0 if it sent nothing."""
+        return self.sent_bytes / self.upload_s if self.upload_s else 0.0
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """Figures of one load on one rank.
+
+    Attributes:
+        rank: number of the rank.
+        metadata_s: seconds until the checkpoint's metadata were read.
+        planning_s: seconds from then to the first read of data. Those in which the rank waits for other ranks' plans
+            are included.
+        read_s: seconds of the reads of data, with decoding and checksums.
+        total_s: seconds from the beginning to the end of the reads.
+        read_bytes: bytes of data objects that this rank received from the store.
+        requests, retried, throttled: as for `SaveStats`.
+        hedged: ranges that were late and were requested a second time.
+    """
+
+    rank: int
+    metadata_s: float
+    planning_s: float
+    read_s: float
+    total_s: float
+    read_bytes: int
+    requests: Mapping[str, int] = field(default_factory=dict)
+    retried: int = 0
+    throttled: int = 0
+    hedged: int = 0
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Bytes that this rank received for each second of its reads; 0 if it read nothing."""
+        return self.read_bytes / self.read_s if self.read_s else 0.0
+
+
+def requests_of(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the requests by kind among the counts of `retry.count_into`."""
+    return {kind: counts[kind] for kind in KINDS if counts.get(kind)}
+
+
+@dataclass
+class SaveTimes:
+    """Times of one save on this rank, by `time.monotonic`, and its counts, while it runs. A time is 0 before it comes.
+
+    Attributes:
+        begun: DCP has begun the save on this thread.
+        turn: earlier saves have ended.
+        planned: the upload began.
+        uploaded: the upload ended.
+        committing, committed: the commit began and ended.
+        called: the program called for the save: the beginning of the copy, or else `begun`.
+        staging_s: seconds of the copy to host memory.
+        nbytes: bytes of the checkpoint on all ranks, on the rank that has committed it; else 0.
+        context: OpenTelemetry's context of the call; span: the coordinator's span; link: its name, on other ranks.
+        reports: what each rank reported of itself, on the coordinator.
+    """
+
+    rank: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    called: float = 0.0
+    turn: float = 0.0
+    planned: float = 0.0
+    uploaded: float = 0.0
+    committing: float = 0.0
+    committed: float = 0.0
+    staging_s: float = 0.0
+    sent_bytes: int = 0
+    copied_bytes: int = 0
+    nbytes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    context: Any = None
+    span: Any = None
+    link: str | None = None
+    reports: Sequence[bytes | None] = ()
+
+    def __post_init__(self) -> None:
+        self.called = self.begun
+
+    def report(self) -> bytes:
+        """Return the figures that the rank sends to the coordinator with its results."""
+        counts = (min(self.counts[name], 0xFFFFFFFF) for name in ("retried", "throttled"))
+        return _REPORT.pack(*self._seconds(), self.sent_bytes, self.copied_bytes, *counts)
+
+    def stats(
+        self,
+        *,
+        begun: float | None = None,
+        ended: float | None = None,
+        blocked_s: float = 0.0,
+        staged_bytes: int = 0,
+        memory_bytes: int = 0,
+    ) -> SaveStats:
+        """Return the figures, as far as the save has come.
+
+        Args:
+            begun, ended: times of the call and of the end; by default those of this thread.
+        """
+        ended = ended or self.committed or self.uploaded
+        staging_s, queued_s, planning_s, upload_s = self._seconds()
+        return SaveStats(
+            rank=self.rank,
+            blocked_s=blocked_s,
+            staging_s=staging_s,
+            queued_s=queued_s,
+            planning_s=planning_s,
+            upload_s=upload_s,
+            waiting_s=_between(self.uploaded, self.committing or ended),
+            commit_s=_between(self.committing, self.committed),
+            total_s=_between(begun or self.begun, ended),
+            staged_bytes=staged_bytes,
+            memory_bytes=memory_bytes,
+            sent_bytes=self.sent_bytes,
+            copied_bytes=self.copied_bytes,
+            requests=requests_of(self.counts),
+            retried=self.counts["retried"],
+            throttled=self.counts["throttled"],
+            ranks=_spreads(self.reports),
+        )
+
+    def _seconds(self) -> tuple[float, float, float, float]:
+        return (
+            self.staging_s,
+            _between(self.begun, self.turn),
+            _between(self.turn, self.planned),
+            _between(self.planned, self.uploaded),
+        )
+
+
+def _between(start: float, stop: float) -> float:
+    """Return the seconds from one time to another; 0 if one has not come."""
+    return max(stop - start, 0.0) if start and stop else 0.0
+
+
+def _spreads(reports: Sequence[bytes | None]) -> dict[str, Spread]:
+    """Return the spread of each figure. Empty if a rank has reported none, such as one with an older version."""
+    figures = [_REPORT.unpack(each) for each in reports if each is not None and len(each) == _REPORT.size]
+    if not figures or len(figures) < len(reports):
+        return {}
+    names = ("staging_s", "queued_s", "planning_s", "upload_s", "sent_bytes", "copied_bytes", "retried", "throttled")
+    return {
+        name: Spread(min(values), statistics.median(values), max(values), values.index(max(values)))
+        for name, values in zip(names, zip(*figures, strict=True), strict=True)
+    }

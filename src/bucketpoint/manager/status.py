@@ -1,0 +1,62 @@
+"""What a manager knows of its run: the age of the newest checkpoint, the save under way, and counts of saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ManagerStatus:
+    """A run as its manager on this rank sees it, without a request to the store.
+
+    Attributes:
+        newest_step: step of the newest checkpoint that this manager has committed or restored; None without one.
+        newest_age_s: seconds since the state of that checkpoint was saved or restored: the training that a crash now
+            would lose. None without one.
+        saving_step: step of the save under way; None if none is.
+        saving_s: seconds since that save began; None if none is under way.
+        committed: number of saves that were committed.
+        failed: number of saves that failed.
+        skipped: number of saves that were left out, because another one was under way.
+        pruned_s: seconds since the end of the last round of pruning; None on ranks that do not prune, and before the
+            first round.
+        prune_failure: text of the error of the last round; None if it did its work.
+    """
+
+    newest_step: int | None
+    newest_age_s: float | None
+    saving_step: int | None
+    saving_s: float | None
+    committed: int
+    failed: int
+    skipped: int
+    pruned_s: float | None
+    prune_failure: str | None
+
+
+class Standing:
+    """The newest checkpoint of a manager, and the number of its saves. Threads that end saves note them here."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.newest: tuple[int, float] | None = None
+        self.committed = self.failed = 0
+
+    def restored(self, step: int) -> None:
+        """Note that training goes on from a checkpoint now, whatever was newer."""
+        with self._lock:
+            self.newest = step, time.monotonic()
+
+    def saved(self, step: int, began: float) -> None:
+        """Note a commit of the state of `began`, `time.monotonic` seconds."""
+        with self._lock:
+            self.committed += 1
+            if self.newest is None or began > self.newest[1]:
+                self.newest = step, began
+
+    def lost(self) -> None:
+        """Note a save that failed."""
+        with self._lock:
+            self.failed += 1

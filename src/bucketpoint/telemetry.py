@@ -1,0 +1,155 @@
+"""OpenTelemetry: the spans and metrics of bucketpoint, for programs that have configured it.
+
+A program that exports spans or metrics has imported OpenTelemetry. So this module looks for it among the modules that
+are loaded, and imports nothing: without OpenTelemetry each function returns at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bucketpoint.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_NAME = "bucketpoint"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: the kind of its instrument, the unit (UCUM) and what it says."""
+
+    kind: Literal["histogram", "counter", "gauge"]
+    unit: str
+    description: str
+
+
+METRICS: Mapping[str, Metric] = {
+    "bucketpoint.save.blocked": Metric("histogram", "s", "Time that training stood still for a save"),
+    "bucketpoint.save.duration": Metric("histogram", "s", "Time from the call of a save to its end"),
+    "bucketpoint.save.upload": Metric("histogram", "s", "Time of a rank's upload"),
+    "bucketpoint.save.sent": Metric("histogram", "By", "Bytes of data objects that a rank sent in a save"),
+    "bucketpoint.save.copied": Metric("histogram", "By", "Bytes that the store copied in a save"),
+    "bucketpoint.save.failures": Metric("counter", "{save}", "Saves that failed"),
+    "bucketpoint.load.duration": Metric("histogram", "s", "Time from the beginning of a load to its end"),
+    "bucketpoint.load.received": Metric("histogram", "By", "Bytes of data objects that a rank received in a load"),
+    "bucketpoint.requests": Metric("counter", "{request}", "Attempts of requests of saves and loads, by kind"),
+    "bucketpoint.retries": Metric("counter", "{request}", "Requests that were sent again after a failure"),
+    "bucketpoint.throttled": Metric("counter", "{request}", "Answers of a store that asked for fewer requests"),
+    "bucketpoint.checkpoint.committed": Metric(
+        "gauge", "s", "Unix time of the last commit of a run; the age is the time now less this"
+    ),
+    "bucketpoint.checkpoint.size": Metric("gauge", "By", "Bytes of the checkpoint that was committed last"),
+    "bucketpoint.kept.size": Metric("gauge", "By", "Bytes of the checkpoints that the policy keeps"),
+    "bucketpoint.kept.checkpoints": Metric("gauge", "{checkpoint}", "Number of checkpoints that the policy keeps"),
+    "bucketpoint.prune.duration": Metric("histogram", "s", "Time of a round of pruning"),
+    "bucketpoint.prune.deleted": Metric("counter", "{checkpoint}", "Checkpoints that pruning deleted"),
+    "bucketpoint.prune.failures": Metric("counter", "{round}", "Rounds of pruning that failed"),
+}
+"""All metrics by name."""
+
+
+def _loaded(module: str) -> Any:
+    return sys.modules.get(f"opentelemetry.{module}")
+
+
+def record(name: str, value: float, attributes: Mapping[str, Any]) -> None:
+    """Record a value of one of `METRICS`. Errors of OpenTelemetry are logged: no save may fail because of it."""
+    if _loaded("metrics") is None:
+        return
+    try:
+        _instrument(name)(value, attributes)
+    except Exception:
+        logger.exception("a value of %s was not recorded", name)
+
+
+@functools.cache
+def _instrument(name: str) -> Callable[[float, Mapping[str, Any]], None]:
+    # Kept for the process: the SDK warns of a second instrument of the same name.
+    metric, meter = METRICS[name], _loaded("metrics").get_meter(_NAME, __version__)
+    if metric.kind == "histogram":
+        return meter.create_histogram(name, metric.unit, metric.description).record  # type: ignore[no-any-return]
+    if metric.kind == "counter":
+        return meter.create_counter(name, metric.unit, metric.description).add  # type: ignore[no-any-return]
+    return meter.create_gauge(name, metric.unit, metric.description).set  # type: ignore[no-any-return]
+
+
+def current_context() -> Any:
+    """Return the context of the caller's span, the parent of spans that begin later on other threads; None without."""
+    loaded = _loaded("context")
+    return loaded.get_current() if loaded is not None else None
+
+
+def begin_span(
+    name: str, began: float, *, parent: Any = None, link: str | None = None, attributes: Mapping[str, Any] | None = None
+) -> Any:
+    """Begin a span, and return it; None without OpenTelemetry.
+
+    Args:
+        began: beginning of the span, `time.monotonic` seconds.
+        parent: the parent's context or span; None for no parent.
+        link: what `reference` returned for a span of another process.
+    """
+    trace = _loaded("trace")
+    if trace is None:
+        return None
+    try:
+        if parent is not None and hasattr(parent, "get_span_context"):
+            parent = trace.set_span_in_context(parent)
+        links = [] if link is None else [trace.Link(_span_context(trace, link))]
+        # Without a parent a new context: the current one may belong to another save of this thread.
+        around = _loaded("context").Context() if parent is None else parent
+        return trace.get_tracer(_NAME, __version__).start_span(
+            name, around, attributes=attributes, links=links, start_time=_epoch_ns(began)
+        )
+    except Exception:
+        logger.exception("the span %s was not begun", name)
+        return None
+
+
+def end_span(
+    span: Any, ended: float, error: BaseException | None = None, attributes: Mapping[str, Any] | None = None
+) -> None:
+    """End a span of `begin_span`; with an error, as one that failed.
+
+    Args:
+        ended: end of the span, `time.monotonic` seconds.
+    """
+    if span is None:
+        return
+    try:
+        span.set_attributes(attributes or {})
+        if error is not None:
+            trace = _loaded("trace")
+            span.set_attribute("error.type", type(error).__qualname__)
+            span.set_status(trace.Status(trace.StatusCode.ERROR, str(error)))
+        span.end(_epoch_ns(ended))
+    except Exception:
+        logger.exception("a span was not ended")
+
+
+def reference(span: Any) -> str | None:
+    """Return a name of the span for other processes, as in the header `traceparent` (W3C Trace Context, level 1).
+
+    None without OpenTelemetry, and for a span that is not recorded.
+    """
+    if span is None or not span.is_recording():
+        return None
+    about = span.get_span_context()
+    return f"00-{about.trace_id:032x}-{about.span_id:016x}-{int(about.trace_flags):02x}"
+
+
+def _span_context(trace: Any, text: str) -> Any:
+    _, trace_id, span_id, flags = text.split("-")
+    return trace.SpanContext(int(trace_id, 16), int(span_id, 16), True, trace.TraceFlags(int(flags, 16)))
+
+
+def _epoch_ns(moment: float) -> int:
+    """Return the time since the epoch, in nanoseconds, of a time of the monotonic clock."""
+    return time.time_ns() - int((time.monotonic() - moment) * 1e9)

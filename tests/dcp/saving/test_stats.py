@@ -1,0 +1,188 @@
+"""Figures of saves and loads: seconds, bytes and requests of each rank, and of all ranks on the coordinator."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import bucketpoint
+from bucketpoint import BucketReader, BucketWriter, CommitInfo, TransferOptions
+from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
+from bucketpoint.testing.servers import S3Server
+from dcp.ranks import Ranks
+from dcp.saving.async_scenarios import FailingPlanner, GatedFileSystem
+
+MIB = 1 << 20
+
+PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
+
+
+def state(mib: int = 12) -> dict[str, Any]:
+    return {"weight": torch.arange(mib * MIB // 4, dtype=torch.float32)}
+
+
+@pytest.mark.parametrize("background", ["thread", "process"])
+def test_a_save_counts_each_request_that_the_store_receives(minio: S3Server, background: str) -> None:
+    options = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, background=background)  # type: ignore[arg-type]
+    bucket = minio.make_bucket()
+    with FaultProxy(minio.endpoint) as proxy:
+        writer = BucketWriter(storage_options=minio.at(proxy.url).options, transfer=options)
+        handle = bucketpoint.async_save(state(), f"s3://{bucket}/run/step-1", storage_writer=writer)
+        handle.result()
+        writer.close()
+        received = proxy.counts.requests
+    stats = handle.stats
+    assert stats is not None
+    assert stats.requests["create_multipart"] == received["CreateMultipartUpload"] == 1
+    assert stats.requests["put_part"] == received["UploadPart"] == 3
+    assert stats.requests["complete_multipart"] == received["CompleteMultipartUpload"] == 1
+    assert stats.requests["put"] == received["PutObject"]
+    assert sum(stats.requests.values()) == received.total()
+    assert (stats.retried, stats.throttled) == (0, 0)
+
+
+def test_a_save_counts_retries_and_throttled_answers(minio: S3Server) -> None:
+    with FaultProxy(minio.endpoint) as proxy:
+        writer = BucketWriter(storage_options=minio.at(proxy.url).options)
+        url = f"s3://{minio.make_bucket()}/run/step-1"
+        slow, broken = Refuse(503, "SlowDown"), Refuse(500, "InternalError")
+        proxy.play(
+            Script((Rule((slow,), ("PutObject",), times=2), Rule((broken,), ("PutObject",), keys="*/data/*", times=1)))
+        )
+        handle = bucketpoint.async_save({"weight": torch.ones(10)}, url, storage_writer=writer)
+        handle.result()
+    stats = handle.stats
+    assert stats is not None
+    assert (stats.throttled, stats.retried) == (2, 1)
+    # The data, `.metadata`, the record and the fence: three of the attempts were answered by the proxy.
+    assert stats.requests["put"] == proxy.counts.requests["PutObject"]
+
+
+def test_the_seconds_of_a_save_add_up(tmp_path: Path) -> None:
+    began = time.monotonic()
+    handle = bucketpoint.async_save(state(4), str(tmp_path / "step-1"))
+    assert handle.stats is None or handle.done()
+    handle.result()
+    elapsed = time.monotonic() - began
+    stats = handle.stats
+    assert stats is not None
+    phases = (stats.staging_s, stats.planning_s, stats.upload_s, stats.waiting_s, stats.commit_s)
+    assert min(phases) > 0
+    assert sum(phases) + stats.queued_s <= stats.total_s <= elapsed
+    assert 0 < stats.blocked_s <= stats.total_s
+    assert stats.staged_bytes == 4 * MIB
+    assert stats.memory_bytes >= 4 * MIB
+    assert 4 * MIB < stats.sent_bytes < 5 * MIB
+    assert stats.upload_bytes_per_s == pytest.approx(stats.sent_bytes / stats.upload_s)
+    assert {name: spread.slowest for name, spread in stats.ranks.items()} == dict.fromkeys(stats.ranks, 0)
+    assert stats.ranks["sent_bytes"].max == stats.sent_bytes
+
+
+def test_a_save_that_waited_for_the_one_before_says_so(tmp_path: Path) -> None:
+    gated = GatedFileSystem()
+    writer = BucketWriter(fs=gated)
+    first = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), storage_writer=writer)
+    assert gated.arrived.wait(60)
+    second = bucketpoint.async_save(state(1), str(tmp_path / "step-2"), storage_writer=BucketWriter())
+    began = time.monotonic()
+    while "step-2" not in repr(second._lease):
+        time.sleep(0.01)
+    time.sleep(0.05)
+    queued = time.monotonic() - began
+    gated.gate.set()
+    first.result()
+    second.result()
+    assert first.stats is not None
+    assert second.stats is not None
+    assert first.stats.queued_s < 0.05 < queued <= second.stats.total_s
+    assert second.stats.queued_s > 0.05
+
+
+def test_what_a_save_copies_is_counted_apart_from_what_it_sends(tmp_path: Path) -> None:
+    writer = BucketWriter(unchanged="copy")
+    for step in (1, 2):
+        handle = bucketpoint.async_save(
+            {**state(4), "step": torch.tensor(step)}, str(tmp_path / f"step-{step}"), storage_writer=writer
+        )
+        handle.result()
+    assert handle.stats is not None
+    # The item, and its frame.
+    assert 4 * MIB < handle.stats.copied_bytes < 5 * MIB
+    assert handle.stats.sent_bytes < MIB
+
+
+def test_on_commit_gets_the_figures(tmp_path: Path) -> None:
+    told: list[CommitInfo] = []
+    handle = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), on_commit=told.append)
+    handle.result()
+    assert handle.stats is not None
+    assert [info.stats for info in told] == [handle.stats]
+
+
+def test_a_save_that_failed_has_figures_as_far_as_it_came(tmp_path: Path) -> None:
+    handle = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), planner=FailingPlanner("upload"))
+    assert handle.exception() is not None
+    assert handle.stats is not None
+    assert (handle.stats.upload_s, handle.stats.commit_s) == (0, 0)
+    assert handle.stats.planning_s > 0
+
+
+def test_a_save_in_the_foreground_leaves_its_figures_with_the_writer(tmp_path: Path) -> None:
+    writer = BucketWriter()
+    assert writer.stats is None
+    dcp.save(state(1), checkpoint_id=str(tmp_path / "step-1"), storage_writer=writer, no_dist=True)
+    stats = writer.stats
+    assert stats is not None
+    assert stats.sent_bytes > MIB
+    assert (stats.blocked_s, stats.staging_s, stats.staged_bytes) == (0, 0, 0)
+    assert min(stats.planning_s, stats.upload_s, stats.commit_s) > 0
+
+
+def figures_of_ranks(rank: int, world: int, root: str, executor: str) -> Any:
+    """Save a MiB on rank 0, two on rank 1 and so on. Return the rank's figures."""
+    handle = bucketpoint.async_save(
+        {f"weight of {rank}": torch.ones((rank + 1) * MIB // 4)},
+        f"{root}/step-1",
+        async_checkpointer_type=AsyncCheckpointerType(executor),
+    )
+    handle.result(60)
+    return handle.stats
+
+
+def test_the_coordinator_knows_the_spread_over_the_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
+    stats = four_ranks.run(figures_of_ranks, str(tmp_path), "thread")
+    assert [each.rank for each in stats] == [0, 1, 2, 3]
+    sent = [each.sent_bytes for each in stats]
+    assert [nbytes // MIB for nbytes in sent] == [1, 2, 3, 4]
+    spread = stats[0].ranks["sent_bytes"]
+    assert (spread.min, spread.median, spread.max, spread.slowest) == (sent[0], (sent[1] + sent[2]) / 2, sent[3], 3)
+    assert stats[0].ranks["upload_s"].max == pytest.approx(max(each.upload_s for each in stats), rel=1e-6)
+    assert [each.ranks for each in stats[1:]] == [{}, {}, {}]
+    assert [each.commit_s > 0 for each in stats] == [True, False, False, False]
+
+
+def test_a_checkpoint_process_keeps_its_figures(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(figures_of_ranks, str(tmp_path), "process") == [None, None]
+
+
+def test_a_load_counts_its_bytes_and_requests(minio: S3Server) -> None:
+    url = f"s3://{minio.make_bucket()}/run/step-1"
+    bucketpoint.save(state(), url, storage_options=minio.options)
+    with FaultProxy(minio.endpoint) as proxy:
+        reader = BucketReader(url, storage_options=minio.at(proxy.url).options, transfer=PARTS)
+        assert reader.stats is None
+        dcp.load({"weight": torch.zeros(12 * MIB // 4)}, storage_reader=reader, no_dist=True)
+        received = proxy.counts.requests
+    stats = reader.stats
+    assert stats is not None
+    assert stats.read_bytes == 12 * MIB
+    assert dict(stats.requests) == {"get": received["GetObject"]}
+    assert min(stats.metadata_s, stats.planning_s, stats.read_s) > 0
+    assert stats.metadata_s + stats.planning_s + stats.read_s == pytest.approx(stats.total_s)
+    assert (stats.retried, stats.throttled, stats.hedged) == (0, 0, 0)

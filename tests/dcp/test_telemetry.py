@@ -1,0 +1,159 @@
+"""Spans and metrics of OpenTelemetry: a span for each rank of a save, linked with the coordinator's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from opentelemetry import trace
+
+import bucketpoint
+from bucketpoint import BucketWriter, CheckpointManager, RetentionPolicy, telemetry
+from bucketpoint.retention import Keep
+from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
+from bucketpoint.testing.servers import S3Server
+from dcp.ranks import Ranks
+from dcp.recorded import recorded
+from dcp.saving.async_scenarios import FailingPlanner
+
+STEPS = ["bucketpoint.save.stage", "bucketpoint.save.plan", "bucketpoint.save.upload", "bucketpoint.save.wait"]
+
+STATE = {"weight": torch.ones(1000)}
+
+
+def spans_of_a_save(rank: int, world: int, root: str) -> dict[str, Any]:
+    with recorded() as found:
+        with found.tracer.start_as_current_span("training step") as step:
+            handle = bucketpoint.async_save({f"weight of {rank}": torch.ones(1000)}, f"{root}/step-1")
+        handle.result(60)
+        (span,) = found.spans("bucketpoint.save")
+        return {
+            "trace": span.context.trace_id == step.get_span_context().trace_id,
+            "parent": span.parent.span_id == step.get_span_context().span_id,
+            "id": (span.context.trace_id, span.context.span_id),
+            "links": [(link.context.trace_id, link.context.span_id) for link in span.links],
+            "attributes": dict(span.attributes),
+            "below": found.below(span),
+            "status": span.status.status_code.name,
+            "metrics": sorted(found.metrics()),
+        }
+
+
+def test_each_rank_has_a_span_with_its_steps_that_is_linked_with_the_coordinators(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = two_ranks.run(spans_of_a_save, str(tmp_path))
+    assert all(each["trace"] and each["parent"] and each["status"] == "UNSET" for each in (first, second))
+    assert first["below"] == [*STEPS, "bucketpoint.save.commit"]
+    assert second["below"] == STEPS
+    assert (first["links"], second["links"]) == ([], [first["id"]])
+    assert [each["attributes"]["bucketpoint.rank"] for each in (first, second)] == [0, 1]
+    assert {each["attributes"]["url.full"] for each in (first, second)} == {f"{tmp_path}/step-1"}
+    # A run has one last commit, which the coordinator tells.
+    assert "bucketpoint.checkpoint.committed" in first["metrics"]
+    assert "bucketpoint.checkpoint.committed" not in second["metrics"]
+
+
+def test_a_save_and_a_load_in_the_foreground_have_spans(tmp_path: Path) -> None:
+    url = str(tmp_path / "step-1")
+    with recorded() as found:
+        dcp.save(STATE, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
+        bucketpoint.load({"weight": torch.zeros(1000)}, url)
+        (saved,), (loaded,) = found.spans("bucketpoint.save"), found.spans("bucketpoint.load")
+        assert found.below(saved) == [*STEPS[1:], "bucketpoint.save.commit"]
+        assert found.below(loaded) == [f"bucketpoint.load.{step}" for step in ("metadata", "plan", "read")]
+        assert saved.attributes["bucketpoint.save.sent"] > loaded.attributes["bucketpoint.load.received"] == 4000
+        assert saved.end_time <= loaded.start_time
+
+
+def test_a_save_that_fails_has_a_span_with_its_error(tmp_path: Path) -> None:
+    with recorded() as found:
+        handle = bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1"), planner=FailingPlanner("upload"))
+        assert handle.exception() is not None
+        (span,) = found.spans("bucketpoint.save")
+        assert span.status.status_code is trace.StatusCode.ERROR
+        assert "this disk is on fire" in span.status.description
+        (failures,) = found.metrics()["bucketpoint.save.failures"]
+        assert failures.value == 1
+        assert failures.attributes["error.type"] == span.attributes["error.type"] == "BucketpointError"
+
+
+def test_every_metric_is_recorded_with_its_unit(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"s3://{minio.make_bucket()}/run"
+    seen: dict[str, list[Any]] = {}
+    with recorded() as found, FaultProxy(minio.endpoint) as proxy:
+        policy, options = RetentionPolicy(Keep(latest=1)), minio.at(proxy.url).options
+        slow, broken = Refuse(503, "SlowDown"), Refuse(500, "InternalError")
+        proxy.play(
+            Script((Rule((slow,), ("PutObject",), times=1), Rule((broken,), ("PutObject",), "*/data/*", times=1)))
+        )
+        with CheckpointManager(run, policy=policy, storage_options=options) as manager:
+            for step in (1, 2):
+                handle = manager.save(step, {"weight": torch.full((1000,), float(step))})
+                assert handle is not None
+                handle.result()
+            manager.prune(force=True)
+            manager.restore({"weight": torch.zeros(1000)})
+        seen |= found.metrics()
+        failed = bucketpoint.async_save(
+            dict(STATE),
+            f"{run}/step-3",
+            storage_writer=BucketWriter(storage_options=options),
+            planner=FailingPlanner("upload"),
+        )
+        assert failed.exception() is not None
+        monkeypatch.setattr("bucketpoint.catalog.deletion.prune_worker.judged", lambda *_, **__: 1 / 0)
+        with (
+            CheckpointManager(run, policy=policy, storage_options=options) as manager,
+            pytest.raises(ZeroDivisionError),
+        ):
+            manager.prune()
+        seen |= found.metrics()
+    assert set(seen) == set(telemetry.METRICS)
+    assert {point.attributes["bucketpoint.run"] for points in seen.values() for point in points} == {run}
+    kinds = {point.attributes["bucketpoint.request.kind"] for point in seen["bucketpoint.requests"]}
+    assert {"put", "get"} <= kinds
+    assert seen["bucketpoint.retries"][0].value > 0
+    assert seen["bucketpoint.throttled"][0].value > 0
+    assert seen["bucketpoint.kept.checkpoints"][0].value == 1
+    assert 4000 < seen["bucketpoint.kept.size"][0].value == seen["bucketpoint.checkpoint.size"][0].value
+
+
+def test_the_page_names_every_metric_with_its_unit() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(bucketpoint\.[a-z.]+)` \| (\w+) \| `([^`]+)` \|", page, re.MULTILINE)
+    assert rows == [(name, metric.kind, metric.unit) for name, metric in telemetry.METRICS.items()]
+
+
+def test_errors_of_opentelemetry_fail_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("no room for more instruments")
+
+    with recorded():
+        monkeypatch.setattr(telemetry, "_loaded", lambda module: Broken() if module != "context" else None)
+        bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1")).result()
+        bucketpoint.load({"weight": torch.zeros(1000)}, str(tmp_path / "step-1"))
+    assert "no room for more instruments" in caplog.text
+
+
+def test_a_program_without_opentelemetry_gets_no_import_of_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, bucketpoint\n"
+        "url = sys.argv[1]\n"
+        "bucketpoint.async_save({'w': torch.ones(3)}, url).result()\n"
+        "bucketpoint.load({'w': torch.ones(3)}, url)\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')], sorted(sys.modules)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "step-1")], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
