@@ -83,7 +83,13 @@ def _instrument(name: str) -> Callable[[float, Mapping[str, Any]], None]:
 def current_context() -> Any:
     """Return the context of the caller's span, the parent of spans that begin later on other threads; None without."""
     loaded = _loaded("context")
-    return loaded.get_current() if loaded is not None else None
+    if loaded is None:
+        return None
+    try:
+        return loaded.get_current()
+    except Exception:
+        logger.exception("the span of the caller is not known")
+        return None
 
 
 def begin_span(

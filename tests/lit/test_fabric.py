@@ -9,9 +9,9 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from tests.lit.test_lightning import chunks, killed_in_an_upload, launched
+from tests.lit.test_lightning import blocks, chunks, killed_in_an_upload, launched, plain
 
-from bucketpoint import BucketpointError
+from bucketpoint import BucketpointError, latest_checkpoint
 from bucketpoint.integrations.lightning import FabricBucketSingleDeviceStrategy
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
@@ -40,6 +40,27 @@ def test_a_loop_of_fabric_killed_in_an_upload_goes_on_with_fewer_ranks(
     assert [each[:2] for each in seen] == [each[:2] for each in expected]
     losses, wanted = ([loss for _, _, loss in each] for each in (seen, expected))
     assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_the_example_of_the_page_commits_its_last_save_as_it_ends_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+    program, root = tmp_path / "train.py", f"s3://{minio.make_bucket()}/run-8"
+    for epochs, world, last in ((2, 2, 30), (2, 1, 60)):
+        text = blocks("python", 1).replace("s3://bucket/run-8", root).replace("loader), 4", f"loader), {epochs}")
+        program.write_text(text.replace("devices=2", f"devices={world}"))
+        ran = launched(program, [], world, minio)
+        assert ran.returncode == 0, ran.stderr[-6000:]
+        assert latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-{last}"
+
+
+def test_the_example_without_the_lines_that_the_page_names_trains_with_fabric_alone(
+    minio: S3Server, tmp_path: Path
+) -> None:
+    text = plain(blocks("python", 1), blocks("diff", 1)).replace("devices=2", "devices=1")
+    program = tmp_path / "train.py"
+    program.write_text(text.replace('"run-8"', repr(str(tmp_path / "run-8"))).replace("loader), 4", "loader), 1"))
+    ran = launched(program, [], 1, minio)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    assert len(list((tmp_path / "run-8").iterdir())) == 3
 
 
 class Steps:

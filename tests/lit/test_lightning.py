@@ -251,10 +251,24 @@ def test_a_plain_checkpoint_is_one_object(minio: S3Server) -> None:
         plugin.load_checkpoint(url)
 
 
-def blocks(language: str) -> str:
-    """Return the first block of code in a language on the page."""
+def blocks(language: str, number: int = 0) -> str:
+    """Return a block of code in a language on the page, the first by default."""
     page = Path(__file__).parents[2] / "docs" / "lightning.md"
-    return page.read_text(encoding="utf-8").split(f"```{language}\n")[1].split("```")[0]
+    return page.read_text(encoding="utf-8").split(f"```{language}\n")[number + 1].split("```")[0]
+
+
+def plain(text: str, diff: str) -> str:
+    """Return an example without the lines that its diff adds, with those that it takes away."""
+    before, added = "", 0
+    for line in diff.splitlines(keepends=True):
+        if line.startswith("-"):
+            before += line[1:]
+            continue
+        assert line[1:] in text
+        text, before, added = text.replace(line[1:], before), "", added + 1
+    assert added <= 5
+    assert "ucket" not in text
+    return text
 
 
 def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
@@ -274,16 +288,7 @@ def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: P
 def test_the_example_without_the_lines_that_the_page_names_trains_with_lightning_alone(
     minio: S3Server, tmp_path: Path
 ) -> None:
-    text, before = blocks("python"), ""
-    added = 0
-    for line in blocks("diff").splitlines(keepends=True):
-        if line.startswith("-"):
-            before = line[1:]
-            continue
-        assert line[1:] in text
-        text, before, added = text.replace(line[1:], before), "", added + 1
-    assert added <= 5
-    assert "ucket" not in text
+    text = plain(blocks("python"), blocks("diff"))
     program = tmp_path / "train.py"
     program.write_text(text.replace("max_epochs=4", "max_epochs=1"))
     ran = launched(program, [], 1, minio)

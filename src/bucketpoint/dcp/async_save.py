@@ -8,9 +8,9 @@ program keeps the error.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,13 +27,15 @@ from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
-from bucketpoint.dcp.spans import end_save
+from bucketpoint.dcp.spans import end_save, note_failure
 from bucketpoint.dcp.stats import SaveStats, SaveTimes
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.changes import Changes
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
 from bucketpoint.transfer import Progress
+
+logger = logging.getLogger(__name__)
 
 _DYING_S = 1.0
 """Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
@@ -59,7 +61,7 @@ class SaveHandle(Future[Metadata]):
         self._on_commit: OnCommit | None = None
         self.begun_s = time.monotonic()
         self._blocked_s = 0.0
-        self._memory_bytes: Callable[[], int] = int
+        self._stager: Stager | BucketWriter | None = None
         self._stats: SaveStats | None = None
         # A save under way cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
@@ -142,18 +144,8 @@ class SaveHandle(Future[Metadata]):
         if error is not None:
             error = as_ours(error, self.url)
         if self._lease is not None:
-            if isinstance(times := self._lease.times, SaveTimes):
-                self._stats = times.stats(
-                    begun=self.begun_s,
-                    ended=time.monotonic(),
-                    blocked_s=self._blocked_s,
-                    staged_bytes=self._lease.nbytes,
-                    memory_bytes=self._memory_bytes(),
-                )
-                end_save(times, self._stats, str(self.url), error)
             self._lease.end()
-        # Otherwise a kept handle would keep the stager and its memory.
-        self._memory_bytes = int
+        self._note_figures(error)
         self._parent_group = None
         if self._at_end is not None:
             # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
@@ -164,6 +156,27 @@ class SaveHandle(Future[Metadata]):
             self.set_result(upload.result())
         else:
             self.set_exception(error)
+
+    def _note_figures(self, error: BaseException | None) -> None:
+        """Make the figures of the save, and give them to OpenTelemetry."""
+        lease, held, ended = self._lease, self._stager, time.monotonic()
+        # Otherwise a kept handle would keep the stager and its memory.
+        self._stager = None
+        try:
+            if lease is not None and isinstance(times := lease.times, SaveTimes):
+                self._stats = times.stats(
+                    begun=self.begun_s,
+                    ended=ended,
+                    blocked_s=self._blocked_s,
+                    staged_bytes=lease.nbytes,
+                    memory_bytes=held.staged_bytes if held is not None else 0,
+                )
+                end_save(times, self._stats, str(self.url), error)
+            elif error is not None:
+                note_failure(str(self.url), error)
+        except Exception:
+            # An error here would leave the handle, and all who wait for it, without an end.
+            logger.exception("the figures of the save of %s are not known", self.url)
 
     def _tell_of_commit(self, metadata: Any) -> None:
         """Call `on_commit`, which only a rank that commits was given."""
@@ -237,7 +250,7 @@ def async_save(
         writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group, handle.begun_s = process_group, begun_s
-    handle._memory_bytes = lambda: int(getattr(stager, "staged_bytes", 0))
+    handle._stager = stager if isinstance(stager, (Stager, BucketWriter)) else None
     spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
     plans = spare.take()
     group = None if no_dist else process_groups.group_beside(process_group)

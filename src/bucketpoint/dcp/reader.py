@@ -107,7 +107,8 @@ class BucketReader(Located, StorageReader):
         self._failure: Exception | None = None
         self._in_load = False
         self._stats: LoadStats | None = None
-        self._begin()
+        self._begun = self._read_metadata_at = time.monotonic()
+        self._counts: Counter[str] = Counter()
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -271,7 +272,7 @@ class BucketReader(Located, StorageReader):
 
     def _begin(self) -> None:
         self._begun = self._read_metadata_at = time.monotonic()
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter()
         self._stats = None
         retry.count_into(self._counts)
 

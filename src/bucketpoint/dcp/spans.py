@@ -45,7 +45,7 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
         end_span(span, ended, error, figures)
         times.span = None
     if error is not None:
-        record("bucketpoint.save.failures", 1, {**run, "error.type": type(error).__qualname__})
+        note_failure(url, error)
         return
     for name, value in (
         ("bucketpoint.save.blocked", stats.blocked_s),
@@ -59,6 +59,12 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
     if times.nbytes:
         record("bucketpoint.checkpoint.committed", time.time(), run)
         record("bucketpoint.checkpoint.size", times.nbytes, run)
+
+
+def note_failure(url: str, error: BaseException) -> None:
+    """Count a save that failed."""
+    attributes = {"bucketpoint.run": run_of(url), "error.type": type(error).__qualname__}
+    record("bucketpoint.save.failures", 1, attributes)
 
 
 def note_load(stats: LoadStats, url: str) -> None:

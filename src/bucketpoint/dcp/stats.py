@@ -36,7 +36,7 @@ class SaveStats:
 
     Attributes:
         rank: number of the rank.
-        blocked_s: seconds that the call of `async_save` took, in which training stood still; 0 for `dcp.save`.
+        blocked_s: seconds that the call of `async_save` took, in which training stood still; for `dcp.save` all.
         staging_s: seconds of the copy to host memory; 0 for `dcp.save`.
         queued_s: seconds that the save waited for earlier ones of this process.
         planning_s: seconds from then to the beginning of the upload. Those in which the rank waits for other ranks'
@@ -154,7 +154,7 @@ class SaveTimes:
     context: Any = None
     span: Any = None
     link: str | None = None
-    reports: Sequence[bytes | None] = ()
+    reports: Sequence[object] = ()
 
     def __post_init__(self) -> None:
         self.called = self.begun
@@ -169,7 +169,7 @@ class SaveTimes:
         *,
         begun: float | None = None,
         ended: float | None = None,
-        blocked_s: float = 0.0,
+        blocked_s: float | None = None,
         staged_bytes: int = 0,
         memory_bytes: int = 0,
     ) -> SaveStats:
@@ -177,19 +177,21 @@ class SaveTimes:
 
         Args:
             begun, ended: times of the call and of the end; by default those of this thread.
+            blocked_s: by default all the seconds.
         """
         ended = ended or self.committed or self.uploaded
+        total_s = _between(begun or self.begun, ended)
         staging_s, queued_s, planning_s, upload_s = self._seconds()
         return SaveStats(
             rank=self.rank,
-            blocked_s=blocked_s,
+            blocked_s=total_s if blocked_s is None else blocked_s,
             staging_s=staging_s,
             queued_s=queued_s,
             planning_s=planning_s,
             upload_s=upload_s,
             waiting_s=_between(self.uploaded, self.committing or ended),
             commit_s=_between(self.committing, self.committed),
-            total_s=_between(begun or self.begun, ended),
+            total_s=total_s,
             staged_bytes=staged_bytes,
             memory_bytes=memory_bytes,
             sent_bytes=self.sent_bytes,
@@ -214,9 +216,9 @@ def _between(start: float, stop: float) -> float:
     return max(stop - start, 0.0) if start and stop else 0.0
 
 
-def _spreads(reports: Sequence[bytes | None]) -> dict[str, Spread]:
+def _spreads(reports: Sequence[object]) -> dict[str, Spread]:
     """Return the spread of each figure. Empty if a rank has reported none, such as one with an older version."""
-    figures = [_REPORT.unpack(each) for each in reports if each is not None and len(each) == _REPORT.size]
+    figures = [_REPORT.unpack(each) for each in reports if isinstance(each, bytes) and len(each) == _REPORT.size]
     if not figures or len(figures) < len(reports):
         return {}
     names = ("staging_s", "queued_s", "planning_s", "upload_s", "sent_bytes", "copied_bytes", "retried", "throttled")
