@@ -56,6 +56,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["rollback", "{run}", "4", "--dry-run"],
         ["gc", "{run}", "--dry-run"],
         ["doctor", "{run}", "--size", "0"],
+        ["watch", "{run}", "--policy", "{run}/../policy.yaml"],
+        ["overview", "{run}", "--policy", "{run}/../policy.yaml", "--html", "{run}/../page.html"],
         ["rm", "{run}/step-1", "--yes"],
     ],
     ids=" ".join,

@@ -23,6 +23,7 @@ COMMANDS = {
     "gc": "bucketpoint.cli.commands.sweep:gc",
     "ls": "bucketpoint.cli.commands.ls:ls",
     "name": "bucketpoint.cli.commands.notes:name",
+    "overview": "bucketpoint.cli.commands.overview:overview",
     "pin": "bucketpoint.cli.commands.notes:pin",
     "plan": "bucketpoint.cli.commands.plan_prune:plan",
     "prune": "bucketpoint.cli.commands.plan_prune:prune",
@@ -33,6 +34,7 @@ COMMANDS = {
     "undo": "bucketpoint.cli.commands.notes:undo",
     "unpin": "bucketpoint.cli.commands.notes:unpin",
     "verify": "bucketpoint.cli.commands.verify:verify",
+    "watch": "bucketpoint.cli.commands.watch:watch",
 }
 """Module and name of each command. The modules import click and nothing large, because `--help` reads all of them."""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LIST_PRICE = 0.023
 """Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
 
-_TITLES = {
+TITLES = {
     "now": "now",
     "no_record": "of these without a record",
     "tombstoned": "of these with a tombstone",
@@ -56,9 +56,9 @@ def cost(catalog: Catalog, price: float, policy_file: str | None) -> CommandResu
     document: dict[str, Any] = {
         "root": catalog.url,
         "price": price,
-        "now": _taken([*sizes.values(), *others], price),
-        "no_record": _taken(others, price),
-        "tombstoned": _taken([size for key, size in sizes.items() if key in going], price),
+        "now": taken_by([*sizes.values(), *others], price),
+        "no_record": taken_by(others, price),
+        "tombstoned": taken_by([size for key, size in sizes.items() if key in going], price),
         "what_if": None,
     }
     if policy_file is not None:
@@ -67,18 +67,18 @@ def cost(catalog: Catalog, price: float, policy_file: str | None) -> CommandResu
 
         left = plan(read_policy(policy_file), snapshot.rows()).left()
         # Checkpoints without a record are kept by every policy.
-        document["what_if"] = _taken([*(row.bytes for row in left), *others], price)
+        document["what_if"] = taken_by([*(row.bytes for row in left), *others], price)
     return CommandResult(document, _lines(document))
 
 
-def _taken(sizes: list[int], price: float) -> dict[str, Any]:
+def taken_by(sizes: list[int], price: float) -> dict[str, Any]:
     total = sum(sizes)
     return {"checkpoints": len(sizes), "bytes": total, "dollars_a_month": round(total / 1e9 * price, 2)}
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     rows = []
-    for name, title in _TITLES.items():
+    for name, title in TITLES.items():
         part = document[name]
         if part and (name != "no_record" or part["checkpoints"]):
             money = f"${part['dollars_a_month']:,.2f} a month"

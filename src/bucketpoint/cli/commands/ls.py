@@ -31,7 +31,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
     from bucketpoint.catalog.survey import survey
 
     snapshot = survey(catalog)
-    rows = list(_rows(snapshot, catalog))
+    rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
     if everything:
         document["attempts"] = [
@@ -46,7 +46,7 @@ def json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
+def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
     metrics, held = snapshot.metrics(), snapshot.held()
     tombstones = {(note.folder, note.id): note for note in snapshot.notes.tombstones if not note.undone}
     for saved in snapshot.checkpoints:

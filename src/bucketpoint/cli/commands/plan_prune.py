@@ -53,7 +53,7 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None) -> Comm
     snapshot = survey(catalog)
     planned, verdict = judged(policy, snapshot.rows())
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
-    beside = _beside(policy, catalog, snapshot, planned)
+    beside = beside_plan(policy, catalog, snapshot, planned)
     document = {"root": catalog.url, **planned.to_dict(), **judgement, **beside}
     # The engine's version of the plan's form, next to the version of the command's document.
     document["plan_version"] = document.pop("version")
@@ -85,7 +85,7 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
     if dry_run:
         planned, verdict = judged(policy, snapshot.rows())
         summary = planned.to_dict()["summary"]
-        beside = _beside(policy, catalog, snapshot, planned)
+        beside = beside_plan(policy, catalog, snapshot, planned)
         document = {"root": catalog.url, "dry_run": True, **summary, "verdict": verdict.why, **beside}
         return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or yes)
     with watched(catalog, progress) as at:
@@ -136,7 +136,7 @@ def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> d
     }
 
 
-def _beside(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
+def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
     """Return what a plan is shown with: the tombstones that wait, those that a prune withdraws, and the notices."""
     fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
     spared = snapshot.spared(fates)

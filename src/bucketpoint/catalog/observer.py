@@ -1,0 +1,234 @@
+"""Observation of a run from outside: its snapshot, its newest whole checkpoint, and saves that have not committed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.snapshot import (
+    BY_STEP,
+    Attempt,
+    Checkpoint,
+    MetricReport,
+    Notes,
+    Pin,
+    ReadLease,
+    Resume,
+    Snapshot,
+    read_notes,
+    read_steps,
+)
+from bucketpoint.errors import MetadataError, first_of
+from bucketpoint.format import catalog_keys, keys
+from bucketpoint.format.index.ref import index_path
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.stores import ObjectInfo
+from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.pieces import for_each
+
+LISTED_ATTEMPTS = 8
+"""Most attempts whose objects are listed. A run rarely has more than two saves under way."""
+
+_TRIED = 5
+"""Most checkpoints whose `.metadata` is looked for, from the newest on."""
+
+_NAMED_AT_MOST = 3
+
+
+@dataclass(frozen=True)
+class AttemptProgress:
+    """A save that has not committed: under way, or dead.
+
+    Attributes:
+        token: token of its coordinator; None if the save left no intent, as those of plain writers.
+        started: time of the intent, or of the oldest object if there is no intent; None if neither is known.
+        objects, bytes: complete data objects in the store, and their size; None if they were not listed.
+        latest: time at which the newest of these objects was completed.
+    """
+
+    step: int
+    folder: str
+    token: str | None = None
+    started: float | None = None
+    objects: int | None = None
+    bytes: int | None = None
+    latest: float | None = None
+
+    def is_live(self, now: float) -> bool:
+        """Return True if the save may still commit, by its last sign of life."""
+        times = [time for time in (self.started, self.latest) if time is not None]
+        return Attempt(self.step, self.token or "", self.folder, "", max(times, default=None)).is_live(now)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run at the time `snapshot.taken`.
+
+    Attributes:
+        snapshot: checkpoints, those without a record included, and notes.
+        newest: the checkpoint that a restore of the latest would try first and whose `.metadata` exists.
+        record: the record of `newest`; None if it has none, or none that can be read.
+        attempts: saves that have not committed, the highest step first.
+        problems: damage of the catalog, one sentence each.
+    """
+
+    snapshot: Snapshot
+    newest: Checkpoint | None = None
+    record: CommitRecord | None = None
+    attempts: tuple[AttemptProgress, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing of a run is there."""
+        snapshot = self.snapshot
+        noted = snapshot.notes != Notes() or snapshot.finished or snapshot.runs or self.problems
+        return not (snapshot.checkpoints or self.attempts or noted)
+
+
+@dataclass
+class Observer:
+    """Looks at one run again and again.
+
+    It remembers commits without a record and the record of the newest checkpoint, which need no second request.
+    """
+
+    catalog: Catalog
+    _commits: dict[str, Checkpoint] = field(default_factory=dict)
+    _read: tuple[str, CommitRecord | None, str | None] | None = None
+
+    def look(self) -> Observation:
+        """Observe the run. No data object is read.
+
+        Three LISTs for each 1,000 notes, records and folders; one LIST for each attempt; one small GET for the newest
+        checkpoint, and for each folder without a record that was not committed before.
+        """
+        catalog = self.catalog
+        noted, listed = catalog.listed(catalog_keys.NOTES), catalog.listed(catalog_keys.STEPS)
+        snapshot = read_steps(listed, taken=catalog.clock()).with_notes(read_notes(noted))
+        problems = list(_unreadable(snapshot, [*noted, *listed]))
+        attempts = [one for one in snapshot.attempts if catalog.template.step_of(one.folder) == one.step]
+        folders = {*catalog.folders(), *(attempt.folder for attempt in attempts)} - snapshot.folders
+        unrecorded = self._without_record(folders)
+        everything = tuple(sorted([*snapshot.checkpoints, *unrecorded.values()], key=BY_STEP))
+        snapshot = replace(snapshot, checkpoints=everything)
+        newest, record = self._newest(snapshot, problems)
+        begun = {attempt.folder for attempt in attempts}
+        saves = [
+            AttemptProgress(attempt.step, attempt.folder, attempt.token, attempt.started)
+            for attempt in attempts
+            if not _has_committed(attempt, unrecorded.get(attempt.folder))
+        ]
+        saves += [
+            AttemptProgress(catalog.template.step_of(folder) or 0, folder)
+            for folder in folders
+            if folder not in begun and folder not in unrecorded
+        ]
+        return Observation(snapshot, newest, record, tuple(self._listed(saves, snapshot)), tuple(problems))
+
+    def _without_record(self, folders: set[str]) -> dict[str, Checkpoint]:
+        """Return the commits in folders without a record. The newest one is looked at each time: it may be replaced."""
+        known = {folder: one for folder, one in self._commits.items() if folder in folders}
+        if known:
+            del known[max(known.values(), key=BY_STEP).folder]
+        found: list[Checkpoint | None] = []
+        if unknown := sorted(folders - known.keys()):
+            for_each(unknown, lambda folder: found.append(self.catalog.unrecorded(folder)), TransferOptions())
+        self._commits = {**known, **{one.folder: one for one in found if one is not None}}
+        return self._commits
+
+    def _newest(self, snapshot: Snapshot, problems: list[str]) -> tuple[Checkpoint | None, CommitRecord | None]:
+        going = snapshot.going()
+        ranked = sorted(snapshot.full, key=lambda one: (one.name not in going, BY_STEP(one)), reverse=True)
+        for checkpoint in ranked[:_TRIED]:
+            if checkpoint.key is None:
+                return checkpoint, None
+            committed = self.catalog.metadata_info(checkpoint.folder)
+            if committed is None:
+                problems.append(f"step {checkpoint.step} has a record, and its .metadata is gone")
+                continue
+            if catalog_keys.mark_of(committed.etag) != checkpoint.mark:
+                problems.append(f"the record of step {checkpoint.step} is not that of its present .metadata")
+            return checkpoint, self._record(checkpoint, checkpoint.key, problems)
+        return None, None
+
+    def _record(self, checkpoint: Checkpoint, key: str, problems: list[str]) -> CommitRecord | None:
+        if self._read is None or self._read[0] != key:
+            try:
+                self._read = key, read_record(self.catalog, key), None
+            except MetadataError as error:
+                self._read = key, None, f"the record of step {checkpoint.step} cannot be read: {error.message}"
+        _, record, problem = self._read
+        problems += [] if problem is None else [problem]
+        return record
+
+    def _listed(self, saves: Iterable[AttemptProgress], snapshot: Snapshot) -> Iterator[AttemptProgress]:
+        """Yield the saves, with their objects as far as they are listed: those that may be alive, the newest first."""
+        left = LISTED_ATTEMPTS
+        committed = {one.id for one in (*snapshot.checkpoints, *snapshot.superseded)}
+        starts = [(attempt.folder, attempt.started) for attempt in snapshot.attempts if attempt.started is not None]
+        for save in sorted(saves, key=lambda one: (one.step, one.started or 0.0, one.folder), reverse=True):
+            if not left or not save.is_live(snapshot.taken):
+                yield save
+                continue
+            left -= 1
+            listed = self.catalog.objects_of(save.folder)
+            # A `.metadata` that is no commit is the marker of a deletion, or was committed a moment ago.
+            if save.token is not None or keys.METADATA not in listed:
+                began = save.started if save.started is not None else 0.0
+                later = [time for folder, time in starts if folder == save.folder and time > began]
+                yield _with_objects(save, listed, committed, until=min(later, default=math.inf))
+
+
+def _has_committed(attempt: Attempt, commit: Checkpoint | None) -> bool:
+    """Return True if the commit in an attempt's folder is no older than the attempt: only its record is missing."""
+    return commit is not None and attempt.started is not None and commit.created >= attempt.started
+
+
+def _with_objects(
+    save: AttemptProgress, listed: dict[str, ObjectInfo], committed: set[str], *, until: float
+) -> AttemptProgress:
+    """Add what a listing of its folder tells of a save.
+
+    Args:
+        committed: tokens of the run's checkpoints.
+        until: time at which another save to the same folder began.
+    """
+    data = [info for path, info in listed.items() if _is_data(path, save) and keys.token_of(path) not in committed]
+    if save.token is not None and save.started is not None:
+        # Each rank has a token of its own, which nothing in a listing connects with the attempt: the times tell. Both
+        # are the store's, which may be whole seconds.
+        data = [info for info in data if info.modified is None or save.started <= info.modified < until]
+    times = [info.modified for info in data if info.modified is not None]
+    return replace(
+        save,
+        started=save.started if save.started is not None else min(times, default=None),
+        objects=len(data),
+        bytes=sum(info.size for info in data),
+        latest=max(times, default=None),
+    )
+
+
+def _is_data(path: str, save: AttemptProgress) -> bool:
+    token = keys.token_of(path)
+    if token is not None:
+        # Records do not count the index either.
+        return path != index_path(token)
+    # Other writers name their objects as they like. Deeper in the folder may be another run.
+    return save.token is None and "/" not in path and keys.may_be_data(path)
+
+
+def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) -> Iterator[str]:
+    """Name the objects of the catalog whose keys say nothing that can be read."""
+    notes = snapshot.notes
+    noted: list[MetricReport | Pin | ReadLease | Resume] = [*notes.reports, *notes.pins, *notes.leases, *notes.resumes]
+    read = {checkpoint.key for checkpoint in (*snapshot.checkpoints, *snapshot.superseded)}
+    read |= {attempt.key for attempt in (*snapshot.attempts, *snapshot.finished)}
+    read |= {note.key for note in noted} | {tombstone.key for tombstone in notes.tombstones}
+    names = [name for name, info in listed if info.key not in read and catalog_keys.run_of(name) is None]
+    if names:
+        some = "1 object has a name that is" if len(names) == 1 else f"{len(names)} objects have names that are"
+        yield f"in the catalog {some} no record and no note: {first_of(names, _NAMED_AT_MOST)}"

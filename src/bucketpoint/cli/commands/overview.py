@@ -1,0 +1,175 @@
+"""`bucketpoint overview`: command around the page that describes a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import Access, CommandResult, command
+from bucketpoint.cli.commands import verify as verifying
+from bucketpoint.cli.commands.cost import LIST_PRICE, TITLES, taken_by
+from bucketpoint.cli.commands.watch import document_of
+from bucketpoint.cli.options import progress_option, trusted_option
+from bucketpoint.cli.run_policy import run_and_policy
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MetadataError, UnsafeDataError
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.snapshot import Snapshot
+    from bucketpoint.retention import Plan, RetentionPolicy
+
+
+@command("overview")
+@click.option("--html", "file", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="File to write.")
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    default=LIST_PRICE,
+    show_default=True,
+    help="Price of storage, in dollars per GB and month.",
+)
+@click.option("--verify", is_flag=True, help="Re-read every byte of every checkpoint, as `verify --all` does.")
+@trusted_option
+@progress_option
+@run_and_policy
+def overview(
+    catalog: Catalog,
+    policy: RetentionPolicy | None,
+    access: Access,
+    file: str,
+    price: float,
+    verify: bool,
+    trusted: bool,
+    progress: bool | None,
+) -> CommandResult:
+    """Write a page about a run, as one HTML file.
+
+    The page shows checkpoints, stored bytes and their cost, saves that did not commit and, with --policy, what is kept
+    and why. It loads nothing from elsewhere. Takes the requests of `watch`, one listing for each
+    checkpoint without a record, and one small read for each pin. Exits with 1 if --verify finds damage.
+    """
+    from bucketpoint.catalog.deletion.prune_worker import judged
+    from bucketpoint.catalog.notes import pins
+    from bucketpoint.catalog.observer import Observer
+    from bucketpoint.catalog.survey import survey
+    from bucketpoint.cli.html.page import RunReport, page
+    from bucketpoint.stores.redact import clean
+
+    observation = Observer(catalog).look()
+    if observation.is_empty:
+        # Raises, and says what is at the URL instead of a run.
+        survey(catalog)
+    snapshot = observation.snapshot
+    described = document_of(catalog, policy, observation, shown=None)
+    costs = list(_costs(catalog, described, snapshot, policy, price))
+    plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
+    title = clean(catalog.url)
+    verified = None
+    if verify:
+        options = access.for_url(catalog.url)
+        verified = [
+            (url, ok, [line.replace(catalog.url, title) for line in lines])
+            for url, ok, lines in _verified(described, options, trusted=trusted, progress=progress)
+        ]
+    held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
+    _write(file, page(RunReport(title, described, costs, price, _seconds(catalog, snapshot), held, plan, verified)))
+    whole = None if verified is None else sum(ok for _, ok, _ in verified)
+    document = {
+        "root": catalog.url,
+        "html": file,
+        "checkpoints": costs[0][1],
+        "bytes": costs[0][2],
+        "dollars_a_month": costs[0][3],
+        "attempts": len(described["attempts"]),
+        "problems": described["problems"],
+        "verified": None if verified is None else {"whole": whole, "damaged": len(verified) - (whole or 0)},
+    }
+    fine = verified is None or whole == len(verified)
+    return CommandResult(document, _lines(document), ok=fine)
+
+
+def _costs(
+    catalog: Catalog,
+    described: dict[str, Any],
+    snapshot: Snapshot,
+    policy: RetentionPolicy | None,
+    price: float,
+) -> Iterator[tuple[str, int, int, float]]:
+    """Yield the lines of `cost`. Sizes of checkpoints without a record, one LIST each, are added to the document."""
+    from bucketpoint.catalog.survey import size_of
+    from bucketpoint.retention import plan
+
+    measured = {catalog.url_of_folder(one.folder): size_of(catalog, one.folder) for one in snapshot.unrecorded}
+    for row in described["checkpoints"]:
+        row["bytes"] = measured.get(row["url"], row["bytes"])
+    going = snapshot.going()
+    recorded = {record.name: sum(record.groups.values()) for record in snapshot.recorded}
+    sizes = {
+        "now": [*recorded.values(), *measured.values()],
+        "no_record": [*measured.values()],
+        "tombstoned": [size for name, size in recorded.items() if name in going],
+    }
+    if policy is not None:
+        sizes["what_if"] = [*(row.bytes for row in plan(policy, snapshot.rows()).left()), *measured.values()]
+    for name, some in sizes.items():
+        if some or name in ("now", "what_if"):
+            taken = taken_by(some, price)
+            yield TITLES[name], taken["checkpoints"], taken["bytes"], taken["dollars_a_month"]
+
+
+def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
+    """Return how long saves took, by the store's clock: only those are known whose intent is still there."""
+    written = {one.name: one.written for one in (*snapshot.checkpoints, *snapshot.superseded)}
+    return {
+        catalog.url_of_folder(attempt.folder): end - attempt.started
+        for attempt in snapshot.finished
+        if attempt.started is not None
+        and (end := written.get((attempt.folder, attempt.token))) is not None
+        and end >= attempt.started
+    }
+
+
+def _verified(
+    described: dict[str, Any], options: dict[str, Any], *, trusted: bool, progress: bool | None
+) -> Iterator[tuple[str, bool, list[str]]]:
+    """Verify each checkpoint, the newest first. Those whose metadata cannot be read do not hide the others."""
+    from bucketpoint.checkpoint.open import open_checkpoint
+    from bucketpoint.checkpoint.verify import verify
+    from bucketpoint.dcp.progress_bar import progress_callback
+
+    for row in described["checkpoints"]:
+        url = row["url"]
+        try:
+            with progress_callback(progress, 0) as callback:
+                done = verify(open_checkpoint(url, storage_options=options, trusted=trusted), progress=callback)
+        except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+            yield url, False, [f"DAMAGED {url}: {error.message}"]
+        else:
+            yield url, done.ok, list(verifying.lines(done))
+
+
+def _write(file: str, content: str) -> None:
+    try:
+        Path(file).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise BucketpointError(
+            f"The page cannot be written: {error}",
+            url=file,
+            remedy="Name a file in a folder that exists and is writable",
+        ) from error
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{text.count(document['checkpoints'], 'checkpoint')}, {text.size(document['bytes'])}, "
+        f"${document['dollars_a_month']:,.2f} a month: {document['html']}"
+    )
+    yield from (f"PROBLEM: {problem}" for problem in document["problems"])
+    verified = document["verified"]
+    if verified is not None:
+        number = verified["whole"] + verified["damaged"]
+        yield f"{verified['whole']} of {text.count(number, 'checkpoint')} are whole"

@@ -1,0 +1,190 @@
+"""`bucketpoint watch`: command around the observer of a run, with a screen that is drawn anew."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import run_lines
+from bucketpoint.cli.command import Access, CommandResult, as_json, command
+from bucketpoint.cli.commands.ls import rows_of
+from bucketpoint.cli.commands.plan_prune import beside_plan
+from bucketpoint.cli.run_policy import run_and_policy
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, first_of
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.observer import AttemptProgress, Observation, Observer
+    from bucketpoint.catalog.snapshot import Checkpoint
+    from bucketpoint.retention import RetentionPolicy
+
+SHOWN = 10
+"""Checkpoints in a frame: as many as a terminal of 24 lines leaves room for, with a save under way."""
+
+_NAMED_AT_MOST = 3
+_GAPS = 10
+"""Checkpoints from which the time between saves is told."""
+
+
+@command("watch")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=1),
+    default=10,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between looks.",
+)
+@click.option("--once", is_flag=True, help="Print one frame and exit, as is done where the output is no terminal.")
+@run_and_policy
+def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, every: float, once: bool) -> CommandResult:
+    """Show a run while it saves, until Ctrl-C.
+
+    Shows the age of the newest whole checkpoint, the newest checkpoints, the saves that have not committed and how much
+    of them is in the store, and what the policy does next. A look takes three listings, one more for each save under
+    way, and a few small reads; no data is read.
+    """
+    from bucketpoint.catalog.observer import Observer
+    from bucketpoint.catalog.survey import survey
+
+    observer = Observer(catalog)
+    if once or as_json() or not sys.stdout.isatty():
+        observation = observer.look()
+        if observation.is_empty:
+            # Raises, and says what is at the URL instead of a run.
+            survey(catalog)
+        document = document_of(catalog, policy, observation)
+        return CommandResult(document, run_lines.lines(document, catalog.clock()))
+    return _live(observer, policy, every)
+
+
+def document_of(
+    catalog: Catalog, policy: RetentionPolicy | None, observation: Observation, *, shown: int | None = SHOWN
+) -> dict[str, Any]:
+    """Return an observation as the fields of a JSON document. Makes no request.
+
+    Args:
+        shown: number of the newest checkpoints that are in it; None for all.
+    """
+    snapshot, record = observation.snapshot, observation.record
+    newest = observation.newest
+    rows = list(rows_of(snapshot, catalog))
+    document: dict[str, Any] = {
+        "root": catalog.url,
+        "run": min(snapshot.runs, default=None),
+        "taken": snapshot.taken,
+        "newest": None,
+        "interval_s": interval(snapshot.full),
+        "count": len(rows),
+        "bytes": sum(row["bytes"] or 0 for row in rows),
+        "checkpoints": rows[::-1][:shown],
+        "attempts": [_attempt(catalog, save, snapshot.taken) for save in observation.attempts],
+        "waiting": [{"step": row["step"], **row["tombstone"]} for row in rows if row["tombstone"]],
+        "policy": None,
+        "problems": list(observation.problems),
+        "unrecorded": len(snapshot.unrecorded),
+    }
+    if newest is not None:
+        document["newest"] = {
+            "step": newest.step,
+            "url": catalog.url_of_folder(newest.folder),
+            "created": newest.created,
+            "age_s": max(snapshot.taken - newest.created, 0.0),
+            "bytes": sum(newest.groups.values()) if newest.key is not None else None,
+            "objects": record.objects if record is not None else None,
+        }
+    if policy is not None:
+        _add_policy(document, catalog, policy, observation)
+    return document
+
+
+def interval(checkpoints: Sequence[Checkpoint]) -> float | None:
+    """Return the median time between the last saves of full checkpoints; None if there is at most one."""
+    times = sorted(one.created for one in checkpoints)[-_GAPS:]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return statistics.median(gaps) if gaps else None
+
+
+def _attempt(catalog: Catalog, save: AttemptProgress, now: float) -> dict[str, Any]:
+    return {
+        "step": save.step,
+        "url": catalog.url_of_folder(save.folder),
+        "token": save.token,
+        "started": save.started,
+        "objects": save.objects,
+        "bytes": save.bytes,
+        "latest": save.latest,
+        "live": save.is_live(now),
+    }
+
+
+def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPolicy, observation: Observation) -> None:
+    from bucketpoint.catalog.deletion.prune_worker import judged
+
+    planned, verdict = judged(policy, observation.snapshot.rows())
+    entries = {(entry.row.step, entry.row.id): entry for entry in planned.entries}
+    for row in document["checkpoints"]:
+        entry = entries.get((row["step"], row["token"]))
+        row["action"] = entry.action if entry is not None else None
+        row["kept_by"] = list(dict.fromkeys(reason.rule for reason in entry.reasons)) if entry is not None else []
+    to_go = [entry for entry in planned.entries if entry.action != "keep" and not entry.is_ordered]
+    runs = observation.snapshot.runs
+    document["policy"] = {
+        "when": policy.prune.when,
+        "rules": list(planned.rules),
+        "tombstones": [
+            {"step": entry.row.step, "token": entry.row.id, "action": entry.action, "bytes": entry.row.bytes}
+            for entry in to_go
+        ],
+        "allowed": verdict.allowed,
+        "unasked": verdict.unasked,
+        "verdict": verdict.why,
+        **beside_plan(policy, catalog, observation.snapshot, planned),
+    }
+    if runs and policy.run not in runs:
+        mine = f"of run {policy.run}" if policy.run else "of a run without a name"
+        name = first_of(sorted(runs), _NAMED_AT_MOST)
+        document["problems"].append(f"the policy is {mine}, and this is run {name}: a prune by it is refused")
+
+
+def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> CommandResult:
+    try:
+        from bucketpoint.cli.screen import Screen
+    except ImportError:
+        raise BucketpointError(
+            "A screen that is drawn anew needs the package rich", remedy="pip install 'rich>=13', or pass --once"
+        ) from None
+    catalog = observer.catalog
+    # An error of the first look ends the command: the bucket or the credentials are wrong.
+    screen = Screen(_document(observer, policy), catalog.clock)
+    try:
+        with screen.running():
+            while True:
+                time.sleep(every)
+                try:
+                    screen.show(_document(observer, policy))
+                except BucketpointError as error:
+                    screen.fail(error)
+    except KeyboardInterrupt:
+        # Ctrl-C is how a watch ends, so it is no interruption. What was shown last stays on the terminal.
+        return CommandResult(screen.document, run_lines.lines(screen.document, catalog.clock()))
+
+
+def _document(observer: Observer, policy: RetentionPolicy | None) -> dict[str, Any]:
+    """Look at the run. A run that has not begun is waited for, and the document says what is at the URL instead."""
+    from bucketpoint.catalog.survey import survey
+
+    observation = observer.look()
+    document = document_of(observer.catalog, policy, observation)
+    if observation.is_empty:
+        try:
+            survey(observer.catalog)
+        except CheckpointNotFoundError as error:
+            document["problems"].append(error.message)
+    return document

@@ -1,0 +1,1 @@
+"""A page that describes a run: markup, charts and sections."""

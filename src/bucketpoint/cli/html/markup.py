@@ -1,0 +1,38 @@
+"""HTML from text that anybody may have written: all of it is escaped, except what these functions made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from bucketpoint.cli.text import printable
+
+_EMPTY = frozenset({"meta", "link", "path", "line", "rect", "use"})
+"""Elements that are written without an end tag or, in SVG, with a slash."""
+
+
+class Markup(str):
+    """Text that is HTML already, and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *content: str, **attributes: object) -> Markup:
+    """Return an element. Content that is no `Markup` is escaped, and so is each attribute.
+
+    Args:
+        attributes: `class_` stands for `class`, and an underscore within a name for a dash. None leaves one out.
+    """
+    given = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(str(value)))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _EMPTY and not content:
+        return Markup(f"<{name}{given}/>")
+    return Markup(f"<{name}{given}>{joined(content)}</{name}>")
+
+
+def joined(parts: Iterable[str]) -> Markup:
+    """Join parts without anything between them; those that are no `Markup` are escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(printable(part)) for part in parts))

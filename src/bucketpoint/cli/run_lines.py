@@ -1,0 +1,223 @@
+"""A run at one moment as lines of text: the frame of `watch`, made from the fields of its document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bucketpoint.cli import text
+from bucketpoint.errors import first_of
+
+LATE = 2.0
+"""Times the usual time between saves after which the next checkpoint counts as late."""
+
+LATE_S = 60.0
+"""Seconds before which none counts as late."""
+
+NAMED = 6
+"""Most steps that a line names."""
+
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+_DONE = {"delete": "deleted", "thin": "thinned"}
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time by its two largest units: `2 d 4 h`, `12 min 3 s`, `45 s`."""
+    left = max(int(seconds), 0)
+    parts: list[str] = []
+    for size, unit in _UNITS:
+        number, left = divmod(left, size)
+        if number or parts or unit == "s":
+            parts.append(f"{number} {unit}")
+    return " ".join(part for part in parts[:2] if not part.startswith("0 ") or len(parts) == 1)
+
+
+def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
+    """Yield a frame."""
+    yield f"{title(document)}  {text.when(document['taken'])}"
+    yield headline(document, now)
+    yield from details(document, now)
+    if document["attempts"]:
+        yield ""
+        yield from attempt_lines(document, now)
+    if document["checkpoints"]:
+        yield ""
+        head = ("step", "age", "kind", "size", "metrics", "")
+        yield from text.table([head, *(row_cells(row, now) for row in document["checkpoints"])], indent=0)
+        more = document["count"] - len(document["checkpoints"])
+        older = f"and {text.count(more, 'older checkpoint')}; " if more else ""
+        yield f"{older}{text.size(document['bytes'])} in all"
+    prune = list(prune_lines(document, now))
+    if prune:
+        yield ""
+        yield from prune
+    notes = list(notices(document))
+    if notes:
+        yield ""
+        yield from notes
+
+
+def title(document: Mapping[str, Any]) -> str:
+    return f"{document['root']}{' (run ' + document['run'] + ')' if document['run'] else ''}"
+
+
+def headline(document: Mapping[str, Any], now: float) -> str:
+    """Say in one line what a crash now would lose."""
+    newest = document["newest"]
+    if newest is None:
+        return "no whole checkpoint: a crash now loses all of the training"
+    return f"newest whole checkpoint: step {newest['step']}, {age(newest, now)} old"
+
+
+def age(row: Mapping[str, Any], now: float) -> str:
+    return duration(now - row["created"])
+
+
+def is_late(document: Mapping[str, Any], now: float) -> bool:
+    """Return True if the newest checkpoint is older than saves usually are apart."""
+    newest, gap = document["newest"], document["interval_s"]
+    return newest is not None and gap is not None and now - newest["created"] > max(LATE * gap, LATE_S)
+
+
+def details(document: Mapping[str, Any], now: float) -> Iterator[str]:
+    newest, gap = document["newest"], document["interval_s"]
+    if newest is None:
+        return
+    amount = "of unknown size" if newest["bytes"] is None else text.size(newest["bytes"])
+    amount += f" in {text.count(newest['objects'], 'object')}" if newest["objects"] is not None else ""
+    yield f"a crash now loses the training since then: committed {text.when(newest['created'])}, {amount}"
+    if gap is not None:
+        late = ": the next one is late" if is_late(document, now) else ""
+        yield f"the last saves were {duration(gap)} apart{late}"
+
+
+def attempt_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
+    """Yield a line for each save that may be alive, and one for all others."""
+    dead = []
+    for save in document["attempts"]:
+        if save["live"]:
+            yield f"step {save['step']} is not committed: {progress(save, document['newest'], now)}"
+        else:
+            dead.append(save["step"])
+    if dead:
+        what = "a save is" if len(dead) == 1 else f"{len(dead)} saves are"
+        yield (
+            f"{what} dead for two days or more: step {first_of(dead, NAMED)}; "
+            f"`bucketpoint gc {document['root']}` removes the remains"
+        )
+
+
+def progress(save: Mapping[str, Any], newest: Mapping[str, Any] | None, now: float) -> str:
+    """Say how far a save is, beside the newest checkpoint."""
+    began = "began at an unknown time" if save["started"] is None else f"began {duration(now - save['started'])} ago"
+    if save["token"] is None:
+        began += ", by a writer without a log" if save["started"] is not None else ""
+    if save["objects"] is None:
+        return began
+    if not save["objects"]:
+        return f"{began}, no whole object is in the store yet"
+    words = [began, f"{_of(save, newest)} in the store"]
+    if save["latest"] is not None:
+        words.append(f"the last one {duration(now - save['latest'])} ago")
+    return ", ".join(words)
+
+
+def share(save: Mapping[str, Any], newest: Mapping[str, Any] | None) -> float | None:
+    """Return the part of the newest checkpoint's size that a save has in the store; None if either is unknown."""
+    if newest is None or not newest["bytes"] or save["bytes"] is None:
+        return None
+    part: float = save["bytes"] / newest["bytes"]
+    return part
+
+
+def _of(save: Mapping[str, Any], newest: Mapping[str, Any] | None) -> str:
+    part = share(save, newest)
+    if newest is None or part is None:
+        return f"{text.count(save['objects'], 'object')}, {text.size(save['bytes'])}"
+    objects = f"{save['objects']:,}" + (f" of {newest['objects']:,}" if newest["objects"] is not None else "")
+    return f"{objects} objects, {text.size(save['bytes'])} of {text.size(newest['bytes'])} ({part:.0%})"
+
+
+def row_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
+    """Return a checkpoint's cells: step, age, kind, size, metrics, and why it stays or goes."""
+    metrics = " ".join(
+        f"{name}={f'{value:.6g}' if isinstance(value, float) else value}" for name, value in row["metrics"].items()
+    )
+    size = "unknown" if row["bytes"] is None else text.size(row["bytes"])
+    return str(row["step"]), age(row, now), row["kind"], size, metrics, "; ".join(fate(row, now))
+
+
+def fate(row: Mapping[str, Any], now: float) -> list[str]:
+    """Return what is known of a checkpoint's future: its rules, its holds, its tombstone."""
+    words = [] if row["recorded"] else ["no record"]
+    rules = [rule for rule in row.get("kept_by", ()) if rule != "safety"]
+    if row.get("action") == "keep":
+        words.append(f"kept by {', '.join(rules)}" if rules else "kept for safety")
+    elif row.get("action") == "thin":
+        words.append(f"thinned to its weights by {', '.join(rules)}" if rules else "thinned to its weights")
+    elif row.get("action") == "delete" and not row["tombstone"]:
+        words.append("kept by no rule")
+    words += row["held"]
+    if row["tombstone"]:
+        words.append(f"to be {_DONE[row['tombstone']['action']]} {_due(row['tombstone']['due'], now)}")
+    return words
+
+
+def prune_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
+    """Yield what the next prune does. Without a policy nothing is known of it but the tombstones that are there."""
+    policy = document["policy"]
+    if policy is None:
+        if document["waiting"]:
+            yield "checkpoints with a tombstone:"
+            yield from _later(document["waiting"], now)
+        return
+    waiting, tombstones = policy["waiting"], policy["tombstones"]
+    due = [stone for stone in waiting if stone["due"] <= now or stone["is_due"]]
+    later = [stone for stone in waiting if stone not in due]
+    at = "after the next save" if policy["when"] == "after_commit" else "which somebody has to start"
+    yield f"the next prune, {at}:"
+    spoken = False
+    for action, done in _DONE.items():
+        ready = [stone for stone in due if stone["action"] == action]
+        if not policy["grace_s"]:
+            ready += [one for one in tombstones if one["action"] == action]
+        if ready:
+            spoken = True
+            freed = f", {text.size(sum(one['bytes'] for one in ready))}" if action == "delete" else ""
+            yield f"  {_steps(ready)}: {done}{freed}"
+        marked = [one for one in tombstones if one["action"] == action]
+        if marked and policy["grace_s"]:
+            spoken = True
+            yield f"  {_steps(marked)}: tombstones, {done} {duration(policy['grace_s'])} later"
+    if policy["withdrawn"]:
+        spoken = True
+        yield f"  {_steps(policy['withdrawn'])}: the tombstone is withdrawn"
+    if not spoken and not later:
+        yield "  nothing to do"
+    yield from _later(later, now)
+    if not policy["allowed"]:
+        yield f"  REFUSED: {policy['verdict']}, so a prune makes only {policy['unasked']} of them"
+
+
+def _later(waiting: Sequence[Mapping[str, Any]], now: float) -> Iterator[str]:
+    for moment, action in sorted({(stone["due"], stone["action"]) for stone in waiting}):
+        stones = [stone for stone in waiting if (stone["due"], stone["action"]) == (moment, action)]
+        yield f"  {_steps(stones)}: {_DONE[action]} {_due(moment, now)}"
+
+
+def notices(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the run."""
+    for problem in document["problems"]:
+        yield f"PROBLEM: {problem}"
+    if document["policy"] is not None:
+        yield from document["policy"]["unreported"].values()
+    if document["unrecorded"] and document["policy"] is not None:
+        yield f"{text.count(document['unrecorded'], 'checkpoint')} without a record, which no policy deletes"
+
+
+def _steps(some: Sequence[Mapping[str, Any]]) -> str:
+    return f"step {first_of([one['step'] for one in some], NAMED)}"
+
+
+def _due(due: float, now: float) -> str:
+    return "at the next prune" if due <= now else f"after {text.when(due)}, in {duration(due - now)}"

@@ -1,0 +1,315 @@
+"""The page of `overview`: what it says of a run, that it needs nothing from elsewhere, and that names are text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.cli.html.charts import SaveMark, saves, storage
+from bucketpoint.cli.html.markup import Markup, element
+from bucketpoint.cli.html.page import MOST_ROWS, RunReport, page
+from bucketpoint.testing.servers import S3Server
+from cli.conftest import Program, save
+from cli.test_retention import STEPS, save_run, write
+from cli.test_watch import begin
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """A parsed page. Parsing fails if an element is not closed, or by another name."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append((self._open[-1] if self._open else "", data.strip()))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(words for tag, words in self.texts if tag != "style")
+
+    def of(self, tag: str) -> list[str]:
+        return [words for name, words in self.texts if name == tag]
+
+    def marks(self, kind: str) -> int:
+        return self.attributes.count(("path", "class", f"save {kind}"))
+
+
+def made(program: Program, root: str, file: Path, *arguments: str, code: int = 0) -> Page:
+    done = program("overview", root, "--html", str(file), *arguments)
+    assert done.code == code, done.err
+    return Page(file.read_text(encoding="utf-8"))
+
+
+def test_the_page_shows_checkpoints_saves_costs_and_the_policy(program: Program, tmp_path: Path, root: str) -> None:
+    save_run(root, *STEPS)
+    assert program("report", root, "20", "eval/loss=0.5").code == 0
+    assert program("pin", root, "10", "--reason", "release 1.0").code == 0
+    begin(root, 60, 100, 200)
+    policy = write(tmp_path, root, grace="1h")
+    program("prune", str(policy))
+    file = tmp_path / "page.html"
+    shown = made(program, root, file, "--policy", str(policy))
+    assert shown.of("h1") == [root]
+    assert shown.of("h2") == [
+        "Storage and cost",
+        "Saves over time",
+        "Policy",
+        "Checkpoints",
+        "Saves that have not committed",
+    ]
+    cells = shown.of("td")
+    assert [cell for cell in cells if cell in map(str, STEPS)] == [*map(str, reversed(STEPS))]
+    assert "kept by latest: 2" in cells
+    assert "kept by best: eval/loss min 1" in cells
+    assert "eval/loss=0.5" in cells
+    assert next(cell for cell in cells if cell.endswith(": release 1.0")).startswith("kept for safety; pinned by ")
+    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (4, 1, 1)
+    assert "step 30: deleted after 20" in shown.text
+    # The picture is that of `plan --plot`, and the strips for a phone show parts of it.
+    assert f"{root}" in shown.of("title")
+    assert [value for tag, name, value in shown.attributes if tag == "use"] == ["#plan"] * (1 + 3)
+    assert ("g", "id", "plan") in shown.attributes
+    assert "best: eval/loss min 1: 1 checkpoint" in shown.of("p")
+    assert "2 of 3 objects, 300 B of" in shown.text
+
+
+def test_the_costs_are_those_of_the_command(program: Program, tmp_path: Path, root: str) -> None:
+    save_run(root, *STEPS)
+    save(f"{root}/step-60")
+    policy = str(write(tmp_path, root))
+    shown = made(program, root, tmp_path / "page.html", "--policy", policy, "--price", "1000")
+    costs = program("cost", root, "--what-if", policy, "--price", "1000")
+    lines = {line.split("  ")[0] for line in costs.out.splitlines()[:-1]}
+    assert lines == {"now", "of these without a record", "of these with a tombstone", "kept by the policy"}
+    # A line for no checkpoint is left out.
+    assert lines - {"of these with a tombstone"} <= set(shown.of("td"))
+    found = program("cost", root, "--what-if", policy, "--price", "1000", "--json").json
+    for part in ("now", "no_record", "what_if"):
+        assert f"${found[part]['dollars_a_month']:,.2f} a month" in shown.of("td")
+    told = program("overview", root, "--html", str(tmp_path / "page.html"), "--price", "1000", "--json").json
+    assert (told["checkpoints"], told["bytes"]) == (found["now"]["checkpoints"], found["now"]["bytes"])
+    assert told["dollars_a_month"] == found["now"]["dollars_a_month"]
+
+
+def test_hostile_names_are_text_on_the_page(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "<img src=x onerror=alert(2)>&run")
+    save_run(root, 10, 20, 30)
+    assert program("report", root, "30", f'{HOSTILE}"><b>=0.5').code == 0
+    assert program("pin", root, "10", "--reason", f"</td>{HOSTILE}\x1b[2J\u202e").code == 0
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        f"version: 1\nkeep:\n  latest: 1\n  best:\n    - {{metric: '{HOSTILE}', mode: min}}\nprune: {{grace: 1h}}\n"
+    )
+    catalog = open_catalog(root)
+    catalog.write(catalog.own_key("steps", f"{HOSTILE.replace('/', '')}"), b"x")
+    file = tmp_path / "page.html"
+    shown = made(program, root, file, "--policy", str(policy), "--verify")
+    assert not {"script", "img"} & {*shown.names}
+    assert shown.names.count("b") == 4
+    assert f'{HOSTILE}"><b>=0.5' in shown.text
+    assert rf"</td>{HOSTILE}\x1b[2J\u202e" in shown.text
+    assert f"best: {HOSTILE} min 1: 0 checkpoints" in shown.text
+    assert root in shown.of("h1")
+    assert f"no record and no note: {HOSTILE.replace('/', '')}" in shown.text
+    assert all(letter.isprintable() or letter == "\n" for letter in file.read_text(encoding="utf-8"))
+    assert not [one for one in shown.attributes if one[1].startswith("on")]
+
+
+def test_the_page_asks_for_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *STEPS)
+    shown = made(program, root, tmp_path / "page.html", "--policy", str(write(tmp_path, root)))
+    links = {value for _, name, value in shown.attributes if name in ("href", "src", "xlink:href", "action", "data")}
+    assert links == {"#plan", "data:,"}
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in shown.attributes
+    assert "url(" not in (tmp_path / "page.html").read_text()
+    assert "@import" not in (tmp_path / "page.html").read_text()
+    assert ("meta", "content", "light dark") in shown.attributes
+
+
+def test_neither_credentials_nor_the_user_in_a_url_are_on_the_page(
+    minio: S3Server, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = minio.make_bucket()
+    with monkeypatch.context() as patch:
+        for name, value in minio.env.items():
+            patch.setenv(name, value)
+        save_run(f"s3://{bucket}/run", 10)
+    options = [f"--storage-option=key={minio.key}", f"--storage-option=secret={minio.secret}"]
+    options += ["--endpoint-url", minio.endpoint]
+    file = tmp_path / "page.html"
+    made(program, f"s3://{bucket}/run", file, "--verify", *options)
+    shown = file.read_text(encoding="utf-8")
+    assert not [secret for secret in (minio.secret, minio.endpoint) if secret in shown]
+    save("memory://someone@place/run/step-1")
+    made(program, "memory://someone@place/run", file, "--verify")
+    assert "memory://place/run" in file.read_text(encoding="utf-8")
+    assert "someone" not in file.read_text(encoding="utf-8")
+
+
+def test_verify_reads_every_checkpoint_and_names_the_damage(program: Program, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save_run(str(root), 10, 20)
+    file = tmp_path / "page.html"
+    whole = made(program, str(root), file, "--verify")
+    assert "2 of 2 checkpoints are whole. Every byte was read." in whole.text
+    damaged = next((root / "step-10/data").rglob("*-optim-0.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    (root / "step-20/.metadata").write_bytes(b"nonsense")
+    shown = made(program, str(root), file, "--verify", code=1)
+    assert "0 of 2 checkpoints are whole" in shown.text
+    (line,) = [words for words in shown.of("div") if words.startswith("DAMAGED optim.m ")]
+    assert "CRC32C" in line
+    assert f"DAMAGED {root}/step-20: " in shown.text
+    done = program("overview", str(root), "--html", str(file), "--verify", "--json")
+    assert (done.code, done.json["verified"]) == (1, {"whole": 0, "damaged": 2})
+    assert "Verification" not in made(program, str(root), file).of("h2")
+
+
+def test_how_long_a_save_took_is_said_where_its_intent_is_still_there(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 10, 20)
+    assert "took" not in made(program, root, tmp_path / "page.html").of("th")
+    catalog = open_catalog(root)
+    (second,) = [one for one in catalog.snapshot().checkpoints if one.step == 20]
+    SaveLog(catalog).begin(catalog.url_of(20), second.id)
+    (intent,) = Path(root).rglob("*__open__*")
+    assert second.written is not None
+    os.utime(intent, (second.written - 65, second.written - 65))
+    shown = made(program, root, tmp_path / "page.html")
+    assert "took" in shown.of("th")
+    assert "1 min 5 s" in shown.of("td")
+    assert any(words.endswith(", took 1 min 5 s") for words in shown.of("title"))
+    assert shown.marks("live") == 0
+
+
+def test_a_place_with_nothing_ends_with_3_and_no_page(program: Program, tmp_path: Path) -> None:
+    done = program("overview", str(tmp_path / "typo"), "--html", str(tmp_path / "page.html"))
+    assert done.code == 3
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_run_without_a_checkpoint_is_a_page_too(program: Program, tmp_path: Path) -> None:
+    begin(str(tmp_path / "run"), 10, 5)
+    policy = write(tmp_path, str(tmp_path / "run"))
+    shown = made(program, str(tmp_path / "run"), tmp_path / "page.html", "--policy", str(policy))
+    assert shown.of("b")[:2] == ["none", "0"]
+    assert shown.marks("live") == 1
+
+
+def test_a_file_that_cannot_be_written_is_told(program: Program, tmp_path: Path) -> None:
+    save_run(str(tmp_path / "run"), 10)
+    done = program("overview", str(tmp_path / "run"), "--html", str(tmp_path / "none/page.html"))
+    assert done.code == 2
+    assert "The page cannot be written" in done.err
+    assert "remedy" in done.err
+
+
+def report(rows: int) -> RunReport:
+    checkpoints = [
+        {
+            "step": step,
+            "url": f"s3://bucket/run/step-{step}",
+            "created": 1e9 + 60 * step,
+            "recorded": True,
+            "kind": "full",
+            "bytes": 10**9,
+            "metrics": {},
+            "held": [],
+            "tombstone": None,
+        }
+        for step in range(rows, 0, -1)
+    ]
+    document = {
+        "root": "s3://bucket/run",
+        "run": None,
+        "taken": 1e9 + 60 * rows + 30,
+        "newest": {**checkpoints[0], "objects": 2},
+        "interval_s": 60.0,
+        "checkpoints": checkpoints,
+        "attempts": [],
+        "waiting": [],
+        "policy": None,
+        "problems": [],
+        "unrecorded": 0,
+    }
+    return RunReport("s3://bucket/run", document, [("now", rows, rows * 10**9, 0.0)], 0.023)
+
+
+def test_of_many_checkpoints_the_table_has_the_newest_and_the_charts_have_all() -> None:
+    source = page(report(MOST_ROWS + 500))
+    shown = Page(source)
+    assert len([name for name in shown.names if name == "tr"]) == 2 + 1 + MOST_ROWS + 0
+    assert "and 500 older checkpoints" in shown.text
+    # One path for all of them: a tooltip for each would make the page several times as large.
+    assert shown.marks("kept") == 1
+    assert source.count("74V8.0") == MOST_ROWS + 500
+
+
+def points(chart: str) -> Iterator[tuple[float, float]]:
+    """The corners of the drawn line of stored bytes: time as a share of the width, bytes as a share of the height."""
+    line = chart.partition('class="stored" d="')[2].partition('"')[0]
+    x = 0.0
+    for part in line.replace("M", " M").replace("H", " H").replace("V", " V").split()[2:]:
+        if part.startswith("H"):
+            x = float(part[1:])
+        else:
+            yield round((x - 4) / 992, 2), round((98 - float(part[1:])) / 90, 2)
+
+
+def test_stored_bytes_rise_with_each_save_and_fall_with_each_tombstone() -> None:
+    chart = storage([(0.0, 100), (50.0, 300), (200.0, -100)], 100.0, "stored", lambda nbytes: f"${nbytes}")
+    assert [*points(chart)] == [(0.0, 0.25), (0.25, 1.0)]
+    assert 'class="ahead"' in chart
+    assert "at most 400 B, $400 a month" in chart
+    assert "dashed: until" in chart
+    assert 'class="ahead"' not in storage([(0.0, 100)], 100.0, "stored", str)
+
+
+def test_a_save_is_drawn_above_the_line_if_it_committed_and_below_otherwise() -> None:
+    marks = [SaveMark(0.0, 10, "kept", "a"), SaveMark(1.0, 5, "dead", f"{HOSTILE}"), SaveMark(2.0, 0, "going", "c")]
+    chart = saves(marks, "label")
+    ends = {
+        one.partition('"')[0]: float(one.partition("V")[2].partition('"')[0]) for one in chart.split('class="save ')[1:]
+    }
+    assert ends["kept"] < ends["going"] < 74 < ends["dead"]
+    assert "&lt;script&gt;" in chart
+    assert saves([], "label") == ""
+
+
+def test_markup_escapes_all_but_markup() -> None:
+    inner = element("b", "<i>", title='"x"')
+    assert inner == '<b title="&quot;x&quot;">&lt;i&gt;</b>'
+    assert element("p", inner, "&") == f"<p>{inner}&amp;</p>"
+    assert isinstance(inner, Markup)
+    assert element("use", href="#a", class_=None) == '<use href="#a"/>'

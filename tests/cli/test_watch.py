@@ -1,0 +1,441 @@
+"""Frames of `watch`: what it says of checkpoints, saves under way, the next prune and damage, and what that costs."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+
+from bucketpoint import BucketWriter
+from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.observer import LISTED_ATTEMPTS, Observer
+from bucketpoint.catalog.policy_file import read_policy
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.cli import run_lines, text
+from bucketpoint.cli.commands import watch as module
+from bucketpoint.cli.screen import Screen, large, picture
+from bucketpoint.errors import EndpointError
+from bucketpoint.format import catalog_keys, keys
+from bucketpoint.format.metadata.deletion_marker import DeletionMarker
+from bucketpoint.stores import LocalStore
+from bucketpoint.transfer import TransferOptions
+from cli.conftest import Program, save
+from cli.test_retention import STEPS, save_run, write
+from cli.test_seen import save_with_torch
+from cli.test_terminal import HOSTILE, SHOWN, assert_only_text
+from transfer.wrappers import CountingStore
+
+
+def begin(root: str, step: int, *sizes: int) -> Catalog:
+    """Leave what a save leaves that has begun, and whose objects of these sizes are complete."""
+    catalog, token = open_catalog(root), keys.new_token()
+    url = catalog.url_of(step)
+    SaveLog(catalog).begin(url, token)
+    for number, size in enumerate(sizes):
+        path = keys.data_path(token, 0, "model", number)
+        catalog.store.put(catalog.key(f"{catalog.template.folder(step)}/{path}"), [memoryview(bytes(size))])
+    return catalog
+
+
+def test_a_frame_says_what_a_crash_would_lose_and_lists_the_newest_first(program: Program, root: str) -> None:
+    save_run(root, *STEPS)
+    assert program("report", root, "50", "eval/loss=0.5").code == 0
+    assert program("pin", root, "10").code == 0
+    said = program("watch", root)
+    assert said.code == 0
+    lines = said.out.splitlines()
+    assert lines[0].startswith(f"{root}  20")
+    assert re.fullmatch(r"newest whole checkpoint: step 50, \d+ s old", lines[1])
+    assert re.fullmatch(
+        r"a crash now loses the training since then: committed 20.* UTC, 1\d\.\d kB in 3 objects", lines[2]
+    )
+    steps = [int(line.split()[0]) for line in lines if re.match(r"\d+  ", line)]
+    assert steps == [50, 40, 30, 20, 10]
+    assert "eval/loss=0.5" in said.out
+    assert re.search(r"^10 .*pinned$", said.out, re.MULTILINE)
+    assert "prune" not in said.out
+    found = program("watch", root, "--json").json
+    assert (found["newest"]["step"], found["newest"]["objects"], found["attempts"]) == (50, 3, [])
+    assert found["policy"] is None
+
+
+def test_a_frame_shows_ten_and_counts_the_others(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *range(1, 14))
+    said = program("watch", root, "--once").out
+    assert [int(line.split()[0]) for line in said.splitlines() if re.match(r"\d+  ", line)] == [*range(13, 3, -1)]
+    assert re.search(r"^and 3 older checkpoints; \d+ kB in all$", said, re.MULTILINE)
+
+
+def test_with_a_policy_it_says_what_keeps_each_and_what_the_next_prune_does(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *STEPS)
+    assert program("report", root, "20", "eval/loss=0.5").code == 0
+    file = write(tmp_path, root, grace="1h")
+    said = program("watch", root, "--policy", str(file)).out
+    assert re.search(r"^50 .*  kept by latest: 2$", said, re.MULTILINE)
+    assert re.search(r"^20 .*  kept by best: eval/loss min 1$", said, re.MULTILINE)
+    assert re.search(r"^30 .*  kept by no rule$", said, re.MULTILINE)
+    assert "the next prune, after the next save:\n  step 10, 30: tombstones, deleted 1 h later\n" in said
+    program("prune", str(file))
+    said = program("watch", root, "--policy", str(file)).out
+    assert re.search(r"^  step 10, 30: deleted after 20.* UTC, in 59 min \d+ s$", said, re.MULTILINE)
+    assert re.search(r"^30 .*  to be deleted after 20.* UTC, in 59 min \d+ s$", said, re.MULTILINE)
+    said = program("watch", root).out
+    assert re.search(
+        r"^checkpoints with a tombstone:\n  step 10, 30: deleted after 20.* in 59 min \d+ s$", said, re.MULTILINE
+    )
+    file.write_text(file.read_text().replace("latest: 2", "latest: 3"))
+    assert "step 30: the tombstone is withdrawn" in program("watch", root, "--policy", str(file)).out
+    found = program("watch", root, "--policy", str(file), "--json").json
+    assert [one["step"] for one in found["policy"]["waiting"]] == [10]
+    kept = {row["step"]: row["kept_by"] for row in found["checkpoints"]}
+    assert kept[50] == ["safety", "latest: 3"]
+    assert kept[10] == []
+
+
+def test_a_tombstone_that_is_due_goes_with_the_next_prune(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *STEPS)
+    file = str(write(tmp_path, root, grace="1h"))
+    program("prune", file)
+    catalog = open_catalog(root)
+    later = replace(catalog, clock=lambda: catalog.clock() + 3601)
+    document = module.document_of(later, read_policy(file), Observer(later).look())
+    size = text.size(3 * document["newest"]["bytes"])
+    assert f"  step 10, 20, 30: deleted, {size}" in [*run_lines.lines(document, later.clock())]
+
+
+def test_a_policy_of_another_run_and_a_plan_that_is_refused_are_named(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *STEPS)
+    assert program("name", root, "llama").code == 0
+    said = program("watch", root, "--policy", str(write(tmp_path, root, count=1))).out
+    assert "PROBLEM: the policy is of a run without a name, and this is run llama: a prune by it is refused" in said
+    assert "REFUSED: the plan deletes or thins 3 of 5 checkpoints" in said
+    assert f"{root} (run llama)  " in said
+
+
+@contextmanager
+def stopped_in_mid_upload(monkeypatch: pytest.MonkeyPatch, root: str, step: int) -> Iterator[None]:
+    """Run the block while a save waits with one of its data objects in the store. Then let the save go on."""
+    reached, go_on = threading.Event(), threading.Event()
+    put = LocalStore.put
+    sent: list[str] = []
+
+    def gated(self: LocalStore, key: str, body: Any, **options: Any) -> Any:
+        if keys.DATA_FOLDER in key.split("/") and self.url.endswith(f"/step-{step}"):
+            sent.append(key)
+            if len(sent) > 1:
+                reached.set()
+                assert go_on.wait(120)
+        return put(self, key, body, **options)
+
+    monkeypatch.setattr(LocalStore, "put", gated)
+    catalog = open_catalog(root)
+    # One connection: the objects are sent one after the other.
+    writer = BucketWriter(log=SaveLog(catalog), transfer=TransferOptions(connections=1))
+    state = {"model": {"w": torch.ones(1000)}, "optim": {"m": torch.ones(2000)}, "step": step}
+    arguments = {"checkpoint_id": catalog.url_of(step), "storage_writer": writer, "no_dist": True}
+    saving = threading.Thread(target=lambda: dcp.save(state, **arguments))
+    saving.start()
+    try:
+        assert reached.wait(120)
+        yield
+    finally:
+        go_on.set()
+        saving.join()
+
+
+@pytest.mark.usefixtures("threads_upload")
+def test_a_save_under_way_is_shown_with_what_is_in_the_store(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 10, 20)
+    with stopped_in_mid_upload(monkeypatch, root, 30):
+        said = program("watch", root).out
+        (save_under_way,) = program("watch", root, "--json").json["attempts"]
+    line = (
+        r"step 30 is not committed: began \d+ s ago, 1 of 3 objects, .* of \d+\.\d kB \(\d+%\) in the store, the last"
+    )
+    assert re.search(line, said)
+    assert (save_under_way["step"], save_under_way["objects"], save_under_way["live"]) == (30, 1, True)
+    written = {path.stat().st_size for path in (tmp_path / "run/step-30/data").rglob("*.distcp")}
+    assert save_under_way["bytes"] in written
+    after = program("watch", root, "--json").json
+    assert (after["newest"]["step"], after["attempts"]) == (30, [])
+
+
+def test_an_attempt_is_seen_on_every_store_and_counts_its_own_objects(program: Program, root: str) -> None:
+    save_run(root, 10, 20)
+    # The objects of the checkpoint that it would replace are not its own.
+    begin(root, 20, 100, 200)
+    begin(root, 30)
+    found = program("watch", root, "--json").json
+    assert [(one["step"], one["objects"], one["bytes"]) for one in found["attempts"]] == [(30, 0, 0), (20, 2, 300)]
+    assert "no whole object is in the store yet" in program("watch", root).out
+
+
+def test_of_two_saves_to_one_folder_each_counts_its_own_objects(program: Program, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    begin(str(root), 30, 1000, 2000)
+    for path in [*root.rglob("*__open__*"), *root.rglob("*.distcp")]:
+        os.utime(path, (path.stat().st_mtime - 3600,) * 2)
+    begin(str(root), 30, 100)
+    found = program("watch", str(root), "--json").json["attempts"]
+    assert [(one["step"], one["objects"], one["bytes"]) for one in found] == [(30, 1, 100), (30, 2, 3000)]
+
+
+def test_data_of_a_writer_without_a_log_counts_as_a_save_and_dead_ones_as_dead(
+    program: Program, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    save_run(str(root), 10)
+    (root / "step-20").mkdir()
+    (root / "step-20/__0_0.distcp").write_bytes(bytes(500))
+    begin(str(root), 5, 100)
+    for path in [*root.rglob("*__open__*"), *(root / "step-5").rglob("*.distcp")]:
+        os.utime(path, (1e9, 1e9))
+    found = program("watch", str(root), "--json").json["attempts"]
+    assert [(one["step"], one["token"] is None, one["bytes"], one["live"]) for one in found] == [
+        (20, True, 500, True),
+        (5, False, None, False),
+    ]
+    said = program("watch", str(root)).out
+    assert "step 20 is not committed: began 0 s ago, by a writer without a log, 1 of 3 objects, 500 B" in said
+    assert f"a save is dead for two days or more: step 5; `bucketpoint gc {root}`" in said
+
+
+def observed(catalog: Catalog) -> tuple[Observer, CountingStore]:
+    store = CountingStore(catalog.store)
+    return Observer(replace(catalog, store=store)), store  # type: ignore[arg-type]
+
+
+def test_a_look_takes_few_requests_and_reads_no_data(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *STEPS)
+    observer, store = observed(begin(root, 60, 10))
+    begin(root, 70, 10)
+    observer.look()
+    # Notes, records, folders, and one listing for each attempt. The small reads are of the newest checkpoint's
+    # `.metadata` and record, and of the two folders without one.
+    assert dict(store.calls) == {"list": 2 + 2, "list_folders": 1, "get": 2 + 2}
+    store.calls.clear()
+    assert len(observer.look().attempts) == 2
+    assert dict(store.calls) == {"list": 2 + 2, "list_folders": 1, "get": 1 + 2}
+    assert not [key for key in store.keys if "/data/" in key]
+
+
+def test_commits_without_a_record_are_read_once_and_the_newest_each_time(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(str(tmp_path / f"step-{step}"))
+    observer, store = observed(open_catalog(str(tmp_path)))
+    assert store.calls["get"] == 0
+    observer.look()
+    assert store.calls["get"] == 7
+    observation = observer.look()
+    assert store.calls["get"] == 7 + 1
+    assert observation.newest is not None
+    assert (observation.newest.step, len(observation.snapshot.checkpoints)) == (7, 7)
+    save(str(tmp_path / "step-7"), 2.0, overwrite=True)
+    again = observer.look().newest
+    assert again is not None
+    assert again.created >= observation.newest.created
+    assert again.mark != observation.newest.mark
+
+
+def test_of_many_attempts_only_the_newest_are_listed(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    for step in range(1, LISTED_ATTEMPTS + 4):
+        begin(root, step, 10)
+    observer, store = observed(open_catalog(root))
+    attempts = observer.look().attempts
+    assert store.calls["list"] == 2 + LISTED_ATTEMPTS
+    assert [one.objects for one in attempts] == [1] * LISTED_ATTEMPTS + [None] * 3
+    assert attempts[0].step == LISTED_ATTEMPTS + 3
+
+
+def test_a_run_without_a_catalog_is_watched_too(program: Program, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(str(root / "step-4"))
+    save_with_torch(root / "step-5")
+    said = program("watch", str(root))
+    assert said.code == 0
+    assert "newest whole checkpoint: step 5, " in said.out
+    assert said.out.count("no record") == 2
+
+
+def test_a_place_with_nothing_ends_with_3_and_a_run_that_has_only_begun_is_one(program: Program, root: str) -> None:
+    nothing = program("watch", f"{root}/typo")
+    assert nothing.code == 3
+    assert f"{root}/typo" in nothing.err
+    begin(f"{root}/begun", 10)
+    begun = program("watch", f"{root}/begun")
+    assert begun.code == 0
+    assert "no whole checkpoint: a crash now loses all of the training" in begun.out
+    assert "step 10 is not committed" in begun.out
+    save(f"{root}/a")
+    assert "is that of a checkpoint, not of a run" in program("watch", f"{root}/a").err
+
+
+def test_damage_of_the_catalog_is_said_in_a_line_and_does_not_end_the_watch(program: Program, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save_run(str(root), 10, 20, 30)
+    catalog = open_catalog(str(root))
+    catalog.write(catalog.own_key(catalog_keys.STEPS, "0000000000000040__damaged"), b"x")
+    records = {one.step: Path(root, one.key or "") for one in catalog.snapshot().checkpoints}
+    (root / "step-30/.metadata").unlink()
+    records[20].write_bytes(b'{"version": 1, "bytes"')
+    said = program("watch", str(root))
+    assert said.code == 0
+    lines = [line for line in said.out.splitlines() if line.startswith("PROBLEM: ")]
+    assert lines[:2] == [
+        "PROBLEM: in the catalog 1 object has a name that is no record and no note: 0000000000000040__damaged",
+        "PROBLEM: step 30 has a record, and its .metadata is gone",
+    ]
+    assert lines[2].startswith("PROBLEM: the record of step 20 cannot be read: The commit record is not JSON")
+    assert "newest whole checkpoint: step 20, " in said.out
+
+
+def test_what_is_being_deleted_is_no_save_under_way(program: Program, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save_run(str(root), 10, 20)
+    (root / "step-15").mkdir()
+    (root / "step-15/.metadata").write_bytes(DeletionMarker("0123456789ab", 1e9).encode())
+    assert program("watch", str(root), "--json").json["attempts"] == []
+
+
+def test_hostile_names_are_shown_as_text(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 10)
+    assert program("report", root, "10", f"{HOSTILE}[bold]=0.5").code == 0
+    said = program("watch", root)
+    assert_only_text(said.out)
+    assert SHOWN in said.out
+    catalog = open_catalog(root)
+    document = module.document_of(catalog, None, Observer(catalog).look())
+    console = Console(file=io.StringIO(), width=400, color_system=None)
+    console.print(picture(document, catalog.clock()))
+    assert_only_text(console.file.getvalue())  # type: ignore[attr-defined]
+    document["checkpoints"][0]["metrics"] = {"[bold]x": 1.0}
+    console.print(picture(document, catalog.clock()))
+    assert "[bold]x=1" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(-3, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (723, "12 min 3 s"), (7200, "2 h"), (187_260, "2 d 4 h")],
+)
+def test_lengths_of_time_have_two_units(seconds: float, said: str) -> None:
+    assert run_lines.duration(seconds) == said
+    assert len({len(row) > 0 for row in large(seconds)}) == 1
+
+
+def test_a_checkpoint_is_late_if_it_is_older_than_saves_are_apart() -> None:
+    document = {"newest": {"created": 0.0}, "interval_s": 100.0}
+    assert [run_lines.is_late(document, now) for now in (150, 201)] == [False, True]
+    # Neither the first checkpoint nor one of a run that saves each second is late.
+    assert not run_lines.is_late({**document, "interval_s": None}, 1e6)
+    assert not run_lines.is_late({**document, "interval_s": 1.0}, 59)
+
+
+def test_a_low_terminal_shows_fewer_checkpoints_and_all_of_the_rest(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *range(1, 14))
+    catalog = open_catalog(root)
+    document = module.document_of(catalog, None, Observer(catalog).look())
+    for height, rows in ((24, 10), (18, 5), (5, 3)):
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        console.print(picture(document, catalog.clock(), height=height))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert len(re.findall(r"^ *\d+  \d+ s", shown, re.MULTILINE)) == rows
+        assert f"{13 - rows} more" in shown
+
+
+def test_a_look_that_fails_is_said_and_the_watch_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 10)
+    observer = Observer(open_catalog(root))
+    look, said = observer.look, []
+    turns = iter(["fails", "works", "ctrl-c"])
+
+    def sleep(seconds: float) -> None:
+        turn = next(turns)
+        if turn == "ctrl-c":
+            raise KeyboardInterrupt
+        if turn == "works":
+            save_run(root, 20)
+        monkeypatch.setattr(observer, "look", fail if turn == "fails" else look)
+
+    def fail() -> None:
+        raise EndpointError("The store is away")
+
+    noted = Screen.fail
+    monkeypatch.setattr(Screen, "fail", lambda self, error: (said.append(str(error)), noted(self, error)))
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
+    result = module._live(observer, None, 1)
+    assert result.ok
+    assert result.document["newest"]["step"] == 20
+    assert ["The store is away" in one for one in said] == [True]
+    document = {**result.document, "taken": 0.0}
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(picture(document, 65.0, EndpointError("The store is away")))
+    assert "The last look failed: The store is away. Shown is the run of 1 min 5 s ago" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+    document = module._document(Observer(open_catalog(str(tmp_path / "later"))), None)
+    assert document["newest"] is None
+    assert "There is no run at this URL" in document["problems"][0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals here")
+def test_ctrl_c_ends_it_with_0_and_leaves_the_last_frame(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 10)
+    ours, theirs = pty.openpty()
+    program = "import sys; from bucketpoint.cli import app; sys.exit(app.run())"
+    watching = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program, "watch", root, "--every", "1"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while b"age of the newest whole checkpoint, step 10:" not in said:
+            said += os.read(ours, 65536)
+        save_run(root, 20)
+        while b"age of the newest whole checkpoint, step 20:" not in said:
+            said += os.read(ours, 65536)
+        watching.send_signal(signal.SIGINT)
+        while b"newest whole checkpoint: step 20, " not in said:
+            said += os.read(ours, 65536)
+        assert watching.wait(120) == 0
+    finally:
+        if watching.poll() is None:
+            watching.kill()
+        watching.wait()
+        os.close(ours)
+    assert b"Interrupted" not in said
