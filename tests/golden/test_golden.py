@@ -1,0 +1,128 @@
+"""Checkpoints that released versions wrote are read by today's readers, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bucketpoint
+from bucketpoint import BucketReader, CheckpointDeletedError, CheckpointManager, RetentionPolicy
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
+from bucketpoint.format.index import ref as index_ref
+from bucketpoint.format.index.view import Entries
+from bucketpoint.retention import Keep, Prune
+from bucketpoint.testing.servers import S3Server
+from golden.states import flat
+
+pytestmark = pytest.mark.contract
+
+HERE = Path(__file__).resolve().parent
+EXPECTED = {
+    (path.parent.name, form): content
+    for path in sorted(HERE.glob("*/expected.json"))
+    for form, content in json.loads(path.read_text(encoding="utf-8")).items()
+}
+VERSIONS = sorted({version for version, _ in EXPECTED})
+ALONE = [(version, form) for version, form in EXPECTED if form.startswith("no-collectives/")]
+WHOLE = [place for place in EXPECTED if place not in ALONE]
+
+
+def independently(*arguments: object) -> dict[str, Any]:
+    """Return what the independent reader says, in a process without torch and bucketpoint."""
+    command = [sys.executable, str(HERE / "alone.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def test_each_form_is_there() -> None:
+    forms = {form.partition("/")[0] for version, form in EXPECTED if version == "0.1"}
+    assert forms == {"plain", "zstd", "index", "ranks", "ranks-index", "no-collectives", "run"}
+
+
+@pytest.mark.parametrize(("version", "form"), WHOLE)
+def test_bucketpoint_loads_what_was_saved(version: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A first request that is smaller than `.metadata`: otherwise nothing is left that an index would save.
+    monkeypatch.setattr(index_ref, "HEAD_BYTES", 600)
+    url = str(HERE / version / form)
+
+    assert flat(bucketpoint.load(url)) == EXPECTED[version, form]
+
+    entries = BucketReader(url).read_metadata().state_dict_metadata
+    assert isinstance(entries, Entries) == form.endswith("index")
+
+
+def test_integer_keys_and_state_of_ranks_are_as_they_were() -> None:
+    state = bucketpoint.load(str(HERE / "0.1" / "plain"))
+    assert list(state["optim"]["state"]) == [0, 1]
+    assert type(state["ordered"]["a"]) is int
+    ranks = bucketpoint.load(str(HERE / "0.1" / "ranks"))
+    assert ranks["loader"] == {f"rank-{rank}": {"position": 100 + rank} for rank in range(4)}
+
+
+@pytest.mark.parametrize(("version", "form"), WHOLE)
+def test_every_byte_is_verified(version: str, form: str) -> None:
+    report = verify(open_checkpoint(str(HERE / version / form)))
+    assert report.ok, report.damage
+    # The tables of digests of the three objects of a run, which have no checksum.
+    assert report.read_bytes - report.checked_bytes == (3 * 48 if form.startswith("run/") else 0)
+
+
+@pytest.mark.parametrize(("version", "form"), EXPECTED)
+def test_the_independent_reader_loads_what_was_saved(version: str, form: str) -> None:
+    folder, _, rank = form.partition("/__")
+    said = independently(HERE / version / folder, *([f"__{rank}.metadata"] if rank else []))
+    if form == "zstd":
+        assert said == {"error": ["NotImplementedError", "model.w was saved through ['stream.zstd/1']"]}
+    else:
+        assert said == {"state": EXPECTED[version, form]}
+
+
+def test_a_checkpoint_without_collectives_is_refused_by_another_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = str(HERE / "0.1" / "no-collectives")
+    with pytest.raises(bucketpoint.MismatchError, match="saved by 4 ranks"):
+        BucketReader(url).read_metadata(rank=2)
+    monkeypatch.setattr("bucketpoint.dcp.reader.world_size", lambda: 4)
+    assert list(BucketReader(url).read_metadata(rank=2).state_dict_metadata) == ["own", "rank"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_deletion_marker_is_no_checkpoint(version: str) -> None:
+    url = HERE / version / "deleted"
+    with pytest.raises(CheckpointDeletedError, match="a policy"):
+        bucketpoint.load(str(url))
+    assert independently(url)["error"][0] == "FileNotFoundError"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_run_goes_on_from_its_catalog(version: str, moto: S3Server) -> None:
+    bucket, folder = moto.make_bucket(), HERE / version / "run"
+    for path in folder.rglob("*"):
+        if path.is_file():
+            moto.client().put_object(
+                Bucket=bucket, Key=f"run/{path.relative_to(folder).as_posix()}", Body=path.read_bytes()
+            )
+    policy = RetentionPolicy(Keep(latest=1), prune=Prune(when="manual"))
+    with CheckpointManager(moto.url(bucket, "run"), policy=policy, storage_options=moto.options) as manager:
+        snapshot = manager.catalog.snapshot()
+        assert [(one.step, one.kind, sum(one.groups.values())) for one in snapshot.checkpoints] == [
+            (1, "full", 6393),
+            (2, "full", 6393),
+        ]
+        assert not snapshot.superseded
+        assert [pin.step for pin in snapshot.notes.pins] == [1]
+        state = {"model": {"frozen": torch.zeros(600)}, "step": 0}
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, state["step"]) == (2, 2)
+        assert torch.equal(state["model"]["frozen"], torch.arange(600.0))
