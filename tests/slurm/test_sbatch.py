@@ -1,0 +1,135 @@
+"""The batch script of the examples under stand-ins for Slurm's commands; test_slurm.py runs the same under Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slurm import stubs
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "slurm"
+LIMIT_S = 240
+"""Far above the time that any step takes: only a hang reaches it."""
+
+SECRET = "never-on-a-command-line"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user who submits the example, with stand-ins for Slurm and a file with credentials."""
+    programs = stubs.install(tmp_path / "bin")
+    credentials = tmp_path / "credentials.env"
+    credentials.write_text(f"TRIAL_SECRET={SECRET}\n", encoding="utf-8")
+    return {
+        "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "CHECKPOINT_ROOT": str(tmp_path / "run"),
+        "CREDENTIALS_ENV": str(credentials),
+        "TRAIN": str(EXAMPLES / "train.py"),
+        "POLICY": str(EXAMPLES / "policy.yaml"),
+        "PROCS_PER_NODE": "1",
+        "GRACE_S": "60",
+    }
+
+
+def until(said: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until something holds. The job must not end before."""
+    limit = time.monotonic() + LIMIT_S
+    while not said():
+        assert job.poll() is None, log.read_text()[-5000:]
+        assert time.monotonic() < limit, log.read_text()[-5000:]
+        time.sleep(0.1)
+
+
+def read(process: Path, name: str) -> bytes:
+    """A file of /proc; nothing for a process that has ended meanwhile, or that is another user's."""
+    try:
+        return (process / name).read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def killed_on_error(job: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+    """Kill the job if the test fails: its srun kills the tasks."""
+    try:
+        yield
+    except BaseException:
+        if job.poll() is None:
+            os.kill(int((folder / "srun.pid").read_text()), signal.SIGTERM)
+            job.wait()
+        raise
+
+
+def end(job: subprocess.Popen[bytes], log: Path) -> int:
+    """Wait for a job to end, and return its status."""
+    try:
+        return job.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(log.read_text()[-5000:]) from None
+
+
+@pytest.mark.parametrize("how", ["warned", pytest.param("preempted", marks=pytest.mark.broad)])
+def test_a_job_that_is_told_to_end_saves_and_is_requeued_and_goes_on_with_fewer_nodes(
+    how: str, env: dict[str, str], tmp_path: Path
+) -> None:
+    log, script = tmp_path / "log", EXAMPLES / "train.sbatch"
+    first = stubs.batch(
+        script, "--sleep", "0.1", "--steps", "100000", folder=tmp_path, nodes=2, restarts=0, log=log, env=env
+    )
+    with killed_on_error(first, tmp_path):
+        until(lambda: "2 ranks begin with step 1\n" in log.read_text(), first, log)
+        ranks = [one for one in Path("/proc").glob("[0-9]*") if SECRET.encode() in read(one, "environ")]
+        assert any(b"LOCAL_RANK=0" in read(one, "environ") for one in ranks)
+        assert not any(SECRET.encode() in read(one, "cmdline") for one in ranks)
+        if how == "warned":
+            # `--signal=B:USR1@180`: the shell alone gets it.
+            os.kill(first.pid, signal.SIGUSR1)
+        else:
+            (tmp_path / "preempted").touch()
+            os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGUSR2)
+        status = end(first, log)
+    said = log.read_text()
+    stopped = re.findall(r"^stopped after step (\d+)$", said, re.MULTILINE)
+    assert len(stopped) == 1, said
+    # torchrun's own status, after its ranks have ended; a signal that ends torchrun makes it another one.
+    assert status == 1
+    assert (tmp_path / "run" / f"step-{stopped[0]}" / ".metadata").exists()
+    assert (tmp_path / "requeued").read_text() == "requeue 4711"
+    # Neither torchrun nor Slurm's stand-in killed a rank.
+    assert "SIGKILL" not in said
+
+    (tmp_path / "requeued").unlink()
+    step = int(stopped[0])
+    (tmp_path / "preempted").unlink(missing_ok=True)
+    second = stubs.batch(script, "--steps", str(step + 2), folder=tmp_path, nodes=1, restarts=1, log=log, env=env)
+    with killed_on_error(second, tmp_path):
+        assert end(second, log) == 0, log.read_text()[-5000:]
+    assert log.read_text().splitlines()[-2:] == [
+        f"1 ranks begin with step {step + 1}",
+        f"finished with step {step + 2}",
+    ]
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_job_that_fails_is_not_requeued(env: dict[str, str], tmp_path: Path) -> None:
+    broken, log = tmp_path / "broken.py", tmp_path / "log"
+    broken.write_text("raise SystemExit('out of luck')\n", encoding="utf-8")
+    job = stubs.batch(
+        EXAMPLES / "train.sbatch", folder=tmp_path, nodes=1, restarts=0, log=log, env={**env, "TRAIN": str(broken)}
+    )
+    with killed_on_error(job, tmp_path):
+        assert end(job, log) != 0
+    assert "out of luck" in log.read_text()
+    assert not (tmp_path / "requeued").exists()
