@@ -137,6 +137,18 @@ test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabri
 		echo "== test-lightning: nothing was tested, as Lightning is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-browser
+test-browser: .venv-site/$(STAMP) minio fake-gcs ## the page of `overview` in headless Chromium, on a phone's width and a desktop's
+	@BUCKETPOINT_BROWSER=1 .venv-site/bin/python -m pytest -m "not broad" tests/browser $(ARGS)
+
+.PHONY: test-slurm
+test-slurm: $(VENV)/$(STAMP) ## the Slurm example under Slurm itself, on this machine's processes, where Slurm is installed
+	@if command -v slurmctld >/dev/null; then \
+		$(BIN)/python -m pytest -m "slow or not slow" tests/slurm $(ARGS); \
+	else \
+		echo "== test-slurm: nothing was tested, as Slurm is not here: apt-get install slurmctld slurmd slurm-client"; \
+	fi
+
 .PHONY: test-torch-checkpointing
 test-torch-checkpointing: .venv-torch-checkpointing/$(STAMP) minio ## torch_checkpointing's saves and loads in a bucket, where the index has it
 	@if [ -e $< ]; then \
@@ -208,6 +220,27 @@ terraform-providers: ## build the providers that the modules need from source, w
 docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples
 	$(BIN)/python tools/check_docs.py
 
+.PHONY: site
+site: .venv-site/$(STAMP) ## build the documentation site into build/site; a broken link, anchor or reference fails
+	@# The theme announces its end on each build; docs/decisions.md has the date.
+	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
+	@.venv-site/bin/python tools/check_reference.py build/site
+	@echo "build/site is built: python3 -m http.server --bind 127.0.0.1 --directory build/site"
+
+.PHONY: test-site
+test-site: site ## the built site in headless Chromium, on a phone's width and a desktop's, without any request elsewhere
+	@# The servers that the other tests' conftest.py looks for are of no use here.
+	@BUCKETPOINT_BROWSER=1 .venv-site/bin/python -m pytest --confcutdir tests/site tests/site $(ARGS)
+
+.PHONY: publish-site
+publish-site: .venv-site/$(STAMP) ## commit the site as the version of TAG to the branch gh-pages; ARGS=--push to push it
+	@version="$(TAG:v%=%)"; \
+	grep -qx "__version__ = \"$$version\"" src/bucketpoint/version.py || { echo "TAG=$(TAG) is not the version of the package"; exit 1; }; \
+	case "$$version" in *[a-z]*) alias= ;; *) alias=latest ;; esac; \
+	export PATH="$(CURDIR)/.venv-site/bin:$$PATH" BUCKETPOINT_SITE_REF="$(TAG)"; \
+	mike deploy --update-aliases $(ARGS) "$$version" $$alias; \
+	[ -z "$$alias" ] || mike set-default $(ARGS) "$$alias"
+
 .PHONY: minio
 minio: ## find, download or build a MinIO server; without CI its absence is only reported
 	@$(PYTHON3) tools/get_minio.py || [ -z "$${CI:-}" ]
@@ -231,7 +264,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-megatron .venv-tracking .venv-torch-checkpointing .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -283,6 +316,9 @@ TRANSFORMERS ?= 5.23.*
 
 .venv-tracking/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-tracking --extra dev,tracking --python "$(PYTHON)"
+
+.venv-site/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-site --extra dev,site --python "$(PYTHON)"
 
 # An environment of its own: s3fs pins a botocore that holds boto3 back.
 .venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py

@@ -294,6 +294,9 @@ class PolicyFault:
 class PolicyError(BucketpointError):
     """A retention policy is wrong, or cannot be applied. Nothing was deleted.
 
+    Args:
+        message: as for `BucketpointError`.
+
     Attributes:
         faults: all faults found, in the order of the file.
         file: the policy's file, or None.
@@ -314,7 +317,11 @@ class PolicyError(BucketpointError):
 
     @classmethod
     def of(cls, *faults: PolicyFault, file: str | None = None) -> PolicyError:
-        """Return an error that lists these faults."""
+        """Return an error that lists these faults.
+
+        Args:
+            file: the policy's file, or None.
+        """
         name = file or "The policy"
         message = f"{name} has {len(faults)} faults" if len(faults) > 1 else f"{name} has a fault"
         return cls(message, faults=faults, file=file, remedy=faults[0].remedy)

@@ -273,6 +273,15 @@ def latest_checkpoint(
     after all others, because a rollback gives tombstones to the newer checkpoints. Costs one LIST per 1,000 folders,
     one more if there is a catalog, and one small GET for each folder, from the newest on, until one is whole. Call it
     on one rank and broadcast the answer.
+
+    Args:
+        root: URL of the folder that has a folder for each checkpoint.
+        storage_options: as for `BucketReader`.
+        fs: an fsspec filesystem of your own, which then serves the URL.
+
+    Raises:
+        InvalidURLError: `root` is no URL of a store.
+        StoreError: the store cannot be reached, or refuses.
     """
     catalog = open_catalog(root, storage_options=storage_options, fs=fs)
     folder = newest_folder(catalog.store, catalog.prefix)

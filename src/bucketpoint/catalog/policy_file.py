@@ -20,6 +20,7 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
     """Read the policy in a local YAML file.
 
     Args:
+        path: path of the file.
         environ: values of `${VAR}`; this process's environment by default.
 
     Raises:

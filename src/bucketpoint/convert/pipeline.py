@@ -83,11 +83,18 @@ class ConvertPlan:
     """Plan of a conversion.
 
     Attributes:
+        source: the opened source.
         format: of the target.
+        place: the store and the keys of the target.
+        layout: the objects of the target, with the bytes of each.
+        filling: the way from the source's bytes to those of the target's objects.
+        transfer: sizes and limits of the transfer.
         journal: None if there is only one object, which appears whole or not at all.
         other: journal of another conversion that was found at the target.
         finished: True if an earlier run has committed, and only its journal is left.
         log: log of the run in which the target becomes a checkpoint; None if it lies in no run.
+        token: token of the attempt, in the keys of the objects that it writes.
+        there: objects that an interrupted run has written, by key.
         replaces: a checkpoint or file is at the target, and will be replaced.
     """
 
@@ -121,6 +128,8 @@ class Converted:
     """Result of a conversion.
 
     Attributes:
+        objects: number of objects of the target.
+        nbytes: bytes of all objects of the target.
         skipped: number of objects that an interrupted run had written.
         checked_bytes: bytes of the source that were compared with its checksums.
         verified_bytes: bytes read again at the target; None if that was not requested.
@@ -153,8 +162,14 @@ def plan_conversion(
     """Look at source and target, and plan the conversion. Writes nothing.
 
     Args:
+        source: URL or local path of the checkpoint to read.
+        target: URL or local path of the checkpoint to write.
         from_format, to_format: one of `FORMATS`, or `"auto"`. The source's format is then detected from its
             content, the target's from its name: a file of torch.save if the name ends like one, else bucketpoint's.
+        options: options that decide the content of the target.
+        source_options, target_options: storage options of the source and of the target, as for `BucketWriter`.
+        source_fs, target_fs: an fsspec filesystem of your own for the source, and for the target.
+        transfer: sizes and limits of the transfer.
 
     Raises:
         CheckpointNotFoundError: there is nothing to convert.
@@ -217,6 +232,8 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
     """Carry out the plan. The target exists once all of it is written, or not at all.
 
     Args:
+        plan: the plan, as `plan_conversion` returns it.
+        progress: called with a `Progress` as bytes are written.
         verify: read the target again, and compare it with the checksums of the sent bytes.
 
     Raises:

@@ -45,6 +45,7 @@ class SaveHandle(Future[Metadata]):
     """One asynchronous save: a future of the committed checkpoint's metadata.
 
     Attributes:
+        url: URL of the checkpoint, as the call or the writer names it; None if neither does.
         staged: future that is done when the program may change the state again; fails if the state could not be copied.
         begun_s: time of the call, `time.monotonic` seconds.
     """
@@ -61,7 +62,7 @@ class SaveHandle(Future[Metadata]):
         self._on_commit: OnCommit | None = None
         self.begun_s = time.monotonic()
         self._blocked_s = 0.0
-        self._stager: Stager | BucketWriter | None = None
+        self._stager: Any = None
         self._stats: SaveStats | None = None
         # A save under way cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
@@ -169,7 +170,7 @@ class SaveHandle(Future[Metadata]):
                     ended=ended,
                     blocked_s=self._blocked_s,
                     staged_bytes=lease.nbytes,
-                    memory_bytes=held.staged_bytes if held is not None else 0,
+                    memory_bytes=held.staged_bytes if isinstance(held, Stager) else 0,
                 )
                 end_save(times, self._stats, str(self.url), error)
             elif error is not None:
@@ -206,6 +207,11 @@ def async_save(
     The return type is the same for every stager and executor.
 
     Args:
+        state_dict: the state, as for `dcp.async_save`.
+        async_checkpointer_type: a thread of this process (the default), or a process of torch's own.
+        async_stager: a `Stager` of yours; by default the writer stages.
+        no_dist: save in this process alone, without a process group.
+        use_collectives: let the ranks plan together; without, each rank saves a checkpoint of its own data.
         process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The save runs on a
             separate gloo group over the same ranks, so that its collectives never mix with those of training. The first
             call for these ranks makes that group, so all of them must make the call; the group is kept for as long as
@@ -250,7 +256,7 @@ def async_save(
         writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group, handle.begun_s = process_group, begun_s
-    handle._stager = stager if isinstance(stager, (Stager, BucketWriter)) else None
+    handle._stager = stager._own_stager() if isinstance(stager, BucketWriter) else stager
     spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
     plans = spare.take()
     group = None if no_dist else process_groups.group_beside(process_group)

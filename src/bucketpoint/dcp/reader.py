@@ -142,6 +142,9 @@ class BucketReader(Located, StorageReader):
         if rank is not None:
             return self._after_failure(int(rank))
         in_load, self._in_load = self._in_load, False
+        if not in_load:
+            # Without a `checkpoint_id` DCP never calls `reset`.
+            self._begin()
         self._wait_for_saves()
         self._failure = None
         try:

@@ -26,9 +26,10 @@ from bucketpoint.transfer import ProgressCallback, TransferOptions
 class S3Writer(BucketWriter):
     """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
 
+    All other arguments are as for `BucketWriter`.
+
     Args:
         engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
-        everything else: as for `BucketWriter`.
     """
 
     schemes = S3_SCHEMES
@@ -85,9 +86,10 @@ class S3Writer(BucketWriter):
 class S3Reader(BucketReader):
     """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
 
+    All other arguments are as for `BucketReader`.
+
     Args:
         engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
-        everything else: as for `BucketReader`.
     """
 
     schemes = S3_SCHEMES

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bucketpoint.staging import Lease
 from bucketpoint.stores.retry import KINDS
+from bucketpoint.telemetry import current_context
 
 _REPORT = struct.Struct("<4f2Q2I")
 """Four seconds, two numbers of bytes and two counts: 40 bytes, since the coordinator receives them from each rank."""
@@ -158,6 +160,16 @@ class SaveTimes:
 
     def __post_init__(self) -> None:
         self.called = self.begun
+
+    def begin(self, rank: int, lease: Lease | None) -> None:
+        """Note where the save comes from: a staged state, which another thread asked for, or this thread's program."""
+        self.rank = rank
+        self.turn = self.turn or time.monotonic()
+        if lease is None:
+            self.context = current_context()
+        else:
+            self.called, self.staging_s, self.context = lease.started, lease.copy_s, lease.context
+            lease.times = self
 
     def report(self) -> bytes:
         """Return the figures that the rank sends to the coordinator with its results."""

@@ -28,7 +28,7 @@ from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, SparePlans, Wri
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
-from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
+from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, refuse_existing, refuse_hidden
 from bucketpoint.dcp.saving.comparison import compare, report, tally_of
 from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
 from bucketpoint.dcp.saving.object_layout import ObjectPlace
@@ -38,13 +38,11 @@ from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_tr
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
 from bucketpoint.dcp.spans import begin_save, end_save
 from bucketpoint.dcp.stats import SaveStats
-from bucketpoint.errors import BucketpointError, CheckpointExistsError
+from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
-from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
-from bucketpoint.telemetry import current_context
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 logger = logging.getLogger(__name__)
@@ -89,6 +87,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             after the commit: None logs a warning, `"raise"` raises a `StaleStateError`, a callable gets a `StalePart`.
         check_finite: count the values of floating tensors that are NaN or infinite, in the background.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
+
+    Raises:
+        BucketpointError: an option is not known or not of its type, or there are both `retention` and `log`.
     """
 
     def __init__(
@@ -177,39 +178,24 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session.written:
             # DCP calls neither `reset` nor `storage_meta` for a planner that takes no `storage_meta`.
             session = self._sessions.begin(self._url)
-        times = session.times
-        session.rank = times.rank = int(kwargs.get("rank") or 0)
-        times.turn = times.turn or time.monotonic()
-        lease = current_lease()
-        if lease is not None:
-            times.called, times.staging_s, times.context = lease.started, lease.copy_s, lease.context
-            lease.times = times
-        else:
-            times.context = current_context()
+        session.rank = int(kwargs.get("rank") or 0)
+        session.times.begin(session.rank, current_lease())
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
         if session.rank == 1 and self.unwatched:
             # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
             process_groups.warn_of_a_shared_group()
         # The process starts while the ranks plan, if this writer has not staged the state.
-        self._prepare_uploads(bytes_beside_training(lease))
+        self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
             return
         # Checked now, before terabytes are sent in vain. A commit that another job makes later is never replaced.
         seen = prior_commit(*self._open(session.url), keys.METADATA)
         if session.use_collectives:
             session.seen = seen
-            # A save that may replace the commit that it finds replaces no other.
-            replaceable = self.replaces_only is None or (seen is not None and mark_of(seen.etag) in self.replaces_only)
-            if seen is not None and seen.there and not (self.overwrite and replaceable):
-                raise CheckpointExistsError("A checkpoint already exists at this URL", url=session.url)
-        elif seen is not None and seen.there:
-            # Readers never read `__{rank}.metadata` beside `.metadata`.
-            raise CheckpointExistsError(
-                "A checkpoint that was saved with collectives exists at this URL; it would hide one saved without them",
-                url=session.url,
-                remedy="Choose another checkpoint_id",
-            )
+            refuse_existing(seen, session.url, overwrite=self.overwrite, replaces_only=self.replaces_only)
+        else:
+            refuse_hidden(seen, session.url)
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -240,8 +226,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         newest = functools.partial(newest_commit, self._storage_options, self._fs) if self._copies else None
         said = self.earlier_saves.announcement(str(session.url), session.token, newest)
         session.compared_with = said.url
-        said = replace(said, span=begin_save(session.times, str(session.url)))
-        return said.put_on(plans, with_url=self._copies)
+        return replace(said, span=begin_save(session.times, str(session.url))).put_on(plans, with_url=self._copies)
 
     @dcp_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -266,12 +251,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """
         session = self._session()
         times = session.times
-        times.committing = time.monotonic()
-        times.reports = [getattr(each, "report", None) for each in results]
+        times.committing, times.reports = time.monotonic(), [getattr(each, "report", None) for each in results]
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
-        compared = compare(session.token, results, session.compared_with)
-        changes, idle_rates = compared if compared is not None else (None, False)
+        changes, idle_rates = compare(session.token, results, session.compared_with) or (None, False)
         request = Commit(
             store=store,
             prefix=prefix,
@@ -297,19 +280,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if current_lease() is None:
             end_save(times, times.stats(), url)
         self.earlier_saves.note_committed(session.token, url)
-        told = (committed.nbytes, committed.step, dict(committed.metrics))
-        vars(metadata).update(changes=changes, committed=told)
+        vars(metadata).update(changes=changes, committed=(committed.nbytes, committed.step, dict(committed.metrics)))
         if isinstance(metadata, PlannedMetadata):
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
-        logger.info(
-            "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
-            session.url,
-            committed.nbytes / 1e6,
-            time.monotonic() - session.started,
-            committed.items,
-            len(results),
-            committed.objects,
-        )
+        committed.log(url, times.committed - session.started, ranks=len(results))
         if changes is not None:
             report(changes, url, self.earlier_saves.watch(url), self.on_stale, idle_rates=idle_rates)
 
@@ -368,11 +342,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         return session.url if session is not None else self._url
 
     @property
-    def staged_bytes(self) -> int:
-        """Host memory held for staging, in bytes, whether a save reads it or not."""
-        return self._stager.staged_bytes if self._stager is not None else 0
-
-    @property
     def stats(self) -> SaveStats | None:
         """Figures of this thread's latest save, as far as it has come; None before the first. For `dcp.save`: an
         asynchronous save runs on another thread, and its handle has its figures.
@@ -423,7 +392,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._open(session.url)
         lease = current_lease()
-        options = self.uploads.options(lease)
         said = Announcement.received(plan.storage_data)
         session.times.link = said.span if said is not None else None
         read = functools.partial(read_earlier_save, plan.items, self.transfer, self._open) if self._copies else None
@@ -435,21 +403,16 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
                 place=ObjectPlace(prefix, session.token, session.rank, self.groups),
                 uploads=self.uploads,
                 lease=lease,
-                options=options,
+                options=self.uploads.options(lease),
                 meter=meter,
                 target_object_bytes=self.target_object_bytes,
                 open_url=self._open,
                 announced=functools.partial(announce_uploads, self._log_of(session), session, store),
                 digests=self._copies,
             )
-            if self._extensions:
-                written = upload.write_transformed(plan.items, planner, self._extensions)
-            else:
-                written = upload.write(plan.items, planner, last if self._copies else None)
+            written = upload.write(plan.items, planner, last if self._copies else None, self._extensions)
             meter.finish()
         session.times.sent_bytes, session.times.copied_bytes = meter.done_bytes, written.copied_nbytes
-        if len(written.results) != len(plan.items):
-            raise BucketpointError(f"{len(plan.items)} items were planned, but {len(written.results)} were written")
         finite = self.transfer if self.check_finite else None
         session.tally = tally_of(said, plan.items, written, last, planner, self.groups, finite)
         self.earlier_saves.keep(said, str(session.url), written)

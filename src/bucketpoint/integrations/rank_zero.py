@@ -1,4 +1,4 @@
-"""What rank 0 asks a store, and all ranks have to know."""
+"""Questions to a store that rank 0 asks, and whose answers all ranks have to know."""
 
 from __future__ import annotations
 

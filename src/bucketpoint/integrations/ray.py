@@ -181,7 +181,10 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
 
 
 def checkpoint_url(checkpoint: Checkpoint) -> str:
-    """Return the URL of a checkpoint of Ray, such as `result.checkpoint`; a path if it is local.
+    """Return the URL of a checkpoint of Ray; a path if it is local.
+
+    Args:
+        checkpoint: Ray's checkpoint, such as `result.checkpoint`.
 
     Raises:
         BucketpointError: its filesystem has no URL, as one that was written in Python.

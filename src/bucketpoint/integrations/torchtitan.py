@@ -58,6 +58,9 @@ class BucketpointManager(CheckpointManager):
     """torchtitan's manager of DCP checkpoints, with bucketpoint's writer, reader, staging and retention.
 
     The methods below are hooks that the base class calls; its public methods stay as they are.
+
+    Args:
+        config: torchtitan's options with those of bucketpoint, as `use` makes them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -289,5 +292,9 @@ def use(
     """Replace torchtitan's options by bucketpoint's.
 
     `--override.imports bucketpoint.integrations.torchtitan.use` names this function.
+
+    Args:
+        config: torchtitan's options.
+        policy, fresh, on_commit: as the attributes of `BucketpointManager.Config`.
     """
     return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh, on_commit=on_commit)

@@ -94,7 +94,14 @@ class BucketTrainerMixin:
         self._evaluated: dict[int, dict[str, float]] = {}
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model to a local folder, as the trainer does. It would take a URL for the name of one."""
+        """Save the model to a local folder, as the trainer does. It would take a URL for the name of one.
+
+        Args:
+            output_dir: the folder; by default the trainer's own.
+
+        Raises:
+            BucketpointError: `output_dir` is a URL.
+        """
         if output_dir is not None and "://" in str(output_dir):
             raise BucketpointError(
                 "save_model writes to local folders only",
@@ -104,6 +111,11 @@ class BucketTrainerMixin:
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does, and return once the last save is committed.
+
+        Args:
+            resume_from_checkpoint: True for the newest whole checkpoint of the run, or the URL or folder of one.
+        """
         manager = self._manager = CheckpointManager(
             self._checkpoint_url, policy=self._policy or _policy_of(self.args), **self._manager_options
         )
@@ -311,6 +323,7 @@ class BucketTrainerMixin:
         The process of rank 0 streams them from bucket to bucket; others return at once.
 
         Args:
+            url: URL of the folder to write to.
             checkpoint: URL of the checkpoint; by default the best one with `load_best_model_at_end`, else the newest.
 
         Raises:

@@ -20,18 +20,19 @@ from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner, async_save, program_end
+from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner, async_save
 from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.stale import OnStale
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import BucketpointError
+from bucketpoint.manager.at_exit import close_at_exit
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, restored
-from bucketpoint.manager.running import Running
+from bucketpoint.manager.running import Running, note_end
 from bucketpoint.manager.status import ManagerStatus, Standing
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
@@ -113,7 +114,7 @@ class CheckpointManager:
         self._standing = Standing()
         self.skipped = 0
         self._closed = False
-        atexit.register(_at_exit, weakref.ref(self))
+        atexit.register(close_at_exit, weakref.ref(self))
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,8 @@ class CheckpointManager:
         Args:
             metrics: metrics of this step, as far as they are known. Only the coordinator's are used.
             overwrite: replace a checkpoint of this step.
+            kind: `"full"`, of which a job can resume; or `"weights"`, `"export"` or `"emergency"`, which `keep: latest`
+                does not count.
             newer: treatment of checkpoints of higher steps, which exist if training was rolled back: `"error"` raises,
                 `"keep"` leaves them alone (they stay the latest), `"discard"` gives them a tombstone once this save is
                 committed. `restore(..., rollback=True)` discards them for all later saves.
@@ -192,7 +195,7 @@ class CheckpointManager:
             raise
         self._triggers.saved()
         self._running = Running(step, handle)
-        handle.add_done_callback(functools.partial(_ended, weakref.ref(self), self._running))
+        handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self._running))
         return handle
 
     def _make_room(self, step: int) -> bool:
@@ -304,19 +307,7 @@ class CheckpointManager:
         """Return what is known of the run now. Any rank may call it, at any time, from any thread: it waits for nothing
         and asks no store.
         """
-        newest, running, now = self._standing.newest, self._running, time.monotonic()
-        under_way = running is not None and not running.handle.done()
-        return ManagerStatus(
-            newest_step=newest[0] if newest is not None else None,
-            newest_age_s=now - newest[1] if newest is not None else None,
-            saving_step=running.step if running is not None and under_way else None,
-            saving_s=now - running.handle.begun_s if running is not None and under_way else None,
-            committed=self._standing.committed,
-            failed=self._standing.failed,
-            skipped=self.skipped,
-            pruned_s=now - self.pruning.ended if self.pruning.ended is not None else None,
-            prune_failure=str(self.pruning.failure) if self.pruning.failure is not None else None,
-        )
+        return self._standing.status(self._running, self.pruning, skipped=self.skipped)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes."""
@@ -326,6 +317,9 @@ class CheckpointManager:
 
     def pin(self, step: int, *, reason: str = "") -> None:
         """Keep a step whatever the policy says. Only the coordinator writes.
+
+        Args:
+            reason: text that is stored with the pin, for those who look at the run later.
 
         Raises:
             CheckpointNotFoundError: on the coordinator: there is no checkpoint of the step, and none is being saved.
@@ -346,6 +340,9 @@ class CheckpointManager:
         """Carry out the policy now.
 
         The coordinator prunes and returns a report of the round; other ranks return None.
+
+        Args:
+            force: carry out a plan that `max_delete` refuses, too.
         """
         return self.pruning.now(force=force) if self._ranks.is_coordinator else None
 
@@ -418,26 +415,3 @@ class CheckpointManager:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise BucketpointError("The CheckpointManager is closed", remedy="Make a new CheckpointManager")
-
-
-def _ended(manager: weakref.ref[CheckpointManager], running: Running, handle: SaveHandle) -> None:
-    alive = manager()
-    if alive is not None and handle.failure() is None:
-        alive._standing.saved(running.step, handle.begun_s)
-        alive._replacing.committed(running.step)
-    elif alive is not None:
-        alive._standing.lost()
-        alive._replacing.failed()
-    running.settled.set()
-
-
-def _at_exit(manager: weakref.ref[CheckpointManager]) -> None:
-    """Close the manager of a program that ends without `close`: wait for its last save, and report an error."""
-    alive = manager()
-    if alive is None or alive._closed:
-        return
-    try:
-        alive.close()
-    except Exception as error:  # noqa: BLE001 (the interpreter exits, and nobody is there to catch it)
-        logger.error("the last save failed: %s", error)
-        program_end.lose(alive.catalog.url, error)

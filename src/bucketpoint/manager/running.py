@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from bucketpoint.dcp import SaveHandle
 from bucketpoint.errors import BucketpointError
@@ -38,3 +40,15 @@ class Running:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
         return self.handle.wait(timeout) and self.settled.wait(timeout)
+
+
+def note_end(manager: weakref.ref[Any], running: Running, handle: SaveHandle) -> None:
+    """Tell the manager of a save how it ended, if there is one still."""
+    alive = manager()
+    if alive is not None and handle.failure() is None:
+        alive._standing.saved(running.step, handle.begun_s)
+        alive._replacing.committed(running.step)
+    elif alive is not None:
+        alive._standing.lost()
+        alive._replacing.failed()
+    running.settled.set()

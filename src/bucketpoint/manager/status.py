@@ -1,10 +1,13 @@
-"""What a manager knows of its run: the age of the newest checkpoint, the save under way, and counts of saves."""
+"""Status of a manager: the age of the newest checkpoint, the save under way, and counts of saves."""
 
 from __future__ import annotations
 
 import threading
 import time
 from dataclasses import dataclass
+
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.manager.running import Running
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,26 @@ class Standing:
         self._lock = threading.Lock()
         self.newest: tuple[int, float] | None = None
         self.committed = self.failed = 0
+
+    def status(self, running: Running | None, pruning: PruneWorker, *, skipped: int) -> ManagerStatus:
+        """Return the status now.
+
+        Args:
+            running: the last save, if it may be under way.
+        """
+        newest, now, failure = self.newest, time.monotonic(), pruning.failure
+        under_way = running if running is not None and not running.handle.done() else None
+        return ManagerStatus(
+            newest_step=newest[0] if newest is not None else None,
+            newest_age_s=now - newest[1] if newest is not None else None,
+            saving_step=under_way.step if under_way is not None else None,
+            saving_s=now - under_way.handle.begun_s if under_way is not None else None,
+            committed=self.committed,
+            failed=self.failed,
+            skipped=skipped,
+            pruned_s=now - pruning.ended if pruning.ended is not None else None,
+            prune_failure=str(failure) if failure is not None else None,
+        )
 
     def restored(self, step: int) -> None:
         """Note that training goes on from a checkpoint now, whatever was newer."""

@@ -51,7 +51,7 @@ class Entry:
     __slots__ = ("_position", "_say", "action", "row")
 
     def __init__(self, row: Row, action: Action, say: Callable[[int], Said], position: int = 0) -> None:
-        """Store `say`: `say(position)` makes the words whenever they are asked for, and always the same."""
+        """Store `say` and `position`: `say(position)` makes the words whenever they are asked for, always the same."""
         self.row, self.action = row, action
         self._say, self._position = say, position
 
@@ -74,6 +74,7 @@ class Entry:
         return self.action != "keep" and self.row.tombstone in ("delete", self.action)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the entry as JSON data: one of the `checkpoints` of `Plan.to_dict`."""
         row = self.row
         reasons, miss = self._say(self._position)
         return {
@@ -87,6 +88,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Entry:
+        """Return the entry that `to_dict` wrote as `data`."""
         row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
         row["metrics"] = {name: float(value) for name, value in row["metrics"].items()}
         reasons = tuple(Reason(**reason) for reason in data["reasons"])
@@ -94,7 +96,14 @@ class Entry:
 
     @classmethod
     def told(cls, row: Row, action: Action, reasons: tuple[Reason, ...], miss: Reason | None = None) -> Entry:
-        """Make an entry whose words are known already."""
+        """Make an entry whose words are known already.
+
+        Args:
+            row: as the attribute of that name.
+            action: as the attribute of that name.
+            reasons: as the attribute of that name.
+            miss: as the attribute of that name.
+        """
         return cls(row, action, lambda position: (reasons, miss))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -241,6 +250,9 @@ def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int =
     shrinks with each prune. What already has a tombstone counts neither as lost nor as existing.
 
     Args:
+        plan: the plan that is to be carried out.
+        count: most checkpoints that may go, as `MaxDelete.count`.
+        fraction: most checkpoints that may go, as a share of the existing ones between 0 and 1.
         committed: number of checkpoints that the job has committed since its last prune.
     """
     lost = sum(entry.action != "keep" and not entry.is_ordered for entry in plan.entries)

@@ -40,6 +40,7 @@ class RetentionRule:
         return False
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
+        """Return the checkpoints that the rule keeps, with its reasons."""
         raise NotImplementedError
 
 

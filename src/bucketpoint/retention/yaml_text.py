@@ -64,7 +64,7 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
 
 
 def to_yaml(policy: RetentionPolicy) -> str:
-    """Write a policy as `from_yaml` reads it, without the settings that have their default."""
+    """Return the YAML text of `policy` as `from_yaml` reads it, without the settings that have their default."""
     plain = {"version": POLICY_VERSION, **Fields(RetentionPolicy).plain(policy)}
     if policy.root is not None:
         plain["root"] = policy.root.replace("$", "$$")

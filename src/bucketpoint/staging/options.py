@@ -30,6 +30,9 @@ class StagingOptions:
         max_bytes: limit on the host memory held for staging, in bytes; None for as much as the state needs.
         unread_timeout_s: seconds after which a staged state that no save has begun to read stops blocking others. Its
             memory is never overwritten: the next save gets memory of its own.
+
+    Raises:
+        BucketpointError: `when_busy` is not known, or a limit is not above 0.
     """
 
     use_pinned_memory: bool = True

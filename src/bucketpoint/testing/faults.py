@@ -41,7 +41,10 @@ class Fault:
 class Refuse(Fault):
     """An error in the format of the API that the client uses.
 
-    With `acted` the store has carried out the request, and only the answer is lost.
+    Attributes:
+        status: HTTP status of the answer.
+        code: code of the error, as the store spells it.
+        acted: the store has carried out the request, and only the answer is lost.
     """
 
     status: int = 503
@@ -66,7 +69,12 @@ class Reset(Fault):
 
 @dataclass(frozen=True)
 class Stall(Fault):
-    """Silence for this many seconds, and then a reset."""
+    """Silence, and then a reset.
+
+    Attributes:
+        seconds: seconds of silence.
+        acted: the store has carried out the request.
+    """
 
     seconds: float = 5.0
     acted: bool = False
@@ -78,7 +86,11 @@ class Stall(Fault):
 
 @dataclass(frozen=True)
 class Delay(Fault):
-    """A pause of this many seconds before the request continues."""
+    """A pause before the request continues.
+
+    Attributes:
+        seconds: length of the pause, in seconds.
+    """
 
     seconds: float = 0.2
 
@@ -87,7 +99,11 @@ class Delay(Fault):
 
 @dataclass(frozen=True)
 class Slow(Fault):
-    """A limit on the speed of bodies, in bytes a second."""
+    """A limit on the speed of bodies.
+
+    Attributes:
+        bytes_per_s: most bytes a second.
+    """
 
     bytes_per_s: float = 1e6
 
@@ -96,7 +112,11 @@ class Slow(Fault):
 
 @dataclass(frozen=True)
 class CutRequest(Fault):
-    """The store gets only this fraction of the body. Then both the store and the client get a reset."""
+    """The store gets only a part of the body. Then both the store and the client get a reset.
+
+    Attributes:
+        at: the fraction of the body that the store gets, between 0 and 1.
+    """
 
     at: float = 0.5
 
@@ -108,7 +128,11 @@ class CutRequest(Fault):
 
 @dataclass(frozen=True)
 class CutReply(Fault):
-    """The client gets only this fraction of the body, under a head with the full length."""
+    """The client gets only a part of the body, under a head with the full length.
+
+    Attributes:
+        at: the fraction of the body that the client gets, between 0 and 1.
+    """
 
     at: float = 0.5
 
@@ -118,7 +142,11 @@ class CutReply(Fault):
 
 @dataclass(frozen=True)
 class FlipRequest(Fault):
-    """One bit of the body changes on the way to the store: the lowest bit of the byte at this fraction."""
+    """One bit of the body changes on the way to the store: the lowest bit of one byte.
+
+    Attributes:
+        at: the place of the byte, as a fraction of the body, between 0 and 1.
+    """
 
     at: float = 0.5
 
@@ -131,7 +159,11 @@ class FlipRequest(Fault):
 
 @dataclass(frozen=True)
 class FlipReply(Fault):
-    """One bit of the body changes on the way to the client."""
+    """One bit of the body changes on the way to the client.
+
+    Attributes:
+        at: the place of the byte, as a fraction of the body, between 0 and 1.
+    """
 
     at: float = 0.5
 
@@ -144,6 +176,10 @@ class ErrorInBody(Fault):
     """CompleteMultipartUpload answers 200 and then an error in the body, as S3 may.
 
     https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
+
+    Attributes:
+        code: code of the error, as the store spells it.
+        acted: the store has carried out the request.
     """
 
     code: str = "InternalError"
@@ -165,9 +201,12 @@ class Stale(Fault):
 
 @dataclass(frozen=True)
 class SkewClock(Fault):
-    """The store's clock, in the Date of replies, is this many seconds ahead. Beyond 15 minutes requests are refused.
+    """The store's clock, in the Date of replies, is ahead. Beyond 15 minutes requests are refused.
 
     https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed.
+
+    Attributes:
+        seconds: seconds by which the clock is ahead.
     """
 
     seconds: float = 3600.0
@@ -189,10 +228,12 @@ class ExpireCredentials(Fault):
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """SIGKILL to these process groups. Afterwards nothing passes until another script is played.
+    """SIGKILL to process groups. Afterwards nothing passes until another script is played.
 
-    With `acted` the store has carried out the request: the processes die after the request and before the answer. With
-    `others_live` there are other clients as well, whose requests continue to pass.
+    Attributes:
+        groups: ids of the process groups.
+        acted: the store has carried out the request: the processes die after the request and before the answer.
+        others_live: there are other clients as well, whose requests continue to pass.
     """
 
     groups: tuple[int, ...]
@@ -226,6 +267,7 @@ class Rule:
     times: int | None = None
 
     def fits(self, request: StoreRequest) -> bool:
+        """Return True if the rule speaks of the request, and one of its faults can happen to it."""
         if self.kinds and request.kind not in self.kinds:
             return False
         return fnmatchcase(request.key, self.keys) and any(fault.fits(request) for fault in self.faults)
@@ -233,7 +275,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Script:
-    """Rules and a seed. The n-th request that fits a rule is treated the same in every run."""
+    """Rules and a seed. The n-th request that fits a rule is treated the same in every run.
+
+    Attributes:
+        rules: the rules, of which the first one that strikes counts.
+        seed: seed of the draws.
+    """
 
     rules: tuple[Rule, ...] = ()
     seed: int = 0
@@ -242,7 +289,12 @@ class Script:
 def always(
     *faults: Fault, kinds: Sequence[str] = (), keys: str = "*", skip: int = 0, times: int | None = None
 ) -> Script:
-    """Make a script of one rule that always strikes."""
+    """Make a script of one rule that always strikes.
+
+    Args:
+        faults: the faults, as in `Rule`.
+        kinds, keys, skip, times: as in `Rule`.
+    """
     return Script((Rule(tuple(faults), tuple(kinds), keys, skip=skip, times=times),))
 
 
@@ -263,7 +315,13 @@ TRANSIENT: tuple[Fault, ...] = (
 
 
 def mixed(probability: float, *, seed: int = 0, faults: Sequence[Fault] = TRANSIENT) -> Script:
-    """Make a script in which each request meets one of these faults with this probability."""
+    """Make a script in which each request meets one of several faults with the same probability.
+
+    Args:
+        probability: probability of a fault, between 0 and 1.
+        seed: seed of the draws.
+        faults: the faults, of which the seed chooses.
+    """
     return Script((Rule(tuple(faults), probability=probability),), seed)
 
 

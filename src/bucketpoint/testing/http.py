@@ -26,8 +26,10 @@ Write = Callable[[memoryview], None]
 class Wire:
     """Settings of the emulated network.
 
-    Seconds added to each request; bytes a second of each connection, and of all connections of one process together
-    (0: no cap).
+    Attributes:
+        delay_s: seconds added to each request.
+        bytes_per_s: bytes a second of each connection; 0 for no cap.
+        total_bytes_per_s: bytes a second of all connections of one process together; 0 for no cap.
     """
 
     delay_s: float = 0.0

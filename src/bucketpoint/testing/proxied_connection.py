@@ -78,7 +78,14 @@ class RecordedRequest:
 
 @dataclass
 class Counts:
-    """Requests and bytes of bodies by kind, and faults by name."""
+    """Requests and bytes of bodies by kind, and faults by name.
+
+    Attributes:
+        requests: number of requests, by operation.
+        sent: bytes of the bodies of requests, by operation.
+        received: bytes of the bodies of replies, by operation.
+        faults: number of faults that struck, by name.
+    """
 
     requests: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
@@ -86,6 +93,7 @@ class Counts:
     faults: Counter[str] = field(default_factory=Counter)
 
     def add(self, exchange: RecordedRequest) -> None:
+        """Count one finished exchange."""
         kind = exchange.request.kind
         self.requests[kind] += 1
         self.sent[kind] += exchange.sent

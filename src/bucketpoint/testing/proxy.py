@@ -92,6 +92,7 @@ class FaultProxy:
         self.board.play(script)
 
     def clear(self) -> None:
+        """Forget the finished exchanges and their counts."""
         self.board.clear()
 
     def cut(self) -> None:

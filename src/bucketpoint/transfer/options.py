@@ -27,6 +27,9 @@ class Hedge:
             quantile is known only after ten ranges.
         most_extra: most second requests, as a share of all requests. Keeps a store that is slow as a whole from getting
             twice the requests.
+
+    Raises:
+        BucketpointError: a setting is out of its range.
     """
 
     quantile: float = 0.95
@@ -71,6 +74,9 @@ class TransferOptions:
         background_nice: niceness of what uploads while training goes on. None: 19, the highest, for a process, so that
             uploads take longer and training steps do not if every core is busy; 0 for threads of the trainer: a thread
             with a higher niceness is taken off its core while it holds the interpreter's lock that training waits for.
+
+    Raises:
+        BucketpointError: a setting is out of its range.
     """
 
     part_bytes: int = 32 * MIB

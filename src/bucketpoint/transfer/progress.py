@@ -9,10 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one save or load of this rank, in bytes of data objects. The commit is not counted."""
+    """Progress of one save or load of this rank, in bytes of data objects. The commit is not counted.
+
+    Attributes:
+        phase: `"save"` or `"load"`; of a command `"convert"`, `"cp"` or `"verify"`.
+        url: URL of the checkpoint.
+        done_bytes: bytes that have been moved.
+        total_bytes: bytes of the whole; 0 while not known.
+        finished: True in the last event.
+    """
 
     phase: str
-    """`"save"` or `"load"`."""
     url: str
     done_bytes: int
     total_bytes: int

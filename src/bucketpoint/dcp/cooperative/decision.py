@@ -37,6 +37,9 @@ class Bandwidths:
         nic: bandwidth from the store to one node. Assumed: 12.5 GB/s.
         exchange: bandwidth from other ranks to one node, over a separate fabric. Assumed: the exchange shares the port
             through which the store is read, and traffic within a node costs nothing.
+
+    Raises:
+        BucketpointError: a bandwidth is not a positive number.
     """
 
     store: float | None = None

@@ -48,6 +48,7 @@ def save(
 
     Args:
         state: as for `dcp.save`.
+        url: URL of the checkpoint, such as `"s3://bucket/run/step-500"`, or a `Path` of a local folder.
         deadline_s: seconds from the call until the last rank has raised. Requests to S3 and GCS are cut off by then;
             requests through fsspec end by the timeouts of fsspec.
         overwrite, storage_options, fs, transfer, progress, retention: as for `BucketWriter`.
@@ -141,7 +142,8 @@ def load(
     the job do, and whatever job saved the checkpoint. Tensors are whole, plain, and on `device`.
 
     Args:
-        state: as for `dcp.load`.
+        state: as for `dcp.load`; for `load(url)` the URL stands here.
+        url: URL of the checkpoint, as for `save`.
         keys: only for `load(url)`: patterns of the flat names to load, such as `"model.*"`; None for everything.
         device: only for `load(url)`: device of the tensors.
         deadline_s, process_group: as for `save`.

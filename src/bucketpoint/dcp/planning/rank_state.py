@@ -43,6 +43,9 @@ def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
 
     Returns:
         `{"rank-3": value}` on rank 3.
+
+    Raises:
+        BucketpointError: `rank` is negative.
     """
     if rank is None:
         rank = this_rank()
@@ -52,7 +55,12 @@ def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
 
 
 def saved_ranks(metadata: Metadata, name: str) -> list[int]:
-    """Return the ranks, ascending, that saved a value by `rank_state` under a name, such as `"train.loader"`."""
+    """Return the ranks, ascending, that saved a value by `rank_state` under a name.
+
+    Args:
+        metadata: metadata of the checkpoint, as a reader's `read_metadata` returns it.
+        name: name of the value in the state, such as `"train.loader"`.
+    """
     matches = (_RANK.match(fqn, len(name)) for fqn in metadata.state_dict_metadata if fqn.startswith(f"{name}.rank-"))
     return sorted({int(match[1]) for match in matches if match is not None})
 

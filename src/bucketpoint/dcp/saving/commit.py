@@ -82,6 +82,18 @@ class Committed:
     step: int | None
     metrics: Mapping[str, float]
 
+    def log(self, url: str, seconds: float, *, ranks: int) -> None:
+        """Log what was saved."""
+        logger.info(
+            "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
+            url,
+            self.nbytes / 1e6,
+            seconds,
+            self.items,
+            ranks,
+            self.objects,
+        )
+
 
 def commit(
     request: Commit, metadata: Metadata, results: RankResults, *, world_size: int, created: float, endpoint: str

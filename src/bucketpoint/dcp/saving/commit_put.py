@@ -27,6 +27,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata.facts import extra
@@ -84,6 +85,37 @@ def prior_commit(store: Store, prefix: str, name: str) -> PriorCommit | None:
         # S3 answers 403 for a missing key if the caller may not list.
         return None
     return PriorCommit(there=False) if is_marker(head) else PriorCommit(there=True, etag=info.etag)
+
+
+def refuse_existing(
+    seen: PriorCommit | None, url: str | None, *, overwrite: bool, replaces_only: frozenset[str] | None
+) -> None:
+    """Refuse a save that would replace a commit that it may not replace.
+
+    Args:
+        replaces_only: marks of the commits that may be replaced; None for any commit.
+
+    Raises:
+        CheckpointExistsError: such a commit is there.
+    """
+    # A save that may replace the commit that it finds replaces no other.
+    replaceable = replaces_only is None or (seen is not None and mark_of(seen.etag) in replaces_only)
+    if seen is not None and seen.there and not (overwrite and replaceable):
+        raise CheckpointExistsError("A checkpoint already exists at this URL", url=url)
+
+
+def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
+    """Refuse a save without collectives where a commit is: readers never read `__{rank}.metadata` beside `.metadata`.
+
+    Raises:
+        CheckpointExistsError: a commit is there.
+    """
+    if seen is not None and seen.there:
+        raise CheckpointExistsError(
+            "A checkpoint that was saved with collectives exists at this URL; it would hide one saved without them",
+            url=url,
+            remedy="Choose another checkpoint_id",
+        )
 
 
 def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:

@@ -76,12 +76,24 @@ class RankUpload:
     announced: Callable[[Sequence[str]], AbstractContextManager[None]]
     digests: bool
 
-    def write(self, items: Sequence[WriteItem], planner: SavePlanner, last: EarlierSave | None) -> Written:
+    def write(
+        self, items: Sequence[WriteItem], planner: SavePlanner, last: EarlierSave | None, extensions: Sequence[Any]
+    ) -> Written:
         """Upload the items, and return once all of them are stored.
 
         Args:
             last: save of which unchanged objects are copied; None to send everything.
+            extensions: stream transforms, through which all items are sent.
         """
+        if extensions:
+            written = self._write_transformed(items, planner, extensions)
+        else:
+            written = self._write(items, planner, last)
+        if len(written.results) != len(items):
+            raise BucketpointError(f"{len(items)} items were planned, but {len(written.results)} were written")
+        return written
+
+    def _write(self, items: Sequence[WriteItem], planner: SavePlanner, last: EarlierSave | None) -> Written:
         names = ObjectNames(self.place)
         most = self.target_object_bytes or default_object_bytes(self.to.store.capabilities, self.options)
         groups = {
@@ -110,8 +122,9 @@ class RankUpload:
             self._send(planned, [], None, written)
         return written
 
-    def write_transformed(self, items: Sequence[WriteItem], planner: SavePlanner, extensions: Sequence[Any]) -> Written:
-        """Upload the items through stream transforms. All of them are sent."""
+    def _write_transformed(
+        self, items: Sequence[WriteItem], planner: SavePlanner, extensions: Sequence[Any]
+    ) -> Written:
         with self.announced(transformed_paths(items, self.place)):
             results = write_transformed(
                 items, planner, extensions, self.place, store=self.to.store, options=self.options, meter=self.meter

@@ -26,6 +26,8 @@ def save(
     """Save a state to a URL by megatron's `dist_checkpointing.save`. All ranks.
 
     Args:
+        sharded_state_dict: as for megatron's function.
+        url: URL of the checkpoint.
         sharded_strategy: a `BucketSaveStrategy`, or megatron's `FullyParallelSaveStrategyWrapper` of one. One that is
             kept from save to save keeps its memory and compares states.
         storage_options: as for `BucketWriter`, when there is no strategy.
@@ -60,6 +62,8 @@ def load(
     """Load a state from a URL by megatron's `dist_checkpointing.load`. All ranks, of any number.
 
     Args:
+        sharded_state_dict: as for megatron's function.
+        url: URL of the checkpoint.
         sharded_strategy: a `BucketLoadStrategy`, or megatron's `FullyParallelLoadStrategyWrapper` of one.
         storage_options: as for `BucketReader`, when there is no strategy.
         options: as for megatron's function, such as `strict`.

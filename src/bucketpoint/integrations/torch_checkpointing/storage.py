@@ -66,6 +66,10 @@ class BucketStorageConfig(StorageConfig):
         temp_dir_prefix: that of the `CheckpointWriterConfig`.
         on_commit: called on the rank that commits, in the process that writes, with a `CommitInfo`. Its `step` is None,
             and its `blocked_s` nan: a storage knows neither.
+
+    Raises:
+        InvalidURLError: `root` is no URL of a store.
+        BucketpointError: `attempt` cannot be part of a key.
     """
 
     root: str
@@ -98,6 +102,9 @@ class BucketStorage(Storage):
     """Files and directories below a URL. Safe to use from several threads.
 
     A directory is there while a file is below it; one of `mkdir` only in the process that made it, without a request.
+
+    Args:
+        config: its settings.
     """
 
     def __init__(self, config: BucketStorageConfig) -> None:

@@ -20,8 +20,9 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
     """Delete objects that no checkpoint and no file needs, and abort multipart uploads that nobody completed.
 
     Args:
-        older_than_s: leave alone what is younger, as it may be of a save that is under way. By the store's clock, and
-            this machine's.
+        storage: the storage whose root is swept.
+        older_than_s: age in seconds; leave alone what is younger, as it may be of a save that is under way. By the
+            store's clock, and this machine's.
         dry_run: delete nothing.
 
     Returns:
