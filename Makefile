@@ -141,6 +141,10 @@ test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabri
 test-browser: .venv-site/$(STAMP) minio fake-gcs ## the page of `overview` in headless Chromium, on a phone's width and a desktop's
 	@BUCKETPOINT_BROWSER=1 .venv-site/bin/python -m pytest -m "not broad" tests/browser $(ARGS)
 
+.PHONY: test-observability
+test-observability: $(VENV)/$(STAMP) minio ## the example's dashboard and alerts in a real Prometheus, where Debian's package prometheus is
+	@$(BIN)/python -m pytest -m "slow or not slow" tests/observability $(ARGS)
+
 .PHONY: test-slurm
 test-slurm: $(VENV)/$(STAMP) ## the Slurm example under Slurm itself, on this machine's processes, where Slurm is installed
 	@if command -v slurmctld >/dev/null; then \
