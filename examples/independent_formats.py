@@ -1,6 +1,7 @@
 """The encodings that examples/independent_reader.py meets: pickles, archives of torch.save, and the index.
 
 No pickle runs code. The names in it stand for the few things below, nothing is imported, and other names are refused.
+Memory is not limited: a hostile checkpoint of a few bytes can ask for all that the machine has.
 """
 
 from __future__ import annotations

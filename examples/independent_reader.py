@@ -141,4 +141,6 @@ def main(url: str, name: str = ".metadata") -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -36,11 +36,13 @@ METRICS: Mapping[str, Metric] = {
     "bucketpoint.save.upload": Metric("histogram", "s", "Time of a rank's upload"),
     "bucketpoint.save.sent": Metric("histogram", "By", "Bytes of data objects that a rank sent in a save"),
     "bucketpoint.save.copied": Metric("histogram", "By", "Bytes that the store copied in a save"),
-    "bucketpoint.save.failures": Metric("counter", "{save}", "Saves that failed"),
+    "bucketpoint.save.failures": Metric("counter", "{save}", "Saves in the background that failed"),
     "bucketpoint.load.duration": Metric("histogram", "s", "Time from the beginning of a load to its end"),
     "bucketpoint.load.received": Metric("histogram", "By", "Bytes of data objects that a rank received in a load"),
     "bucketpoint.requests": Metric("counter", "{request}", "Attempts of requests of saves and loads, by kind"),
-    "bucketpoint.retries": Metric("counter", "{request}", "Requests that were sent again after a failure"),
+    "bucketpoint.retries": Metric(
+        "counter", "{request}", "Requests that were sent again after a failure other than throttling"
+    ),
     "bucketpoint.throttled": Metric("counter", "{request}", "Answers of a store that asked for fewer requests"),
     "bucketpoint.checkpoint.committed": Metric(
         "gauge", "s", "Unix time of the last commit of a run; the age is the time now less this"
@@ -53,6 +55,13 @@ METRICS: Mapping[str, Metric] = {
     "bucketpoint.prune.failures": Metric("counter", "{round}", "Rounds of pruning that failed"),
 }
 """All metrics by name."""
+
+
+_BOUNDS: Mapping[str, tuple[float, ...]] = {
+    "s": tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)),
+    "By": tuple(4.0**power for power in range(5, 22)),
+}
+"""Bounds of histograms by unit: OpenTelemetry's own suit milliseconds, so that all saves would fall into one bucket."""
 
 
 def _loaded(module: str) -> Any:
@@ -74,10 +83,20 @@ def _instrument(name: str) -> Callable[[float, Mapping[str, Any]], None]:
     # Kept for the process: the SDK warns of a second instrument of the same name.
     metric, meter = METRICS[name], _loaded("metrics").get_meter(_NAME, __version__)
     if metric.kind == "histogram":
-        return meter.create_histogram(name, metric.unit, metric.description).record  # type: ignore[no-any-return]
+        return _histogram(meter, name, metric)
     if metric.kind == "counter":
         return meter.create_counter(name, metric.unit, metric.description).add  # type: ignore[no-any-return]
     return meter.create_gauge(name, metric.unit, metric.description).set  # type: ignore[no-any-return]
+
+
+def _histogram(meter: Any, name: str, metric: Metric) -> Callable[[float, Mapping[str, Any]], None]:
+    told = name, metric.unit, metric.description
+    try:
+        made = meter.create_histogram(*told, explicit_bucket_boundaries_advisory=_BOUNDS[metric.unit])
+    except TypeError:
+        # opentelemetry-api before 1.30: the program may set bounds by a View.
+        made = meter.create_histogram(*told)
+    return made.record  # type: ignore[no-any-return]
 
 
 def current_context() -> Any:
@@ -134,7 +153,9 @@ def end_span(
         if error is not None:
             trace = _loaded("trace")
             span.set_attribute("error.type", type(error).__qualname__)
-            span.set_status(trace.Status(trace.StatusCode.ERROR, str(error)))
+            # The message alone: the rest of the text is the URL, which may hold credentials, and the remedy.
+            words = getattr(error, "message", None) or str(error)
+            span.set_status(trace.Status(trace.StatusCode.ERROR, words))
         span.end(_epoch_ns(ended))
     except Exception:
         logger.exception("a span was not ended")
@@ -145,10 +166,14 @@ def reference(span: Any) -> str | None:
 
     None without OpenTelemetry, and for a span that is not recorded.
     """
-    if span is None or not span.is_recording():
+    try:
+        if span is None or not span.is_recording():
+            return None
+        about = span.get_span_context()
+        return f"00-{about.trace_id:032x}-{about.span_id:016x}-{int(about.trace_flags):02x}"
+    except Exception:
+        logger.exception("the name of a span is not known")
         return None
-    about = span.get_span_context()
-    return f"00-{about.trace_id:032x}-{about.span_id:016x}-{int(about.trace_flags):02x}"
 
 
 def _span_context(trace: Any, text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -268,3 +269,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys(tmp_path: Path) 
     other.prepare(torch.nn.Linear(5, 4))
     with pytest.raises(bucketpoint.MismatchError, match=r"model\.weight"):
         load_state(other, f"{tmp_path}/step-1")
+
+
+def test_an_accelerator_that_has_saved_can_be_pickled(tmp_path: Path) -> None:
+    # As in a dataset that holds it, for the workers of a dataloader.
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    handle = save_state(accelerator, str(tmp_path / "step-1"))
+    pickle.loads(pickle.dumps(accelerator))
+    handle.result()
+    save_state(accelerator, str(tmp_path / "step-2")).result()

@@ -118,6 +118,13 @@ def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: P
     ]
 
 
+def test_the_error_for_a_file_of_torch_names_the_command_that_converts_it(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"a file")
+    done = program("show", str(tmp_path / "model.pt"))
+    assert done.code == 3
+    assert "`bucketpoint convert FILE URL`" in done.err
+
+
 def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path: Path) -> None:
     done = program("show", str(tmp_path / "none"), "--debug", "--json")
     assert done.code == 3

@@ -143,6 +143,16 @@ def test_hostile_names_are_text_on_the_page(program: Program, tmp_path: Path) ->
     assert not [one for one in shown.attributes if one[1].startswith("on")]
 
 
+def test_a_folder_whose_name_is_no_text_is_a_page_with_a_picture_too(program: Program, tmp_path: Path) -> None:
+    # Python's name for a byte that is not UTF-8.
+    root, file, policy = str(tmp_path / "run\udce9"), tmp_path / "page.html", tmp_path / "policy.yaml"
+    save_run(root, *STEPS)
+    policy.write_text("version: 1\nkeep:\n  latest: 2\n")
+    shown = made(program, root, file, "--policy", str(policy))
+    assert shown.of("h1") == [str(tmp_path / "run\\udce9")]
+    assert shown.of("h1")[0] in shown.of("title")
+
+
 def test_the_page_asks_for_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)

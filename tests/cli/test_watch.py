@@ -280,6 +280,7 @@ def test_a_run_without_a_catalog_is_watched_too(program: Program, tmp_path: Path
     assert said.code == 0
     assert "newest whole checkpoint: step 5, " in said.out
     assert said.out.count("no record") == 2
+    assert "\n0 B in all, and more of unknown size\n" in said.out
 
 
 def test_a_place_with_nothing_ends_with_3_and_a_run_that_has_only_begun_is_one(program: Program, root: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import opentelemetry.context
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -84,6 +88,29 @@ def test_a_save_that_fails_has_a_span_with_its_error(tmp_path: Path) -> None:
         assert failures.attributes["error.type"] == span.attributes["error.type"] == "BucketpointError"
 
 
+def test_buckets_tell_short_times_and_large_objects_apart(tmp_path: Path) -> None:
+    with recorded() as found:
+        bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1")).result()
+        metrics = found.metrics()
+    bounds = {name: metrics[name][0].explicit_bounds for name in metrics if name.startswith("bucketpoint.save.")}
+    assert bounds["bucketpoint.save.blocked"][0] == 0.001
+    assert bounds["bucketpoint.save.blocked"][-1] == 5000
+    assert bounds["bucketpoint.save.sent"][-1] == 4.0**21
+
+
+def test_a_save_that_failed_has_recorded_what_the_store_answered(minio: S3Server) -> None:
+    with recorded() as found, FaultProxy(minio.endpoint) as proxy:
+        writer = BucketWriter(storage_options=minio.at(proxy.url).options)
+        proxy.play(Script((Rule((Refuse(403, "AccessDenied"),), ("PutObject",)),)))
+        handle = bucketpoint.async_save(dict(STATE), f"s3://{minio.make_bucket()}/step-1", storage_writer=writer)
+        assert handle.exception() is not None
+        requests = {
+            point.attributes["bucketpoint.request.kind"]: point.value
+            for point in found.metrics()["bucketpoint.requests"]
+        }
+    assert requests["put"] == proxy.counts.requests["PutObject"] > 0
+
+
 def test_every_metric_is_recorded_with_its_unit(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     run = f"s3://{minio.make_bucket()}/run"
     seen: dict[str, list[Any]] = {}
@@ -143,6 +170,64 @@ def test_errors_of_opentelemetry_fail_no_save(
         bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1")).result()
         bucketpoint.load({"weight": torch.zeros(1000)}, str(tmp_path / "step-1"))
     assert "no room for more instruments" in caplog.text
+
+
+def test_a_span_that_cannot_tell_its_name_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("this span is broken")
+
+    with recorded():
+        monkeypatch.setattr(telemetry, "begin_span", lambda *_, **__: Broken())
+        monkeypatch.setattr("bucketpoint.dcp.spans.begin_span", lambda *_, **__: Broken())
+        bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1")).result()
+    assert "this span is broken" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        # A URL with a password is refused, and its span is that of the failure.
+        ("https://user:secret@host/bucket/run/step-1", "https://host/bucket/run"),
+        ("https://secret@host/bucket/run/step-1", "https://host/bucket/run"),
+        ("memory://bucket/run/step-1?sig=secret", "memory://bucket/run"),
+        (
+            "abfs://container@account.dfs.core.windows.net/run/step-1",
+            "abfs://container@account.dfs.core.windows.net/run",
+        ),
+    ],
+)
+def test_spans_and_metrics_hold_no_credentials(url: str, shown: str) -> None:
+    with recorded() as found:
+        writer = BucketWriter(fs=fsspec.filesystem("memory"))
+        bucketpoint.async_save(dict(STATE), url, storage_writer=writer, no_dist=True).exception()
+        (span,) = found.spans("bucketpoint.save")
+        points = [point for points in found.metrics().values() for point in points]
+    assert "secret" not in f"{dict(span.attributes)} {span.status.description} {points}"
+    assert span.attributes["url.full"] == f"{shown}/step-1"
+    assert {point.attributes["bucketpoint.run"] for point in points} == {shown}
+
+
+class Kept:
+    """An object that a program puts into a context."""
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_kept_handle_keeps_no_context_of_the_program(tmp_path: Path, failing: bool) -> None:
+    value = Kept()
+    alive = weakref.ref(value)
+    with recorded():
+        token = opentelemetry.context.attach(opentelemetry.context.set_value("kept", value))
+        planner = FailingPlanner("upload") if failing else None
+        handle = bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1"), planner=planner)
+        opentelemetry.context.detach(token)
+        assert (handle.exception() is not None) is failing
+    del value, token, planner
+    gc.collect()
+    assert alive() is None
+    assert handle.stats is not None
 
 
 def test_a_program_without_opentelemetry_gets_no_import_of_it(tmp_path: Path) -> None:

@@ -670,7 +670,7 @@ def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_di
 ) -> None:
     """A save that has ended tells those who wait for it before it notes that it has committed."""
     run_with(root, 5, 7, 8)
-    ended, put = managing._ended, LocalStore.put
+    ended, put = managing.note_end, LocalStore.put
 
     def late(*given: Any) -> None:
         time.sleep(0.5)
@@ -682,7 +682,7 @@ def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_di
             raise OSError("the disk is full")
         return put(store, key, *args, **kwargs)
 
-    monkeypatch.setattr(managing, "_ended", late)
+    monkeypatch.setattr(managing, "note_end", late)
     monkeypatch.setattr(LocalStore, "put", full)
     skips = policy(
         prune=Prune(grace=timedelta(hours=24)), save=Save(every=(SaveEvery(1),), in_flight=InFlight(when_busy="skip"))

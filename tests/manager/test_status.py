@@ -55,6 +55,18 @@ def test_the_age_is_counted_from_the_call_of_the_save_and_only_once_it_is_commit
         assert status.newest_age_s <= time.monotonic() - began
 
 
+def test_a_checkpoint_of_weights_alone_brings_no_training_back(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
+        manager.save(3, STATE)
+        manager.wait()
+        manager.save(4, STATE, kind="weights")
+        manager.wait()
+        status = manager.status()
+        restored = manager.restore({"weight": torch.zeros(10)})
+    assert restored is not None
+    assert (status.newest_step, status.committed) == (restored.step, 2)
+
+
 def test_after_a_restore_a_crash_loses_what_was_trained_since(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
         manager.save(3, STATE)

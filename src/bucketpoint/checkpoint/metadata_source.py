@@ -43,6 +43,7 @@ A wrong object is refused before it fills the memory.
 _LOOKED_AT = 1000
 _NAMED_AT_MOST = 5
 _DIGITS = re.compile(r"([0-9]+)")
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,13 @@ class MetadataSource:
                 url=self.url,
                 remedy=f"Load another checkpoint: {LISTED}",
             )
+        remedy = f"Check the URL; {LISTED}"
+        if self.url.endswith(_FILES):
+            remedy = "`bucketpoint convert FILE URL` makes a checkpoint of a file of torch.save or safetensors"
         return CheckpointNotFoundError(
             f"There is no checkpoint at {this_url(self.store)}",
             url=self.url,
-            remedy=f"Check the URL; {LISTED}",
+            remedy=remedy,
         )
 
     def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -46,7 +46,7 @@ def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
         yield from text.table([head, *(row_cells(row, now) for row in document["checkpoints"])], indent=0)
         more = document["count"] - len(document["checkpoints"])
         older = f"and {text.count(more, 'older checkpoint')}; " if more else ""
-        yield f"{older}{text.size(document['bytes'])} in all"
+        yield f"{older}{text.size(document['bytes'])} {in_all(document)}"
     prune = list(prune_lines(document, now))
     if prune:
         yield ""
@@ -55,6 +55,11 @@ def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
     if notes:
         yield ""
         yield from notes
+
+
+def in_all(document: Mapping[str, Any]) -> str:
+    """Return the words after the size of all checkpoints: the size of those without a record is not known."""
+    return "in all, and more of unknown size" if document["unrecorded"] else "in all"
 
 
 def title(document: Mapping[str, Any]) -> str:

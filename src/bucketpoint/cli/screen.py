@@ -148,7 +148,8 @@ def _checkpoints(document: Mapping[str, Any], now: float, rows: int) -> Table:
         table.add_row(*(_words(cell, style) for cell in run_lines.row_cells(row, now)))
     more = document["count"] - len(shown)
     if more:
-        table.add_row("…", f"{more:,} more", "", text.size(document["bytes"]), "", "in all", style="dim")
+        size = text.size(document["bytes"])
+        table.add_row("…", f"{more:,} more", "", size, "", run_lines.in_all(document), style="dim")
     return table
 
 

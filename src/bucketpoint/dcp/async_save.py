@@ -87,7 +87,8 @@ class SaveHandle(Future[Metadata]):
     def stats(self) -> SaveStats | None:
         """Figures of the save on this rank, and on the coordinator those of all ranks; None while the save runs.
 
-        Always None with a checkpoint process, and with a writer of another package.
+        Always None with a checkpoint process, and with a writer or a stager of another package. None too for a save
+        that failed before DCP had set up the writer: the state was not copied, or the planner refused it.
         """
         return self._stats
 

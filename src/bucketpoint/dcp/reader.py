@@ -109,6 +109,7 @@ class BucketReader(Located, StorageReader):
         self._stats: LoadStats | None = None
         self._begun = self._read_metadata_at = time.monotonic()
         self._counts: Counter[str] = Counter()
+        self._former_counts: Counter[str] | None = None
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -255,6 +256,8 @@ class BucketReader(Located, StorageReader):
                 ) from error
             meter.finish()
         self._stats = self._figures(started, meter)
+        # What the thread requests next is no request of this load; it may be one of a save whose planner has loaded.
+        retry.count_into(self._former_counts)
         note_load(self._stats, str(self._url))
         level = logging.INFO if not self.rank else logging.DEBUG
         describe(logger, level, "loaded", self._url, meter, started)
@@ -277,7 +280,7 @@ class BucketReader(Located, StorageReader):
         self._begun = self._read_metadata_at = time.monotonic()
         self._counts = Counter()
         self._stats = None
-        retry.count_into(self._counts)
+        self._former_counts = retry.count_into(self._counts)
 
     def _figures(self, read_began: float, meter: Meter) -> LoadStats:
         ended = time.monotonic()

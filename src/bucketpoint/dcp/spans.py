@@ -8,6 +8,8 @@ from typing import Any
 
 from bucketpoint.dcp.saving.earlier_saves import run_of
 from bucketpoint.dcp.stats import LoadStats, SaveStats, SaveTimes
+from bucketpoint.stores import retry
+from bucketpoint.stores.redact import without_credentials
 from bucketpoint.telemetry import begin_span, current_context, end_span, record, reference
 
 
@@ -22,7 +24,9 @@ def begin_save(times: SaveTimes, url: str) -> str | None:
 
 def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException | None = None) -> None:
     """End the span of a save on this rank, with those of its steps, and record its metrics."""
-    run, ended = {"bucketpoint.run": run_of(url)}, time.monotonic()
+    # What the thread requests from now on is no request of this save: `BucketWriter.stats` would count it.
+    retry.count_into(None)
+    run, ended = _run(url), time.monotonic()
     span = times.span if times.span is not None else _begin(times, url)
     if span is not None:
         until = times.committing or ended
@@ -43,7 +47,8 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
             "bucketpoint.throttled": stats.throttled,
         }
         end_span(span, ended, error, figures)
-        times.span = None
+    times.span = times.context = None
+    _record_requests(stats, run)
     if error is not None:
         note_failure(url, error)
         return
@@ -55,7 +60,6 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
         ("bucketpoint.save.copied", stats.copied_bytes),
     ):
         record(name, value, run)
-    _record_requests(stats, run)
     if times.nbytes:
         record("bucketpoint.checkpoint.committed", time.time(), run)
         record("bucketpoint.checkpoint.size", times.nbytes, run)
@@ -63,15 +67,15 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
 
 def note_failure(url: str, error: BaseException) -> None:
     """Count a save that failed."""
-    attributes = {"bucketpoint.run": run_of(url), "error.type": type(error).__qualname__}
+    attributes = {**_run(url), "error.type": type(error).__qualname__}
     record("bucketpoint.save.failures", 1, attributes)
 
 
 def note_load(stats: LoadStats, url: str) -> None:
     """Make the span of a load that has just ended, with those of its steps, and record its metrics."""
-    run, ended = {"bucketpoint.run": run_of(url)}, time.monotonic()
+    run, ended = _run(url), time.monotonic()
     began = ended - stats.total_s
-    attributes = {"url.full": url, "bucketpoint.rank": stats.rank}
+    attributes = {"url.full": without_credentials(url), "bucketpoint.rank": stats.rank}
     span = begin_span("bucketpoint.load", began, parent=current_context(), attributes=attributes)
     if span is not None:
         for step, seconds in (("metadata", stats.metadata_s), ("plan", stats.planning_s), ("read", stats.read_s)):
@@ -85,8 +89,12 @@ def note_load(stats: LoadStats, url: str) -> None:
 
 
 def _begin(times: SaveTimes, url: str) -> Any:
-    attributes = {"url.full": url, "bucketpoint.rank": times.rank}
+    attributes = {"url.full": without_credentials(url), "bucketpoint.rank": times.rank}
     return begin_span("bucketpoint.save", times.called, parent=times.context, link=times.link, attributes=attributes)
+
+
+def _run(url: str) -> dict[str, str]:
+    return {"bucketpoint.run": run_of(without_credentials(url))}
 
 
 def _record_requests(stats: SaveStats | LoadStats, run: Mapping[str, Any]) -> None:

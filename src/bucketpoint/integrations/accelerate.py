@@ -27,7 +27,7 @@ try:
     from accelerate.utils import DistributedType, broadcast_object_list
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
-        "bucketpoint.integrations.accelerate needs Accelerate: pip install accelerate", name=error.name
+        "bucketpoint.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10'", name=error.name
     ) from error
 
 _ONE_MODEL = "Prepare models and optimizers with one accelerator, and give an optimizer one model's parameters"

@@ -18,6 +18,10 @@ class Saves:
         self._writer = writer
         self._last: SaveHandle | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A program may pickle what holds the saves, such as an Accelerator. The save under way is this process's own.
+        return {"_writer": self._writer, "_last": None}
+
     def save(
         self, url: str, state: dict[str, Any], *, storage_writer: BucketWriter | None = None, **options: Any
     ) -> SaveHandle:

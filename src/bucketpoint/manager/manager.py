@@ -194,7 +194,7 @@ class CheckpointManager:
             self._replacing.failed()
             raise
         self._triggers.saved()
-        self._running = Running(step, handle)
+        self._running = Running(step, handle, kind == FULL)
         handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self._running))
         return handle
 

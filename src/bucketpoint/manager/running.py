@@ -16,6 +16,7 @@ class Running:
     """The save under way, as this rank sees it.
 
     Attributes:
+        full: the checkpoint is one that a job can resume from.
         reported: True if the program has received the save's error on this rank.
         settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
             its callbacks, so its end alone does not say that.
@@ -23,6 +24,7 @@ class Running:
 
     step: int
     handle: SaveHandle
+    full: bool = True
     reported: bool = False
     settled: threading.Event = field(default_factory=threading.Event)
 
@@ -46,7 +48,7 @@ def note_end(manager: weakref.ref[Any], running: Running, handle: SaveHandle) ->
     """Tell the manager of a save how it ended, if there is one still."""
     alive = manager()
     if alive is not None and handle.failure() is None:
-        alive._standing.saved(running.step, handle.begun_s)
+        alive._standing.saved(running.step, handle.begun_s, full=running.full)
         alive._replacing.committed(running.step)
     elif alive is not None:
         alive._standing.lost()

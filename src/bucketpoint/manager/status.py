@@ -15,7 +15,8 @@ class ManagerStatus:
     """A run as its manager on this rank sees it, without a request to the store.
 
     Attributes:
-        newest_step: step of the newest checkpoint that this manager has committed or restored; None without one.
+        newest_step: step of the newest full checkpoint that this manager has committed, or of the one that it has
+            restored; None without one.
         newest_age_s: seconds since the state of that checkpoint was saved or restored: the training that a crash now
             would lose. None without one.
         saving_step: step of the save under way; None if none is.
@@ -72,11 +73,15 @@ class Standing:
         with self._lock:
             self.newest = step, time.monotonic()
 
-    def saved(self, step: int, began: float) -> None:
-        """Note a commit of the state of `began`, `time.monotonic` seconds."""
+    def saved(self, step: int, began: float, *, full: bool) -> None:
+        """Note a commit of the state of `began`, `time.monotonic` seconds.
+
+        Args:
+            full: the checkpoint is one that a job can resume from: of weights alone no crash brings training back.
+        """
         with self._lock:
             self.committed += 1
-            if self.newest is None or began > self.newest[1]:
+            if full and (self.newest is None or began > self.newest[1]):
                 self.newest = step, began
 
     def lost(self) -> None:

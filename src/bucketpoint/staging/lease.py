@@ -81,6 +81,8 @@ class Lease:
     def end(self) -> None:
         """End the lease: nobody reads the memory any more."""
         self.memory = None
+        # A handle that the program keeps would keep the spans of the program, and all else that it put into a context.
+        self.context = None
         self._end.open()
 
     @property

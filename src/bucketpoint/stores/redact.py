@@ -27,6 +27,9 @@ _SECRET_NAMES = re.compile(r"key|secret|token|pass|cred|sas|auth|signature|conne
 _SHORTEST = 6
 """Length of the shortest value that is hidden: shorter values occur by chance in any text, and are not secrets."""
 
+_CONTAINERS = ("abfs://", "abfss://", "az://", "adl://", "wasb://", "wasbs://")
+"""Beginnings of URLs in which the name before the "@" is that of a container: `abfs://container@account/path`."""
+
 
 def clean(text: str) -> str:
     """Remove the parts of URLs that may hold credentials: user name and password, and the query (signatures)."""
@@ -57,6 +60,13 @@ def without_password(url: str) -> str:
     """Remove the text before the last "@" and the query from a URL with a password, and from each URL chained to it."""
     shown = [scheme + "://" + rest.rpartition("@")[2] for scheme, rest in _parts(url)]
     return "::".join(shown).partition("?")[0]
+
+
+def without_credentials(url: str) -> str:
+    """Remove from a URL the user, the password and the query, but not the name of a container."""
+    if holds_password(url):
+        return without_password(url)
+    return url.partition("?")[0] if url.startswith(_CONTAINERS) else clean(url)
 
 
 def _parts(url: str) -> Iterator[tuple[str, str]]:

@@ -207,9 +207,18 @@ def deadline(seconds: float) -> Iterator[float]:
         _ends.reset(token)
 
 
-def count_into(counts: Counter[str]) -> None:
-    """Add what this thread requests from now on to `counts` too, and what the threads request that it starts."""
+def count_into(counts: Counter[str] | None) -> Counter[str] | None:
+    """Add what this thread requests from now on to `counts` too, and what the task groups request that it starts.
+
+    Args:
+        counts: None to add it to nothing.
+
+    Returns:
+        the counts that the requests before were added to.
+    """
+    former = _counts.get()
     _counts.set(counts)
+    return former
 
 
 def stop_waiting_on(event: threading.Event) -> None:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import bucketpoint
-from bucketpoint import BucketReader, BucketWriter, CommitInfo, TransferOptions
+from bucketpoint import BucketReader, BucketWriter, CommitInfo, SavePlanner, TransferOptions
 from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
 from bucketpoint.testing.servers import S3Server
 from dcp.ranks import Ranks
@@ -142,6 +142,43 @@ def test_a_save_in_the_foreground_leaves_its_figures_with_the_writer(tmp_path: P
     assert stats.sent_bytes > MIB
     assert (stats.blocked_s, stats.staging_s, stats.staged_bytes) == (stats.total_s, 0, 0)
     assert min(stats.planning_s, stats.upload_s, stats.commit_s) > 0
+
+
+def test_what_is_requested_after_a_save_or_a_load_is_not_counted_as_theirs() -> None:
+    url = "memory://bucket/run of test_stats/step-1"
+    writer, reader = BucketWriter(), BucketReader(url)
+    dcp.save(state(1), checkpoint_id=url, storage_writer=writer, no_dist=True)
+    assert writer.stats is not None
+    saved = dict(writer.stats.requests)
+    assert bucketpoint.latest_checkpoint("memory://bucket/run of test_stats") == url
+    assert dict(writer.stats.requests) == saved
+    dcp.load(state(1), storage_reader=reader, no_dist=True)
+    counted = dict(reader._counts)
+    assert bucketpoint.latest_checkpoint("memory://bucket/run of test_stats") == url
+    assert dict(reader._counts) == counted
+
+
+class LoadingPlanner(SavePlanner):
+    """A planner that loads another checkpoint in the middle of a save."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        dcp.load(state(1), checkpoint_id=self._url, storage_reader=BucketReader(), no_dist=True)
+        return super().finish_plan(new_plan)
+
+
+def test_a_load_within_a_save_leaves_the_requests_of_the_save_with_the_save() -> None:
+    run = "memory://bucket/loading run of test_stats"
+    plain, loading = BucketWriter(), BucketWriter()
+    dcp.save(state(1), checkpoint_id=f"{run}/step-1", storage_writer=plain, no_dist=True)
+    planner = LoadingPlanner(f"{run}/step-1")
+    dcp.save(state(1), checkpoint_id=f"{run}/step-2", storage_writer=loading, planner=planner, no_dist=True)
+    assert plain.stats is not None
+    assert loading.stats is not None
+    assert loading.stats.requests["put"] == plain.stats.requests["put"] > 0
 
 
 def figures_of_ranks(rank: int, world: int, root: str, executor: str) -> Any:

@@ -21,6 +21,7 @@ from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
 from bucketpoint.retention.engine import unreported
 from bucketpoint.retention.setting_types import written
+from bucketpoint.stores.redact import without_credentials
 from bucketpoint.telemetry import begin_span, current_context, end_span, record
 from bucketpoint.transfer.tasks import stand_back
 
@@ -233,7 +234,7 @@ class PruneWorker:
     def _carried_out(self, catalog: Catalog, *, force: bool = False) -> Round:
         with self._lock:
             committed = self._committed
-        began, run = time.monotonic(), {"bucketpoint.run": catalog.url}
+        began, run = time.monotonic(), {"bucketpoint.run": without_credentials(catalog.url)}
         span = begin_span("bucketpoint.prune", began, parent=current_context(), attributes=run)
         try:
             report = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)

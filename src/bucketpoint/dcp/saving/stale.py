@@ -64,7 +64,8 @@ class StalePart:
         )
         return (
             f"no byte of {self.part!r} ({self.kind}) changed in {self.url}, although training went on; {since}. "
-            f"{_MEANING[self.kind]}. {_CHECK[self.kind]}; if it is meant to stand still, ignore this or pass on_stale="
+            f"{_MEANING[self.kind]}. {_CHECK[self.kind]}; if it is meant to stand still, ignore this warning, "
+            "or pass a function of your own as on_stale="
         )
 
 

@@ -10,7 +10,7 @@ try:
     import lightning  # noqa: F401 (the modules below need it)
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
-        "bucketpoint.integrations.lightning needs Lightning: pip install lightning", name=error.name
+        "bucketpoint.integrations.lightning needs Lightning: pip install 'lightning>=2.5'", name=error.name
     ) from error
 
 from bucketpoint.integrations.lightning.callback import BucketCheckpoint
