@@ -414,7 +414,11 @@ def test_ctrl_c_ends_it_with_0_and_leaves_the_last_frame(tmp_path: Path) -> None
     root = str(tmp_path / "run")
     save_run(root, 10)
     ours, theirs = pty.openpty()
-    program = "import sys; from bucketpoint.cli import app; sys.exit(app.run())"
+    # A shell starts jobs in the background with SIGINT ignored, which processes inherit.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from bucketpoint.cli import app; sys.exit(app.run())"
+    )
     watching = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", program, "watch", root, "--every", "1"],
         stdin=theirs,
