@@ -14,6 +14,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
+sys.path.insert(0, str(ROOT / "tools" / "site"))
+
+import github_pages  # noqa: E402
+
 PACKAGE = ROOT / "src" / "bucketpoint"
 
 # Names of rooms and files, as docs/architecture.md writes them.
@@ -99,8 +103,7 @@ def faults(document: Path) -> Iterator[str]:
 def anchors(document: Path) -> set[str]:
     """The anchors that GitHub makes of the headings."""
     text = _FENCE.sub("", document.read_text(encoding="utf-8"))
-    plain = (re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(text))
-    return set(plain)
+    return set(map(github_pages.slug, _HEADING.findall(text)))
 
 
 def main() -> int:

@@ -97,7 +97,6 @@ class SaveSession:
 
     url: str | None
     token: str = field(default_factory=new_token)
-    rank: int = 0
     use_collectives: bool = True
     times: SaveTimes = field(default_factory=SaveTimes)
     since: Stopwatch = field(default_factory=Stopwatch)
@@ -107,6 +106,11 @@ class SaveSession:
     tally: Any = None
     planned: bool = False
     written: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank; 0 before `set_up_storage_writer`."""
+        return self.times.rank
 
     @property
     def started(self) -> float:

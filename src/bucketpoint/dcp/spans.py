@@ -75,8 +75,7 @@ def note_load(stats: LoadStats, url: str) -> None:
     """Make the span of a load that has just ended, with those of its steps, and record its metrics."""
     run, ended = _run(url), time.monotonic()
     began = ended - stats.total_s
-    attributes = {"url.full": without_credentials(url), "bucketpoint.rank": stats.rank}
-    span = begin_span("bucketpoint.load", began, parent=current_context(), attributes=attributes)
+    span = begin_span("bucketpoint.load", began, parent=current_context(), attributes=_of(url, stats.rank))
     if span is not None:
         for step, seconds in (("metadata", stats.metadata_s), ("plan", stats.planning_s), ("read", stats.read_s)):
             child = begin_span(f"bucketpoint.load.{step}", began, parent=span)
@@ -89,8 +88,12 @@ def note_load(stats: LoadStats, url: str) -> None:
 
 
 def _begin(times: SaveTimes, url: str) -> Any:
-    attributes = {"url.full": without_credentials(url), "bucketpoint.rank": times.rank}
-    return begin_span("bucketpoint.save", times.called, parent=times.context, link=times.link, attributes=attributes)
+    about = _of(url, times.rank)
+    return begin_span("bucketpoint.save", times.called, parent=times.context, link=times.link, attributes=about)
+
+
+def _of(url: str, rank: int) -> dict[str, Any]:
+    return {"url.full": without_credentials(url), "bucketpoint.rank": rank}
 
 
 def _run(url: str) -> dict[str, str]:

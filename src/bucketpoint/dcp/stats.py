@@ -15,7 +15,11 @@ from bucketpoint.stores.retry import KINDS
 from bucketpoint.telemetry import current_context
 
 _REPORT = struct.Struct("<4f2Q2I")
-"""Four seconds, two numbers of bytes and two counts: 40 bytes, since the coordinator receives them from each rank."""
+_REPORTED = ("staging_s", "queued_s", "planning_s", "upload_s", "sent_bytes", "copied_bytes", "retried", "throttled")
+"""The figures that each rank sends to the coordinator, in 40 bytes."""
+
+_MOST = 0xFFFFFFFF
+"""The largest count that is sent."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +177,9 @@ class SaveTimes:
 
     def report(self) -> bytes:
         """Return the figures that the rank sends to the coordinator with its results."""
-        counts = (min(self.counts[name], 0xFFFFFFFF) for name in ("retried", "throttled"))
-        return _REPORT.pack(*self._seconds(), self.sent_bytes, self.copied_bytes, *counts)
+        figures = self.stats()
+        *values, retried, throttled = (getattr(figures, name) for name in _REPORTED)
+        return _REPORT.pack(*values, min(retried, _MOST), min(throttled, _MOST))
 
     def stats(
         self,
@@ -193,14 +198,13 @@ class SaveTimes:
         """
         ended = ended or self.committed or self.uploaded
         total_s = _between(begun or self.begun, ended)
-        staging_s, queued_s, planning_s, upload_s = self._seconds()
         return SaveStats(
             rank=self.rank,
             blocked_s=total_s if blocked_s is None else blocked_s,
-            staging_s=staging_s,
-            queued_s=queued_s,
-            planning_s=planning_s,
-            upload_s=upload_s,
+            staging_s=self.staging_s,
+            queued_s=_between(self.begun, self.turn),
+            planning_s=_between(self.turn, self.planned),
+            upload_s=_between(self.planned, self.uploaded),
             waiting_s=_between(self.uploaded, self.committing or ended),
             commit_s=_between(self.committing, self.committed),
             total_s=total_s,
@@ -214,14 +218,6 @@ class SaveTimes:
             ranks=_spreads(self.reports),
         )
 
-    def _seconds(self) -> tuple[float, float, float, float]:
-        return (
-            self.staging_s,
-            _between(self.begun, self.turn),
-            _between(self.turn, self.planned),
-            _between(self.planned, self.uploaded),
-        )
-
 
 def _between(start: float, stop: float) -> float:
     """Return the seconds from one time to another; 0 if one has not come."""
@@ -233,8 +229,7 @@ def _spreads(reports: Sequence[object]) -> dict[str, Spread]:
     figures = [_REPORT.unpack(each) for each in reports if isinstance(each, bytes) and len(each) == _REPORT.size]
     if not figures or len(figures) < len(reports):
         return {}
-    names = ("staging_s", "queued_s", "planning_s", "upload_s", "sent_bytes", "copied_bytes", "retried", "throttled")
     return {
         name: Spread(min(values), statistics.median(values), max(values), values.index(max(values)))
-        for name, values in zip(names, zip(*figures, strict=True), strict=True)
+        for name, values in zip(_REPORTED, zip(*figures, strict=True), strict=True)
     }

@@ -178,8 +178,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session.written:
             # DCP calls neither `reset` nor `storage_meta` for a planner that takes no `storage_meta`.
             session = self._sessions.begin(self._url)
-        session.rank = int(kwargs.get("rank") or 0)
-        session.times.begin(session.rank, current_lease())
+        session.times.begin(int(kwargs.get("rank") or 0), current_lease())
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
         if session.rank == 1 and self.unwatched:

@@ -60,10 +60,6 @@ KINDS = (
 )
 """Kinds of requests, named after the methods of `Store`. A ranged read is a `"get"`."""
 
-FATES = ("succeeded", "retried", "throttled", "refreshed", "given_up")
-"""What became of requests: they succeeded; failed and were sent again within the budget; were refused by a store that
-throttles; were sent again with new credentials; were given up after an attempt that could be retried."""
-
 _POLL_S = 0.2
 
 _ends: ContextVar[float] = ContextVar("bucketpoint_retry_ends", default=math.inf)
@@ -150,7 +146,9 @@ class Budget:
     """The retries that a process may still make. When everything fails, the budget keeps retries from adding load.
 
     Attributes:
-        counts: requests that were sent by kind (`KINDS`), and what became of them (`FATES`).
+        counts: requests that were sent by kind (`KINDS`), and what became of them: `succeeded`; `retried`, sent again
+            within the budget; `throttled`, attempts that a store refused that asks for fewer; `refreshed`, sent again
+            with new credentials; `given_up` after an attempt that could be retried.
         outages: outages of the stores whose requests have failed, by the store's name (see `store_of`).
     """
 

@@ -246,7 +246,7 @@ class PruneWorker:
         record("bucketpoint.prune.duration", time.monotonic() - began, run)
         record("bucketpoint.prune.deleted", len(report.done.deleted), run)
         if report.plan is not None:
-            kept = [entry.row for entry in report.plan.kept] + [entry.row.thinned() for entry in report.plan.thinned]
+            kept = report.plan.left()
             record("bucketpoint.kept.size", sum(row.bytes for row in kept), run)
             record("bucketpoint.kept.checkpoints", len(kept), run)
         if report.done.stopped is None:

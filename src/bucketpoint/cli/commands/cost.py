@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +13,8 @@ from bucketpoint.cli.options import run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.snapshot import Snapshot
+    from bucketpoint.retention import Plan
 
 LIST_PRICE = 0.023
 """Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
@@ -25,14 +27,17 @@ TITLES = {
 }
 
 
-@command("cost")
-@click.option(
+price_option = click.option(
     "--price",
     type=click.FloatRange(min=0),
     default=LIST_PRICE,
     show_default=True,
     help="Price of storage, in dollars per GB and month.",
 )
+
+
+@command("cost")
+@price_option
 @click.option(
     "--what-if",
     "policy_file",
@@ -50,28 +55,39 @@ def cost(catalog: Catalog, price: float, policy_file: str | None) -> CommandResu
     from bucketpoint.catalog.survey import size_of, survey
 
     snapshot = survey(catalog)
-    going = snapshot.going()
     others = [size_of(catalog, checkpoint.folder) for checkpoint in snapshot.unrecorded]
-    sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
-    document: dict[str, Any] = {
-        "root": catalog.url,
-        "price": price,
-        "now": taken_by([*sizes.values(), *others], price),
-        "no_record": taken_by(others, price),
-        "tombstoned": taken_by([size for key, size in sizes.items() if key in going], price),
-        "what_if": None,
-    }
+    planned = None
     if policy_file is not None:
         from bucketpoint.catalog.policy_file import read_policy
         from bucketpoint.retention import plan
 
-        left = plan(read_policy(policy_file), snapshot.rows()).left()
-        # Checkpoints without a record are kept by every policy.
-        document["what_if"] = taken_by([*(row.bytes for row in left), *others], price)
+        planned = plan(read_policy(policy_file), snapshot.rows())
+    document = {"root": catalog.url, "price": price, **costs_of(snapshot, others, planned, price)}
     return CommandResult(document, _lines(document))
 
 
-def taken_by(sizes: list[int], price: float) -> dict[str, Any]:
+def costs_of(
+    snapshot: Snapshot, unrecorded: Sequence[int], planned: Plan | None, price: float
+) -> dict[str, dict[str, Any] | None]:
+    """Return the number, the bytes and the price of the checkpoints that each of `TITLES` names.
+
+    Args:
+        unrecorded: bytes of the checkpoints without a record.
+        planned: plan of a policy; None for no `what_if`.
+        price: dollars for a GB and month.
+    """
+    going = snapshot.going()
+    sizes = {record.name: sum(record.groups.values()) for record in snapshot.recorded}
+    return {
+        "now": _cost([*sizes.values(), *unrecorded], price),
+        "no_record": _cost(unrecorded, price),
+        "tombstoned": _cost([size for name, size in sizes.items() if name in going], price),
+        # Checkpoints without a record are kept by every policy.
+        "what_if": None if planned is None else _cost([*(row.bytes for row in planned.left()), *unrecorded], price),
+    }
+
+
+def _cost(sizes: Sequence[int], price: float) -> dict[str, Any]:
     total = sum(sizes)
     return {"checkpoints": len(sizes), "bytes": total, "dollars_a_month": round(total / 1e9 * price, 2)}
 

@@ -11,7 +11,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, command
 from bucketpoint.cli.commands import verify as verifying
-from bucketpoint.cli.commands.cost import LIST_PRICE, TITLES, taken_by
+from bucketpoint.cli.commands.cost import TITLES, costs_of, price_option
 from bucketpoint.cli.commands.watch import document_of
 from bucketpoint.cli.options import progress_option, trusted_option
 from bucketpoint.cli.run_policy import run_and_policy
@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 @command("overview")
 @click.option("--html", "file", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="File to write.")
-@click.option(
-    "--price",
-    type=click.FloatRange(min=0),
-    default=LIST_PRICE,
-    show_default=True,
-    help="Price of storage, in dollars per GB and month.",
-)
+@price_option
 @click.option("--verify", is_flag=True, help="Re-read every byte of every checkpoint, as `verify --all` does.")
 @trusted_option
 @progress_option
@@ -65,8 +59,8 @@ def overview(
         survey(catalog)
     snapshot = observation.snapshot
     described = document_of(catalog, policy, observation, shown=None)
-    costs = list(_costs(catalog, described, snapshot, policy, price))
     plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
+    costs = list(_costs(catalog, described, snapshot, plan, price))
     title = clean(catalog.url)
     verified = None
     if verify:
@@ -96,29 +90,18 @@ def _costs(
     catalog: Catalog,
     described: dict[str, Any],
     snapshot: Snapshot,
-    policy: RetentionPolicy | None,
+    plan: Plan | None,
     price: float,
 ) -> Iterator[tuple[str, int, int, float]]:
     """Yield the lines of `cost`. Sizes of checkpoints without a record, one LIST each, are added to the document."""
     from bucketpoint.catalog.survey import size_of
-    from bucketpoint.retention import plan
 
     measured = {catalog.url_of_folder(one.folder): size_of(catalog, one.folder) for one in snapshot.unrecorded}
     for row in described["checkpoints"]:
         row["bytes"] = measured.get(row["url"], row["bytes"])
-    going = snapshot.going()
-    recorded = {record.name: sum(record.groups.values()) for record in snapshot.recorded}
-    sizes = {
-        "now": [*recorded.values(), *measured.values()],
-        "no_record": [*measured.values()],
-        "tombstoned": [size for name, size in recorded.items() if name in going],
-    }
-    if policy is not None:
-        sizes["what_if"] = [*(row.bytes for row in plan(policy, snapshot.rows()).left()), *measured.values()]
-    for name, some in sizes.items():
-        if some or name in ("now", "what_if"):
-            taken = taken_by(some, price)
-            yield TITLES[name], taken["checkpoints"], taken["bytes"], taken["dollars_a_month"]
+    for name, part in costs_of(snapshot, [*measured.values()], plan, price).items():
+        if part is not None and (part["checkpoints"] or name in ("now", "what_if")):
+            yield TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"]
 
 
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:

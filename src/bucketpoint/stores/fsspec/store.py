@@ -195,8 +195,7 @@ class FsspecStore:
             return []
         paths = [self._path(one.key) for one in ranges]
         starts, ends = [one.start for one in ranges], [one.stop for one in ranges]
-        process_budget().add({"get": len(ranges) - 1})
-        with self._errors("get", ranges[0].key):
+        with self._errors("get", ranges[0].key, requests=len(ranges)):
             bodies = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
         return [self._read(one, data) for one, data in zip(ranges, bodies, strict=True)]
 
@@ -361,9 +360,11 @@ class FsspecStore:
         return translate(error, operation, self._url(key), _options(self.fs))
 
     @contextmanager
-    def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
+    def _errors(
+        self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError, requests: int = 1
+    ) -> Iterator[None]:
         failure: StoreError
-        process_budget().note(operation)
+        process_budget().add({operation: requests})
         try:
             yield
             return
