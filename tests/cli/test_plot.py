@@ -61,6 +61,13 @@ def test_every_checkpoint_is_drawn_as_what_becomes_of_it() -> None:
     assert ET.fromstring(picture).find(f"{NAME}title").text == "s3://bucket/<run>&co"  # type: ignore[union-attr]
 
 
+def test_what_no_picture_may_hold_is_drawn_as_an_escape() -> None:
+    # Python's name for a byte that is not UTF-8, and a control character that XML forbids.
+    picture = svg(made(3), "run\udce9\x1b")
+    assert ET.fromstring(picture).find(f"{NAME}title").text == "run\\udce9\\x1b"  # type: ignore[union-attr]
+    assert picture.encode("utf-8").decode() == picture
+
+
 def test_what_is_kept_has_the_colour_of_the_first_rule_that_keeps_it() -> None:
     planned = made(23)
     colours = dict(zip(planned.rules, COLOURS, strict=False))

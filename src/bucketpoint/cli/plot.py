@@ -6,7 +6,6 @@ The picture has no background of its own, and colours of medium lightness: it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from bucketpoint.cli import text
@@ -56,8 +55,8 @@ def svg(plan: Plan, title: str) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 34:.0f}" width="{WIDTH}"',
         ' role="img" aria-labelledby="title summary" font-family="system-ui, sans-serif" font-size="12">',
-        f'<title id="title">{escape(title)}</title>',
-        f'<desc id="summary">{escape(_description(plan, summary))}</desc>',
+        f'<title id="title">{text.escaped(title)}</title>',
+        f'<desc id="summary">{text.escaped(_description(plan, summary))}</desc>',
         _words(12, 22, title if len(title) <= 90 else "…" + title[-89:], size=14, bold=True),
         _words(12, 40, summary),
         *_legend(),
@@ -109,7 +108,7 @@ def _rules(plan: Plan, rows: Sequence[str], at: Callable[[int], float], width: f
     for number, rule in enumerate(rows):
         y, colour = LINE + HALF + 26 + ROW * number, _rule_colour(plan, rule)
         short = rule if len(rule) <= LABEL_CHARACTERS else rule[: LABEL_CHARACTERS - 1] + "…"
-        yield f'<g class="rule"><title>{escape(rule)}: {text.count(len(keeps[rule]), "checkpoint")}</title>'
+        yield f'<g class="rule"><title>{text.escaped(rule)}: {text.count(len(keeps[rule]), "checkpoint")}</title>'
         yield _words(LEFT - 14, y + 10, short, end=True, size=11)
         yield _words(WIDTH - 8, y + 10, f"{len(keeps[rule]):,}", end=True, size=11)
         yield f'<line x1="{LEFT - 8}" x2="{RIGHT + 8}" y1="{y + 13}" y2="{y + 13}" stroke="{INK}" opacity="0.3"/>'
@@ -168,7 +167,7 @@ def _bars(marks: Iterable[tuple[float, str, str | None]], top: float, height: fl
             silent.setdefault(colour, {})[round(2 * x) / 2] = None
         else:
             shape = f'x="{x - width / 2:.1f}" y="{top:.0f}" width="{width:.1f}" height="{height:.0f}"'
-            yield f'<rect {shape} fill="{colour}"><title>{escape(words)}</title></rect>'
+            yield f'<rect {shape} fill="{colour}"><title>{text.escaped(words)}</title></rect>'
     for colour, places in silent.items():
         path = "".join(f"M{x:g} {top:g}v{height:g}" for x in places)
         yield f'<path d="{path}" stroke="{colour}" stroke-width="{width:.1f}"/>'
@@ -183,7 +182,7 @@ def _words(
 ) -> str:
     anchor = ' text-anchor="middle"' if middle else ' text-anchor="end"' if end else ""
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.0f}" font-size="{size}" fill="{INK}"{anchor}{weight}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.0f}" font-size="{size}" fill="{INK}"{anchor}{weight}>{text.escaped(words)}</text>'
 
 
 def _colour(plan: Plan, entry: Entry) -> str:

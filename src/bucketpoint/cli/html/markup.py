@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 
-from bucketpoint.cli.text import printable
+from bucketpoint.cli.text import escaped
 
 _EMPTY = frozenset({"meta", "link", "path", "line", "rect", "use"})
 """Elements that are written without an end tag or, in SVG, with a slash."""
@@ -24,7 +23,7 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
         attributes: `class_` stands for `class`, and an underscore within a name for a dash. None leaves one out.
     """
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(printable(str(value)))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -35,4 +34,4 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
 
 def joined(parts: Iterable[str]) -> Markup:
     """Join parts without anything between them; those that are no `Markup` are escaped."""
-    return Markup("".join(part if isinstance(part, Markup) else escape(printable(part)) for part in parts))
+    return Markup("".join(part if isinstance(part, Markup) else escaped(part) for part in parts))

@@ -21,7 +21,7 @@ _RULE = re.compile(r'<g class="rule"><title>(?:.*?)</title>.*?<line [^>]*y1="([\
 
 def picture(plan: Plan, title: str) -> Markup:
     """Draw a plan. The strips show parts of the same drawing, without its words."""
-    whole = svg(plan, text.printable(title))
+    whole = svg(plan, title)
     head, inner = whole[: whole.index(">") + 1], whole[whole.index(">") + 1 : whole.rindex("</svg>")]
     drawing = Markup(f'{head}<g id="plan">{inner}</g></svg>')
     bottoms = [float(bottom) for bottom in _RULE.findall(inner)]
