@@ -12,9 +12,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch.distributed.constants import default_pg_timeout
 from bucketpoint.errors import BucketpointError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _UNUSED_TAG = 1 << 30
 _AT_ONCE = timedelta(milliseconds=1)
@@ -83,6 +85,36 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
         remedy="Call torch.distributed.init_process_group() first, on every rank; "
         + (alone if first_may else "a process that works alone must unset WORLD_SIZE"),
     )
+
+
+def on_rank_zero(find: Callable[[], T], rank: int, broadcast: Callable[[Any], Any]) -> T:
+    """Call a function on rank 0 alone, and return its result on all ranks. A collective call.
+
+    Args:
+        rank: number of this rank.
+        broadcast: returns on each rank the value that rank 0 gave.
+
+    Raises:
+        BucketpointError: what the function raised, on each rank. Errors of other libraries are raised as their text.
+    """
+    result: T | None = None
+    failure: BucketpointError | None = None
+    if rank == 0:
+        try:
+            result = find()
+        except BucketpointError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001 (raised below, on every rank)
+            # The other ranks wait for an answer, and none may go on without it. An error of another library may not
+            # unpickle there, and one of another kind here would be caught here only.
+            failure = BucketpointError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
+    outcome = broadcast((result, failure))
+    if failure is None:
+        result, failure = outcome
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import CheckpointException
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.rank_zero import on_rank_zero
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.saves import Saves
 from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of

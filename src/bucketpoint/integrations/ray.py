@@ -10,8 +10,8 @@ import torch
 
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load, rank_state
+from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
-from bucketpoint.integrations.rank_zero import on_rank_zero
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.training_state import with_state
 

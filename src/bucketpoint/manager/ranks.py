@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp import process_groups
-from bucketpoint.errors import BucketpointError, RanksDisagreeError
+from bucketpoint.errors import RanksDisagreeError
 
 T = TypeVar("T")
 
@@ -49,20 +49,12 @@ class Ranks:
         """Run `find` on the coordinator alone. Return its result, or raise its error, on every rank."""
         if self.world == 1:
             return find()
-        outcome: list[Any] = [None, None]
-        if self.is_coordinator:
-            try:
-                outcome[0] = find()
-            except Exception as error:  # noqa: BLE001 (raised below, on every rank)
-                # Every error is sent: no other rank may go on without it. Errors of other libraries are sent as text,
-                # since they may not unpickle on the other ranks.
-                ours = isinstance(error, BucketpointError)
-                outcome[1] = error if ours else BucketpointError(f"{type(error).__name__}: {error}")
-        dist.broadcast_object_list(outcome, group_src=0, group=self.group)
-        result, failure = outcome
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[no-any-return]
+        return process_groups.on_rank_zero(find, self.rank, self._broadcast)
+
+    def _broadcast(self, value: Any) -> Any:
+        held = [value]
+        dist.broadcast_object_list(held, group_src=0, group=self.group)
+        return held[0]
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest value of each number among all ranks."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError, UnsafeDataError
-from bucketpoint.integrations.rank_zero import on_rank_zero
 from bucketpoint.stores import open_store
 
 
