@@ -73,8 +73,8 @@ def _package() -> griffe.Module:
     return griffe.load("bucketpoint", search_paths=[str(PACKAGE.parent)], extensions=extensions)
 
 
-def _ids(page: Path) -> Iterator[str]:
-    yield from re.findall(r'\bid="(bucketpoint\.[\w.]+)"', page.read_text(encoding="utf-8"))
+def _ids(page: Path) -> list[str]:
+    return re.findall(r'\bid="(bucketpoint\.[\w.]+)"', page.read_text(encoding="utf-8"))
 
 
 def _resolved(package: griffe.Module, name: str) -> griffe.Object:
@@ -103,7 +103,7 @@ def _faults_of(thing: griffe.Object, name: str, errors: set[str]) -> Iterator[st
         elif unit := _missing_unit(parameter, annotation, text or thing.docstring.value):
             yield f"{place}: {parameter} is a {unit}, and neither its name nor its text says in what unit"
     raised = _raised(thing) & errors
-    if raised and not _says(thing, griffe.DocstringSectionKind.raises):
+    if raised and not _says_errors(thing):
         yield f"{place}: raises {', '.join(sorted(raised))}, and the docstring has no `Raises:`"
 
 
@@ -148,9 +148,9 @@ def _docstrings(thing: griffe.Object) -> Iterable[griffe.Docstring]:
     return [docstring for docstring in own if docstring is not None]
 
 
-def _says(thing: griffe.Object, kind: griffe.DocstringSectionKind) -> bool:
+def _says_errors(thing: griffe.Object) -> bool:
     sections = (section for docstring in _docstrings(thing) for section in docstring.parse("google", warnings=False))
-    return any(section.kind is kind for section in sections)
+    return any(section.kind is griffe.DocstringSectionKind.raises for section in sections)
 
 
 def _missing_unit(name: str, annotation: str, text: str) -> str | None:

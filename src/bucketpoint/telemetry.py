@@ -82,21 +82,17 @@ def record(name: str, value: float, attributes: Mapping[str, Any]) -> None:
 def _instrument(name: str) -> Callable[[float, Mapping[str, Any]], None]:
     # Kept for the process: the SDK warns of a second instrument of the same name.
     metric, meter = METRICS[name], _loaded("metrics").get_meter(_NAME, __version__)
-    if metric.kind == "histogram":
-        return _histogram(meter, name, metric)
+    about = name, metric.unit, metric.description
     if metric.kind == "counter":
-        return meter.create_counter(name, metric.unit, metric.description).add  # type: ignore[no-any-return]
-    return meter.create_gauge(name, metric.unit, metric.description).set  # type: ignore[no-any-return]
-
-
-def _histogram(meter: Any, name: str, metric: Metric) -> Callable[[float, Mapping[str, Any]], None]:
-    told = name, metric.unit, metric.description
+        return meter.create_counter(*about).add  # type: ignore[no-any-return]
+    if metric.kind == "gauge":
+        return meter.create_gauge(*about).set  # type: ignore[no-any-return]
     try:
-        made = meter.create_histogram(*told, explicit_bucket_boundaries_advisory=_BOUNDS[metric.unit])
+        histogram = meter.create_histogram(*about, explicit_bucket_boundaries_advisory=_BOUNDS[metric.unit])
     except TypeError:
         # opentelemetry-api before 1.30: the program may set bounds by a View.
-        made = meter.create_histogram(*told)
-    return made.record  # type: ignore[no-any-return]
+        histogram = meter.create_histogram(*about)
+    return histogram.record  # type: ignore[no-any-return]
 
 
 def current_context() -> Any:

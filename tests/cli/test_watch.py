@@ -370,6 +370,20 @@ def test_a_low_terminal_shows_fewer_checkpoints_and_all_of_the_rest(program: Pro
         assert f"{13 - rows} more" in shown
 
 
+def test_saves_under_way_take_no_more_of_the_screen_than_their_lines(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *range(1, 14))
+    catalog = open_catalog(root)
+    document = module.document_of(catalog, None, Observer(catalog).look())
+    heights = set()
+    for number in (1, 2, 4):
+        save = {"step": 20, "live": True, "token": "t", "started": None, "objects": None, "bytes": None}
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        console.print(picture({**document, "attempts": [save] * number}, catalog.clock(), height=24))
+        heights.add(console.file.getvalue().count("\n"))  # type: ignore[attr-defined]
+    assert len(heights) == 1
+
+
 def test_a_look_that_fails_is_said_and_the_watch_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

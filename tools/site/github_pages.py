@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})")
-_CODE_SPAN = re.compile(r"(`+)(?:(?!\1).)*?\1(?!`)", re.DOTALL)
-_LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
+_INDENT = re.compile(r"^ +", re.MULTILINE)
+# A code span is matched as a whole: what looks like a link in it is none.
+_LINK = re.compile(r"(`+)(?:(?!\1).)*?\1(?!`)|(?<=\]\()(?P<target>[^)\s`]+)(?=\))", re.DOTALL)
 _HEADING = re.compile(r"^(#{1,5} )", re.MULTILINE)
 
 
@@ -37,14 +39,14 @@ def blocks(text: str) -> Iterator[tuple[bool, str]]:
 
 def deeper_lists(text: str) -> str:
     """Double the indentation outside of code: Python-Markdown nests a list at four spaces, GitHub at two."""
-    pieces = []
-    for fenced, block in blocks(text):
-        # A fence inside a list item moves with the item; what it holds keeps its shape.
-        width = len(block) - len(block.lstrip(" ")) if fenced else 0
-        for line in block.splitlines(keepends=True):
-            own = len(line) - len(line.lstrip(" "))
-            pieces.append(" " * (width if fenced and line.strip() else 0 if fenced else own) + line)
-    return "".join(pieces)
+    return "".join(_deeper(fenced, block) for fenced, block in blocks(text))
+
+
+def _deeper(fenced: bool, block: str) -> str:
+    if not fenced:
+        return _INDENT.sub(r"\g<0>\g<0>", block)
+    # A fence inside a list item moves with the item; what it holds keeps its shape.
+    return textwrap.indent(block, block[: -len(block.lstrip(" "))])
 
 
 def lower_headings(text: str) -> str:
@@ -69,21 +71,14 @@ def with_links(text: str, source: str, page: str, pages: Mapping[str, str], root
     """
 
     def target_of(link: re.Match[str]) -> str:
-        target, hash_sign, anchor = link["target"].partition("#")
+        target, hash_sign, anchor = (link["target"] or "").partition("#")
         if not target or re.match(r"[a-z][a-z0-9+.-]*:|/", target):
-            return link["target"]
+            return link[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if path in pages:
             return posixpath.relpath(pages[path], posixpath.dirname(page) or ".") + hash_sign + anchor
         if path.startswith("..") or not (root / path).exists():
-            return link["target"]
+            return link[0]
         return repository.format("tree" if (root / path).is_dir() else "blob") + f"/{path}{hash_sign}{anchor}"
 
-    def in_prose(block: str) -> str:
-        pieces, end = [], 0
-        for span in _CODE_SPAN.finditer(block):
-            pieces += [_LINK.sub(target_of, block[end : span.start()]), span[0]]
-            end = span.end()
-        return "".join([*pieces, _LINK.sub(target_of, block[end:])])
-
-    return "".join(block if fenced else in_prose(block) for fenced, block in blocks(text))
+    return "".join(block if fenced else _LINK.sub(target_of, block) for fenced, block in blocks(text))

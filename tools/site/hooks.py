@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ OUTSIDE = {
 }
 """Documents that lie outside docs/, and their pages in the site."""
 
+SOURCES = {page: source for source, page in OUTSIDE.items()}
+
 REF = os.environ.get("BUCKETPOINT_SITE_REF", "main")
 """The branch or tag that links into the repository lead to."""
 
@@ -43,7 +46,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     # Mike names the version that it builds. The page of a version asks for the list of all, which is nowhere else.
     if os.environ.get("MIKE_DOCS_VERSION"):
         config.extra["version"] = {"provider": "mike"}
-    config.extra["package_version"] = _package_version()
+    config.extra["package_version"] = runpy.run_path(str(ROOT / "src/bucketpoint/version.py"))["__version__"]
     config.nav = [{"Home": INDEX}, *_sections()]
     return config
 
@@ -63,7 +66,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if here.startswith("reference/"):
         return markdown
     pages = {f"docs/{file.src_uri}": file.src_uri for file in files if not file.generated_by} | OUTSIDE
-    source = next((path for path, uri in OUTSIDE.items() if uri == here), f"docs/{here}")
+    source = SOURCES.get(here, f"docs/{here}")
     if here == INDEX:
         source = "README.md"
         # The page itself has the index of the documents.
@@ -84,21 +87,13 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
 
 def on_pre_page(page: Page, *, config: MkDocsConfig, files: Files) -> Page:
     """Let the button of a page lead to its own file in the repository."""
-    source = next((path for path, uri in OUTSIDE.items() if uri == page.file.src_uri), None)
-    if source is not None:
+    if source := SOURCES.get(page.file.src_uri):
         page.edit_url = f"{_repository(config).format('edit')}/{source}"
     return page
 
 
 def _repository(config: MkDocsConfig) -> str:
     return f"{config.repo_url}/{{}}/{REF}"
-
-
-def _package_version() -> str:
-    text = (ROOT / "src" / "bucketpoint" / "version.py").read_text(encoding="utf-8")
-    names: dict[str, str] = {}
-    exec(text, names)
-    return names["__version__"]
 
 
 def _sections() -> list[dict[str, Any]]:

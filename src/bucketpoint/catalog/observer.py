@@ -76,10 +76,10 @@ class Observation:
     """
 
     snapshot: Snapshot
-    newest: Checkpoint | None = None
-    record: CommitRecord | None = None
-    attempts: tuple[AttemptProgress, ...] = ()
-    problems: tuple[str, ...] = ()
+    newest: Checkpoint | None
+    record: CommitRecord | None
+    attempts: tuple[AttemptProgress, ...]
+    problems: tuple[str, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -162,7 +162,8 @@ class Observer:
             except MetadataError as error:
                 self._read = key, None, f"the record of step {checkpoint.step} cannot be read: {error.message}"
         _, record, problem = self._read
-        problems += [] if problem is None else [problem]
+        if problem is not None:
+            problems.append(problem)
         return record
 
     def _listed(self, saves: Iterable[AttemptProgress], snapshot: Snapshot) -> Iterator[AttemptProgress]:

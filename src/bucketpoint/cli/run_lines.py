@@ -47,12 +47,10 @@ def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
         more = document["count"] - len(document["checkpoints"])
         older = f"and {text.count(more, 'older checkpoint')}; " if more else ""
         yield f"{older}{text.size(document['bytes'])} {in_all(document)}"
-    prune = list(prune_lines(document, now))
-    if prune:
+    if prune := list(prune_lines(document, now)):
         yield ""
         yield from prune
-    notes = list(notices(document))
-    if notes:
+    if notes := list(notices(document)):
         yield ""
         yield from notes
 
@@ -181,23 +179,19 @@ def prune_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
     later = [stone for stone in waiting if stone not in due]
     at = "after the next save" if policy["when"] == "after_commit" else "which somebody has to start"
     yield f"the next prune, {at}:"
-    spoken = False
     for action, done in _DONE.items():
         ready = [stone for stone in due if stone["action"] == action]
+        marked = [stone for stone in tombstones if stone["action"] == action]
         if not policy["grace_s"]:
-            ready += [one for one in tombstones if one["action"] == action]
+            ready, marked = ready + marked, []
         if ready:
-            spoken = True
             freed = f", {text.size(sum(one['bytes'] for one in ready))}" if action == "delete" else ""
             yield f"  {_steps(ready)}: {done}{freed}"
-        marked = [one for one in tombstones if one["action"] == action]
-        if marked and policy["grace_s"]:
-            spoken = True
+        if marked:
             yield f"  {_steps(marked)}: tombstones, {done} {duration(policy['grace_s'])} later"
     if policy["withdrawn"]:
-        spoken = True
         yield f"  {_steps(policy['withdrawn'])}: the tombstone is withdrawn"
-    if not spoken and not later:
+    if not (waiting or tombstones or policy["withdrawn"]):
         yield "  nothing to do"
     yield from _later(later, now)
     if not policy["allowed"]:
@@ -216,8 +210,8 @@ def notices(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"PROBLEM: {problem}"
     if document["policy"] is not None:
         yield from document["policy"]["unreported"].values()
-    if document["unrecorded"] and document["policy"] is not None:
-        yield f"{text.count(document['unrecorded'], 'checkpoint')} without a record, which no policy deletes"
+        if document["unrecorded"]:
+            yield f"{text.count(document['unrecorded'], 'checkpoint')} without a record, which no policy deletes"
 
 
 def _steps(some: Sequence[Mapping[str, Any]]) -> str:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -106,8 +107,8 @@ def large(seconds: float) -> list[str]:
             for digit in word:
                 rows = [row + part + " " for row, part in zip(rows, _GLYPHS[digit], strict=True)]
         else:
-            rows = [row + part for row, part in zip(rows, (" " * len(word), " " * len(word), word), strict=True)]
-            rows = [row + "   " for row in rows]
+            blank = " " * len(word)
+            rows = [row + part + "   " for row, part in zip(rows, (blank, blank, word), strict=True)]
     return [row.rstrip() for row in rows]
 
 
@@ -125,12 +126,13 @@ def _newest(document: Mapping[str, Any], now: float) -> Iterator[RenderableType]
 
 
 def _attempts(document: Mapping[str, Any], now: float) -> Iterator[RenderableType]:
-    lines = list(run_lines.attempt_lines(document, now))
+    if document["attempts"]:
+        yield Text()
     live = [save for save in document["attempts"] if save["live"]]
-    for number, line in enumerate(lines):
-        yield Text() if number == 0 else Text("", end="")
-        yield _words(line, "cyan" if number < len(live) else "dim")
-        part = run_lines.share(live[number], document["newest"]) if number < len(live) else None
+    # All dead saves share the last line.
+    for line, save in zip_longest(run_lines.attempt_lines(document, now), live):
+        yield _words(line, "cyan" if save is not None else "dim")
+        part = run_lines.share(save, document["newest"]) if save is not None else None
         if part is not None:
             full = round(_BAR * min(part, 1.0))
             yield Text.assemble("  ", ("━" * full, "cyan"), ("━" * (_BAR - full), "dim"), f" {part:.0%}")

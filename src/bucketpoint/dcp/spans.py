@@ -29,12 +29,11 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
     run, ended = _run(url), time.monotonic()
     span = times.span if times.span is not None else _begin(times, url)
     if span is not None:
-        until = times.committing or ended
         for step, began, stopped in (
             ("stage", times.called, times.called + times.staging_s if times.staging_s else 0.0),
             ("plan", times.turn, times.planned),
             ("upload", times.planned, times.uploaded),
-            ("wait", times.uploaded, until if times.uploaded else 0.0),
+            ("wait", times.uploaded, times.committing or ended),
             ("commit", times.committing, times.committed),
         ):
             if began and stopped:

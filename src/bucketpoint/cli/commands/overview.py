@@ -71,7 +71,7 @@ def overview(
         ]
     held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
     _write(file, page(RunReport(title, described, costs, price, _seconds(catalog, snapshot), held, plan, verified)))
-    whole = None if verified is None else sum(ok for _, ok, _ in verified)
+    whole = sum(ok for _, ok, _ in verified or ())
     document = {
         "root": catalog.url,
         "html": file,
@@ -80,18 +80,13 @@ def overview(
         "dollars_a_month": costs[0][3],
         "attempts": len(described["attempts"]),
         "problems": described["problems"],
-        "verified": None if verified is None else {"whole": whole, "damaged": len(verified) - (whole or 0)},
+        "verified": None if verified is None else {"whole": whole, "damaged": len(verified) - whole},
     }
-    fine = verified is None or whole == len(verified)
-    return CommandResult(document, _lines(document), ok=fine)
+    return CommandResult(document, _lines(document), ok=whole == len(verified or ()))
 
 
 def _costs(
-    catalog: Catalog,
-    described: dict[str, Any],
-    snapshot: Snapshot,
-    plan: Plan | None,
-    price: float,
+    catalog: Catalog, described: dict[str, Any], snapshot: Snapshot, plan: Plan | None, price: float
 ) -> Iterator[tuple[str, int, int, float]]:
     """Yield the lines of `cost`. Sizes of checkpoints without a record, one LIST each, are added to the document."""
     from bucketpoint.catalog.survey import size_of

@@ -72,8 +72,7 @@ def document_of(
     Args:
         shown: number of the newest checkpoints that are in it; None for all.
     """
-    snapshot, record = observation.snapshot, observation.record
-    newest = observation.newest
+    snapshot, newest, record = observation.snapshot, observation.newest, observation.record
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {
         "root": catalog.url,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from bucketpoint.cli import text
 from bucketpoint.cli.html.markup import Markup, element, joined
@@ -64,11 +65,8 @@ def storage(changes: Iterable[tuple[float, int]], now: float, label: str, money:
     ordered = sorted(changes)
     if not ordered:
         return Markup("")
-    steps: list[tuple[float, int]] = []
-    total = 0
-    for time, change in ordered:
-        total += change
-        steps.append((time, total))
+    totals = accumulate(change for _, change in ordered)
+    steps = [(time, total) for (time, _), total in zip(ordered, totals, strict=True)]
     most = max(amount for _, amount in steps) or 1
     last = max(now, steps[-1][0])
     at = _scale([steps[0][0], last])

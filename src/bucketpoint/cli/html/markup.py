@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from bucketpoint.cli.text import escaped
 
-_EMPTY = frozenset({"meta", "link", "path", "line", "rect", "use"})
+_EMPTY = frozenset({"meta", "link", "path", "use"})
 """Elements that are written without an end tag or, in SVG, with a slash."""
 
 

@@ -103,8 +103,7 @@ def _tile(value: str, words: str) -> Markup:
 
 
 def _problems(report: RunReport) -> Iterator[Markup]:
-    lines = list(run_lines.notices(report.document))
-    if lines:
+    if lines := list(run_lines.notices(report.document)):
         yield _section("Look at this", _list(lines), class_="warn")
 
 
@@ -138,11 +137,11 @@ def _storage(report: RunReport) -> Iterator[Markup]:
 
 
 def _saves(report: RunReport) -> Iterator[Markup]:
-    marks = [*_marks(report)]
+    marks = list(_marks(report))
     if not marks:
         return
-    kinds = list(dict.fromkeys(mark.kind for mark in marks))
-    legend = [element("span", element("i", class_=kind), _KINDS[kind]) for kind in _KINDS if kind in kinds]
+    kinds = {mark.kind for mark in marks}
+    legend = [element("span", element("i", class_=kind), words) for kind, words in _KINDS.items() if kind in kinds]
     gap = report.document["interval_s"]
     words = "The height of a bar is the size of the checkpoint. Saves that have not committed hang below the line."
     if gap is not None:
@@ -196,7 +195,7 @@ def _checkpoints(report: RunReport) -> Iterator[Markup]:
     for row in rows[:MOST_ROWS]:
         _, _, kind, size, metrics, _ = run_lines.row_cells(row, document["taken"])
         took = [run_lines.duration(report.seconds[row["url"]]) if row["url"] in report.seconds else ""] if timed else []
-        why = [*(word for word in run_lines.fate(row, document["taken"]) if word != "pinned")]
+        why = [word for word in run_lines.fate(row, document["taken"]) if word != "pinned"]
         why += reasons.get(row["step"], ["pinned"]) if "pinned" in row["held"] else []
         cells.append((str(row["step"]), text.when(row["created"]), kind, size, *took, metrics, "; ".join(why)))
     goes = [bool(row["tombstone"]) or row.get("action") == "delete" for row in rows]

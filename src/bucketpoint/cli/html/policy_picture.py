@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MARGIN = 10.0
 """Room beside the first and the last step, whose bars reach beyond their position."""
 
-_RULE = re.compile(r'<g class="rule"><title>(?:.*?)</title>.*?<line [^>]*y1="([\d.]+)"', re.DOTALL)
+_RULE = re.compile(r'<g class="rule">.*?<line [^>]*y1="([\d.]+)"', re.DOTALL)
 
 
 def picture(plan: Plan, title: str) -> Markup:

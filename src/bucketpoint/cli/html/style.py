@@ -29,7 +29,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
 .tile b { display: block; font-size: 24px; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .warn { background: var(--warn-ground); border-color: var(--warn); color: var(--warn); }
-.warn ul, ul { margin: 0; padding-left: 20px; }
+ul { margin: 0; padding-left: 20px; }
 .damaged { color: var(--dead); font-weight: 600; }
 .whole { color: var(--live); }
 .chart { display: block; width: 100%; height: 132px; overflow: visible; }
