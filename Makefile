@@ -194,9 +194,11 @@ bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers;
 	PATH="$(CURDIR)/$(BIN):$$(dirname "$$uv"):$$PATH" $(BIN)/python bench/run.py $(ARGS)
 
 .PHONY: dist
-dist: ## build the wheel and the sdist into dist/, and run quick tests against the installed wheel
-	@rm -rf dist .venv-dist; "$$($(PYTHON3) tools/get_uv.py)" build --quiet --out-dir dist
-	@$(PYTHON3) tools/check_dist.py
+dist: ## build the wheel, the sdist and an SBOM into dist/, and run quick tests against the installed wheel
+	@rm -rf dist .dist-again .venv-dist; uv="$$($(PYTHON3) tools/get_uv.py)"; \
+	"$$uv" build --quiet --out-dir dist && "$$uv" build --quiet --wheel --out-dir .dist-again && \
+	$(PYTHON3) tools/check_dist.py .dist-again && rm -rf .dist-again
+	@$(PYTHON3) tools/make_sbom.py
 	@$(PYTHON3) tools/make_env.py .venv-dist --wheel "$$(echo dist/*.whl)" --python "$(PYTHON)"
 	@.venv-dist/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/test_package.py tests/format tests/retention $(ARGS)
 

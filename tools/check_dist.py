@@ -1,5 +1,7 @@
 """Checks `dist/`: the sdist has every file that a checkout's make targets need, and the README's links lead somewhere.
 
+With a folder as its argument, which has a second build of the wheel, it checks that both are the same bytes.
+
 Standard library only: any Python 3.10+ runs it, in a checkout.
 """
 
@@ -32,6 +34,9 @@ def main() -> int:
         faults.append("the wheel does not say where its repository is")
     relative = re.findall(r"\]\((?!https?://|#)[^)]+\)", text)
     faults += [f"a package index cannot follow the README's link {link}" for link in relative]
+    for folder in sys.argv[1:]:
+        if (ROOT / folder / wheel.name).read_bytes() != wheel.read_bytes():
+            faults.append(f"{wheel.name} is not reproducible: its second build, in {folder}, has other bytes")
     for fault in faults:
         print(fault)
     print(f"{len(packed)} files in the sdist, {len(faults)} faults")
