@@ -90,7 +90,8 @@ def test_a_changed_layout_returns_the_old_memory(shared: bool) -> None:
     large = resident()
     finished(stager.stage({"w": torch.ones(8 * MIB, dtype=torch.uint8)}))
     gc.collect()
-    assert large - resident() >= 80 * MIB
+    # 96 MiB go and 8 MiB come. The allocator may keep the 8 MiB of the new source, and a few pages come and go.
+    assert large - resident() >= 72 * MIB
 
 
 @both_kinds
