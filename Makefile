@@ -195,7 +195,7 @@ bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers;
 
 .PHONY: dist
 dist: ## build the wheel, the sdist and an SBOM into dist/, and run quick tests against the installed wheel
-	@rm -rf dist .dist-again .venv-dist; uv="$$($(PYTHON3) tools/get_uv.py)"; \
+	@rm -rf dist .dist-again .venv-dist .venv-sbom; uv="$$($(PYTHON3) tools/get_uv.py)"; \
 	"$$uv" build --quiet --out-dir dist && "$$uv" build --quiet --wheel --out-dir .dist-again && \
 	$(PYTHON3) tools/check_dist.py .dist-again && rm -rf .dist-again
 	@$(PYTHON3) tools/make_sbom.py

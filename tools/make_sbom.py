@@ -6,9 +6,9 @@ cyclonedx-py lists it. `make dist` calls this.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from pathlib import Path
 
 import get_uv
 import make_env
@@ -32,7 +32,8 @@ def main() -> int:
     )
     if listed.returncode:
         return listed.returncode
-    print(f"{Path(target).relative_to(ROOT)}: {target.read_text().count('purl')} packages")
+    packages = json.loads(target.read_text(encoding="utf-8"))["components"]
+    print(f"{target.relative_to(ROOT)}: {len(packages)} packages")
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
@@ -90,6 +91,25 @@ def as_json() -> bool:
 def say(line: str, *, err: bool = False) -> None:
     """Print one line as text. A line break in a name is escaped, so that it does not start another line."""
     click.echo(text.printable(line), err=err)
+
+
+def write_file(file: str, content: str, what: str) -> None:
+    """Write a file that a command was asked for.
+
+    Args:
+        what: what the file is, for the error.
+
+    Raises:
+        BucketpointError: it cannot be written.
+    """
+    try:
+        Path(file).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise BucketpointError(
+            f"The {what} cannot be written: {error}",
+            url=file,
+            remedy="Name a file in a folder that exists and is writable",
+        ) from error
 
 
 def _say_json(name: str, fields: Mapping[str, Any], *, ok: bool) -> None:

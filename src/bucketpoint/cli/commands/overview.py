@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, command
+from bucketpoint.cli.command import Access, CommandResult, command, write_file
 from bucketpoint.cli.commands import verify as verifying
 from bucketpoint.cli.commands.cost import TITLES, costs_of, price_option
 from bucketpoint.cli.commands.watch import document_of
 from bucketpoint.cli.options import progress_option, trusted_option
 from bucketpoint.cli.run_policy import run_and_policy
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MetadataError, UnsafeDataError
+from bucketpoint.errors import CheckpointNotFoundError, MetadataError, UnsafeDataError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -70,7 +69,8 @@ def overview(
             for url, ok, lines in _verified(described, options, trusted=trusted, progress=progress)
         ]
     held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
-    _write(file, page(RunReport(title, described, costs, price, _seconds(catalog, snapshot), held, plan, verified)))
+    report = RunReport(title, described, costs, price, _seconds(catalog, snapshot), held, plan, verified)
+    write_file(file, page(report), "page")
     whole = sum(ok for _, ok, _ in verified or ())
     document = {
         "root": catalog.url,
@@ -128,17 +128,6 @@ def _verified(
             yield url, False, [f"DAMAGED {url}: {error.message}"]
         else:
             yield url, done.ok, list(verifying.lines(done))
-
-
-def _write(file: str, content: str) -> None:
-    try:
-        Path(file).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise BucketpointError(
-            f"The page cannot be written: {error}",
-            url=file,
-            remedy="Name a file in a folder that exists and is writable",
-        ) from error
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:

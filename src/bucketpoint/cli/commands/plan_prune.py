@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.command import CommandResult, command, write_file
 from bucketpoint.cli.commands.ls import unrecorded_lines
 from bucketpoint.cli.options import policy_argument, progress_option
 from bucketpoint.cli.progress_line import watched
-from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -59,7 +57,9 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None) -> Comm
     document["plan_version"] = document.pop("version")
     document["plot"] = picture
     if picture is not None:
-        _draw(planned, catalog.url, picture)
+        from bucketpoint.cli.plot import svg
+
+        write_file(picture, svg(planned, catalog.url), "picture")
     return CommandResult(document, _plan_lines(planned, verdict, document, picture), ok=verdict.allowed)
 
 
@@ -111,19 +111,6 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
 
 def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
     return [{"step": step, "token": token} for step, token in checkpoints]
-
-
-def _draw(plan: Plan, root: str, picture: str) -> None:
-    from bucketpoint.cli.plot import svg
-
-    try:
-        Path(picture).write_text(svg(plan, root), encoding="utf-8")
-    except OSError as error:
-        raise BucketpointError(
-            f"The picture cannot be written: {error}",
-            url=picture,
-            remedy="Name a file in a folder that exists and is writable",
-        ) from error
 
 
 def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
