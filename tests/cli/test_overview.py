@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.cli.html.charts import SaveMark, saves, storage
 from bucketpoint.cli.html.markup import Markup, element
 from bucketpoint.cli.html.page import MOST_ROWS, RunReport, page
@@ -91,7 +91,8 @@ def test_the_page_shows_checkpoints_saves_costs_and_the_policy(program: Program,
     assert "kept by best: eval/loss min 1" in cells
     assert "eval/loss=0.5" in cells
     assert next(cell for cell in cells if cell.endswith(": release 1.0")).startswith("kept for safety; pinned by ")
-    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (4, 1, 1)
+    # Each bar of a size has one of a duration below it.
+    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (8, 2, 1)
     assert "step 30: deleted after 20" in shown.text
     # The picture is that of `plan --plot`, and the strips for a phone show parts of it.
     assert f"{root}" in shown.of("title")
@@ -207,21 +208,26 @@ def test_verify_reads_every_checkpoint_and_names_the_damage(program: Program, tm
     assert "Verification" not in made(program, str(root), file).of("h2")
 
 
-def test_how_long_a_save_took_is_said_where_its_intent_is_still_there(program: Program, tmp_path: Path) -> None:
+def test_how_long_saves_took_is_read_from_their_records(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
-    save_run(root, 10, 20)
-    assert "took" not in made(program, root, tmp_path / "page.html").of("th")
-    catalog = open_catalog(root)
-    (second,) = [one for one in catalog.snapshot().checkpoints if one.step == 20]
-    SaveLog(catalog).begin(catalog.url_of(20), second.id)
-    (intent,) = Path(root).rglob("*__open__*")
-    assert second.written is not None
-    os.utime(intent, (second.written - 65, second.written - 65))
+    save_run(root, 10, 20, 30)
+    first, second, third = sorted(one for one in Path(root, "_bucketpoint").rglob("*") if "__full__" in one.name)
+    for path, seconds in ((first, None), (second, 65.0)):
+        content = json.loads(path.read_bytes())
+        del content["check"]
+        path.write_text(json.dumps({**content, "seconds": seconds}))
+    third.write_bytes(b"damaged")
     shown = made(program, root, tmp_path / "page.html")
     assert "took" in shown.of("th")
-    assert "1 min 5 s" in shown.of("td")
-    assert any(words.endswith(", took 1 min 5 s") for words in shown.of("title"))
-    assert shown.marks("live") == 0
+    assert [cell for cell in shown.of("td") if cell.endswith(" 5 s")] == ["1 min 5 s"]
+    assert "From the call of a save to its commit: 1 min 5 s" in shown.of("h3")
+    assert [words.endswith(", took 1 min 5 s") for words in shown.of("title")].count(True) == 2
+    # Three bars of sizes, and one of a duration.
+    assert shown.marks("kept") == 4
+    second.write_bytes(b"damaged")
+    shown = made(program, root, tmp_path / "page.html")
+    assert "took" not in shown.of("th")
+    assert shown.of("h3") == []
 
 
 def test_a_place_with_nothing_ends_with_3_and_no_page(program: Program, tmp_path: Path) -> None:
@@ -316,6 +322,11 @@ def test_a_save_is_drawn_above_the_line_if_it_committed_and_below_otherwise() ->
     assert ends["kept"] < ends["going"] < 74 < ends["dead"]
     assert "&lt;script&gt;" in chart
     assert saves([], "label") == ""
+
+
+def test_the_chart_of_durations_has_the_time_axis_of_the_chart_of_sizes() -> None:
+    every = [SaveMark(time, 5, "kept", "") for time in (0.0, 50.0, 100.0)]
+    assert 'd="M500.0 74' in saves(every[1:2], "label", beside=every)
 
 
 def test_markup_escapes_all_but_markup() -> None:

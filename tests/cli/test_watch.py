@@ -63,7 +63,9 @@ def test_a_frame_says_what_a_crash_would_lose_and_lists_the_newest_first(program
     assert lines[0].startswith(f"{root}  20")
     assert re.fullmatch(r"newest whole checkpoint: step 50, \d+ s old", lines[1])
     assert re.fullmatch(
-        r"a crash now loses the training since then: committed 20.* UTC, 1\d\.\d kB in 3 objects", lines[2]
+        r"a crash now loses the training since then: committed 20.* UTC, 1\d\.\d kB in 3 objects, "
+        r"its save took \d+\.\d s",
+        lines[2],
     )
     steps = [int(line.split()[0]) for line in lines if re.match(r"\d+  ", line)]
     assert steps == [50, 40, 30, 20, 10]

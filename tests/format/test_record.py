@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.errors import MetadataError
+from bucketpoint.errors import MetadataError, NewerFormatError
 from bucketpoint.format import record as module
 from bucketpoint.format.changes import Changes, PartChanges
 from bucketpoint.format.record import CommitRecord
@@ -24,6 +24,7 @@ records = st.builds(
     CommitRecord,
     token=st.none() | st.text(),
     created=st.none() | st.floats(0, 1e11) | st.integers(0, 1 << 33),
+    seconds=st.none() | st.floats(0, 1e11) | st.integers(0, 1 << 33),
     bytes=counts,
     objects=counts,
     items=counts,
@@ -64,9 +65,16 @@ def test_metrics_that_are_not_finite_are_plain_json() -> None:
     assert repr(CommitRecord.from_json(record.to_json()).metrics) == repr(record.metrics)
 
 
-def test_fields_of_a_later_version_are_left_out() -> None:
-    data = json.dumps({"version": 9, "bytes": 5, "colour": "blue", "more": {"a": [1]}}).encode()
-    assert CommitRecord.from_json(data) == CommitRecord(version=9, bytes=5)
+def test_fields_that_a_later_bucketpoint_added_are_left_out() -> None:
+    data = json.dumps({"version": 1, "bytes": 5, "colour": "blue", "more": {"a": [1]}}).encode()
+    assert CommitRecord.from_json(data) == CommitRecord(bytes=5)
+
+
+def test_a_record_of_a_higher_version_is_refused_since_its_fields_may_mean_something_else() -> None:
+    with pytest.raises(NewerFormatError, match="version 2") as raised:
+        CommitRecord.from_json(b'{"version": 2, "bytes": 5}', url="s3://bucket/run")
+    assert raised.value.url == "s3://bucket/run"
+    assert "Upgrade" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +89,9 @@ def test_fields_of_a_later_version_are_left_out() -> None:
         {"created": "yesterday"},
         {"created": float("nan")},
         {"created": float("inf")},
+        {"seconds": "long"},
+        {"seconds": -1.0},
+        {"seconds": float("nan")},
         {"world_size": []},
         {"token": 3},
         {"torch": {}},

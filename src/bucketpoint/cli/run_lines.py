@@ -32,6 +32,11 @@ def duration(seconds: float) -> str:
     return " ".join(part for part in parts[:2] if not part.startswith("0 ") or len(parts) == 1)
 
 
+def took(seconds: float) -> str:
+    """Format how long a save took: to a tenth of a second below a minute."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+
+
 def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
     """Yield a frame."""
     yield f"{title(document)}  {text.when(document['taken'])}"
@@ -88,6 +93,7 @@ def details(document: Mapping[str, Any], now: float) -> Iterator[str]:
         return
     amount = "of unknown size" if newest["bytes"] is None else text.size(newest["bytes"])
     amount += f" in {text.count(newest['objects'], 'object')}" if newest["objects"] is not None else ""
+    amount += f", its save took {took(newest['seconds'])}" if newest["seconds"] is not None else ""
     yield f"a crash now loses the training since then: committed {text.when(newest['created'])}, {amount}"
     if gap is not None:
         late = ": the next one is late" if is_late(document, now) else ""

@@ -254,6 +254,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
         changes, idle_rates = compare(session.token, results, session.compared_with) or (None, False)
+        facts = {} if changes is None else {"changes": changes.to_plain()}
         request = Commit(
             store=store,
             prefix=prefix,
@@ -262,7 +263,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
             log=self._log_of(session),
-            facts={} if changes is None else {"changes": changes.to_plain()},
+            facts={"seconds": round(time.monotonic() - times.called, 3), **facts},
             seen=session.seen,
             fence=AttemptFence(store, prefix, session.since),
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from bucketpoint.errors import MetadataError
+from bucketpoint.errors import MetadataError, NewerFormatError
 from bucketpoint.format.changes import Changes
 
 RECORD_VERSION = 1
@@ -26,6 +26,7 @@ class CommitRecord:
         version: of the format of the record and of the metadata extension.
         token: of the attempt that committed; None if another writer did.
         created: seconds since the epoch at the coordinator's commit; None if not recorded.
+        seconds: from the call of the save to its commit, at the coordinator; None if not recorded.
         bytes, objects: of the data, without the metadata.
         items, tensors: stored items (chunks and bytes); distinct tensors.
         world_size: number of ranks that saved; None if not recorded.
@@ -42,6 +43,7 @@ class CommitRecord:
     version: int = RECORD_VERSION
     token: str | None = None
     created: float | None = None
+    seconds: float | None = None
     bytes: int = 0
     objects: int = 0
     items: int = 0
@@ -69,7 +71,7 @@ class CommitRecord:
         """Parse a stored record. Fields that this version does not know are dropped.
 
         Raises:
-            MetadataError: `data` is not a sound record.
+            MetadataError: `data` is not a sound record; NewerFormatError if its version is higher than RECORD_VERSION.
         """
         try:
             if len(data) > MAX_RECORD_BYTES:
@@ -90,6 +92,9 @@ class CommitRecord:
                 raise MetadataError(f"The commit record has a wrong {name}", url=url, key=name)
         if "version" not in given:
             raise MetadataError("The commit record has no version", url=url, key="version")
+        if given["version"] > RECORD_VERSION:
+            number = given["version"]
+            raise NewerFormatError(f"The commit record has version {number}", url=url, remedy="Upgrade bucketpoint")
         if "metrics" in given:
             given["metrics"] = {name: float(content) for name, content in given["metrics"].items()}
         if given.get("changes") is not None:
@@ -131,7 +136,7 @@ def _fits(name: str, content: Any) -> bool:
         return _is_count(content)
     if name in _OPTIONAL_COUNTS:
         return content is None or _is_count(content)
-    if name == "created":
+    if name in ("created", "seconds"):
         # NaN and the infinities, which Python's JSON parser accepts, fail the comparison.
         return content is None or (type(content) in (int, float) and 0 <= content < 1e12)
     if name == "groups":

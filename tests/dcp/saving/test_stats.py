@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import bucketpoint
 from bucketpoint import BucketReader, BucketWriter, CommitInfo, SavePlanner, TransferOptions
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
 from bucketpoint.testing.servers import S3Server
 from dcp.ranks import Ranks
@@ -82,6 +83,10 @@ def test_the_seconds_of_a_save_add_up(tmp_path: Path) -> None:
     assert stats.upload_bytes_per_s == pytest.approx(stats.sent_bytes / stats.upload_s)
     assert {name: spread.slowest for name, spread in stats.ranks.items()} == dict.fromkeys(stats.ranks, 0)
     assert stats.ranks["sent_bytes"].max == stats.sent_bytes
+    record = CommitRecord.from_json((tmp_path / "step-1" / ".bucketpoint.json").read_bytes())
+    assert record.seconds is not None
+    # To the millisecond. The commit itself comes after.
+    assert sum(phases) - stats.commit_s - 1e-3 <= record.seconds <= stats.total_s + 1e-3
 
 
 def test_a_save_that_waited_for_the_one_before_says_so(tmp_path: Path) -> None:

@@ -210,6 +210,14 @@ def test_a_rebuilt_record_equals_the_written_one() -> None:
 # What is refused
 
 
+@pytest.mark.parametrize("name", ["created", "seconds"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1"])
+def test_times_that_are_no_seconds_are_refused(name: str, value: Any) -> None:
+    data = encode_metadata(example(), bucketpoint={**FACTS, name: value})
+    with pytest.raises(MetadataError, match=name):
+        extra(decode_metadata(data))
+
+
 class Call:
     """Pickles as a call of anything."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ def overview(
     """Write a page about a run, as one HTML file.
 
     The page shows checkpoints, stored bytes and their cost, saves that did not commit and, with --policy, what is kept
-    and why. It loads nothing from elsewhere. Takes the requests of `watch`, one listing for each
-    checkpoint without a record, and one small read for each pin. Exits with 1 if --verify finds damage.
+    and why. It loads nothing from elsewhere. Takes the requests of `watch`, one small read for each checkpoint and each
+    pin, and one listing for each checkpoint without a record. Exits with 1 if --verify finds damage.
     """
     from bucketpoint.catalog.deletion.prune_worker import judged
     from bucketpoint.catalog.notes import pins
@@ -100,15 +101,24 @@ def _costs(
 
 
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
-    """Return how long saves took, by the store's clock: only those are known whose intent is still there."""
-    written = {one.name: one.written for one in (*snapshot.checkpoints, *snapshot.superseded)}
-    return {
-        catalog.url_of_folder(attempt.folder): end - attempt.started
-        for attempt in snapshot.finished
-        if attempt.started is not None
-        and (end := written.get((attempt.folder, attempt.token))) is not None
-        and end >= attempt.started
-    }
+    """Return how long saves took, by the URL of their checkpoint, as far as their records say it."""
+    from bucketpoint.catalog.save_log import read_record
+    from bucketpoint.cli.html.page import MOST_ROWS
+    from bucketpoint.transfer import TransferOptions
+    from bucketpoint.transfer.pieces import for_each
+
+    found: dict[str, float] = {}
+
+    def read(key: str, folder: str) -> None:
+        # A damaged record is no reason for no page: `verify` describes the damage.
+        with contextlib.suppress(MetadataError):
+            record = read_record(catalog, key)
+            if record is not None and record.seconds is not None:
+                found[catalog.url_of_folder(folder)] = record.seconds
+
+    recorded = [(one.key, one.folder) for one in snapshot.checkpoints if one.key is not None]
+    for_each(recorded[-MOST_ROWS:], lambda one: read(*one), TransferOptions())
+    return found
 
 
 def _verified(

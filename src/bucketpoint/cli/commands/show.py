@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bucketpoint.cli import text
+from bucketpoint.cli import run_lines, text
 from bucketpoint.cli.command import Access, CommandResult, command
 from bucketpoint.cli.options import trusted_option
 
@@ -52,6 +52,7 @@ def _document(summary: Summary, whole: bool) -> dict[str, Any]:
         "writer": "bucketpoint" if summary.ours else "other",
         "token": record.token,
         "created": record.created,
+        "seconds": record.seconds,
         "modified": summary.modified,
         "copied_from": summary.copied_from,
         "world_size": record.world_size,
@@ -76,6 +77,8 @@ def _lines(summary: Summary, whole: bool) -> Iterator[str]:
     record = summary.record
     yield summary.url
     rows = [("saved", text.when(record.created if record.created is not None else summary.modified))]
+    if record.seconds is not None:
+        rows.append(("took", run_lines.took(record.seconds)))
     writer = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if summary.ours else "another writer"
     rows.append(("writer", writer + (f", token {record.token}" if record.token else "")))
     if summary.copied_from:

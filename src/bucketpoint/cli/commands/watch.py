@@ -97,6 +97,7 @@ def document_of(
             "age_s": max(snapshot.taken - newest.created, 0.0),
             "bytes": sum(newest.groups.values()) if newest.key is not None else None,
             "objects": record.objects if record is not None else None,
+            "seconds": record.seconds if record is not None else None,
         }
     if policy is not None:
         _add_policy(document, catalog, policy, observation)

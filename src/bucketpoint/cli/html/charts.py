@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 1000.0, 100.0
 """The coordinates of a chart, whatever its size on the page."""
 
 _BASE = 74.0
-"""Position of the line of the chart of saves: committed ones stand above it, all others hang below."""
+"""Position of the line of a chart of saves: committed ones stand above it, all others hang below."""
 
 _LEAST = 6.0
 """Least height of a bar, so that a small save is seen."""
@@ -22,29 +22,35 @@ _LEAST = 6.0
 
 @dataclass(frozen=True)
 class SaveMark:
-    """A save in the chart of saves.
+    """A save in a chart of saves.
 
     Attributes:
+        amount: what the height of its bar stands for: bytes, or seconds.
         kind: class of the mark: `kept`, `going`, `live` or `dead`.
         words: tooltip.
     """
 
     time: float
-    bytes: int
+    amount: float
     kind: str
     words: str
 
 
-def saves(marks: Sequence[SaveMark], label: str) -> Markup:
-    """Draw saves over time: the height of a bar is the size of its checkpoint."""
+def saves(marks: Sequence[SaveMark], label: str, *, beside: Sequence[SaveMark] = ()) -> Markup:
+    """Draw saves over time, each as a bar.
+
+    Args:
+        beside: saves of another chart, whose time axis this one has, too.
+    """
     if not marks:
         return Markup("")
-    at = _scale([mark.time for mark in marks])
-    largest = max(mark.bytes for mark in marks) or 1
+    times = [mark.time for mark in (*marks, *beside)]
+    at = _scale(times)
+    largest = max(mark.amount for mark in marks) or 1
     drawn: list[str] = [element("path", class_="base", d=f"M0 {_BASE:g}H{WIDTH:g}")]
     silent: dict[str, list[str]] = {}
     for mark in marks:
-        height = _LEAST + (_BASE - 8 - _LEAST) * mark.bytes / largest
+        height = _LEAST + (_BASE - 8 - _LEAST) * mark.amount / largest
         end = _BASE - height if mark.kind in ("kept", "going") else HEIGHT - 4
         shape = f"M{at(mark.time):.1f} {_BASE:g}V{end:.1f}"
         if len(marks) <= TOOLTIPS:
@@ -52,7 +58,7 @@ def saves(marks: Sequence[SaveMark], label: str) -> Markup:
         else:
             silent.setdefault(mark.kind, []).append(shape)
     drawn += [element("path", class_=f"save {kind}", d="".join(shapes)) for kind, shapes in silent.items()]
-    return _chart(drawn, label, [text.when(min(m.time for m in marks)), text.when(max(m.time for m in marks))])
+    return _chart(drawn, label, [text.when(min(times)), text.when(max(times))])
 
 
 def storage(changes: Iterable[tuple[float, int]], now: float, label: str, money: Callable[[int], str]) -> Markup:

@@ -140,6 +140,11 @@ def _saves(report: RunReport) -> Iterator[Markup]:
     marks = list(_marks(report))
     if not marks:
         return
+    timed = [
+        SaveMark(row["created"], report.seconds[row["url"]], _kind(row), _words(report, row))
+        for row in report.document["checkpoints"]
+        if row["url"] in report.seconds
+    ]
     kinds = {mark.kind for mark in marks}
     legend = [element("span", element("i", class_=kind), words) for kind, words in _KINDS.items() if kind in kinds]
     gap = report.document["interval_s"]
@@ -151,20 +156,38 @@ def _saves(report: RunReport) -> Iterator[Markup]:
         charts.saves(marks, "Saves over time"),
         element("div", *legend, class_="legend quiet"),
         element("p", words, class_="quiet"),
+        *_durations(timed, marks),
     )
+
+
+def _durations(marks: Sequence[SaveMark], every: Sequence[SaveMark]) -> Iterator[Markup]:
+    if not marks:
+        return
+    least, most = (run_lines.took(of(mark.amount for mark in marks)) for of in (min, max))
+    words = most if least == most else f"{least} to {most}"
+    yield element("h3", f"From the call of a save to its commit: {words}")
+    yield charts.saves(marks, "Duration of saves over time", beside=every)
 
 
 def _marks(report: RunReport) -> Iterator[SaveMark]:
     for row in report.document["checkpoints"]:
-        size = text.size(row["bytes"]) if row["bytes"] is not None else "unknown size"
-        words = f"step {row['step']}, {text.when(row['created'])}, {size}"
-        if row["url"] in report.seconds:
-            words += f", took {run_lines.duration(report.seconds[row['url']])}"
-        yield SaveMark(row["created"], row["bytes"] or 0, "going" if row["tombstone"] else "kept", words)
+        yield SaveMark(row["created"], row["bytes"] or 0, _kind(row), _words(report, row))
     for save in report.document["attempts"]:
         if save["started"] is not None:
             words = f"step {save['step']}, began {text.when(save['started'])}, not committed"
             yield SaveMark(save["started"], save["bytes"] or 0, "live" if save["live"] else "dead", words)
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return "going" if row["tombstone"] else "kept"
+
+
+def _words(report: RunReport, row: Mapping[str, Any]) -> str:
+    size = text.size(row["bytes"]) if row["bytes"] is not None else "unknown size"
+    words = f"step {row['step']}, {text.when(row['created'])}, {size}"
+    if row["url"] in report.seconds:
+        words += f", took {run_lines.took(report.seconds[row['url']])}"
+    return words
 
 
 def _policy(report: RunReport) -> Iterator[Markup]:
@@ -194,7 +217,7 @@ def _checkpoints(report: RunReport) -> Iterator[Markup]:
     cells = []
     for row in rows[:MOST_ROWS]:
         _, _, kind, size, metrics, _ = run_lines.row_cells(row, document["taken"])
-        took = [run_lines.duration(report.seconds[row["url"]]) if row["url"] in report.seconds else ""] if timed else []
+        took = [run_lines.took(report.seconds[row["url"]]) if row["url"] in report.seconds else ""] if timed else []
         why = [word for word in run_lines.fate(row, document["taken"]) if word != "pinned"]
         why += reasons.get(row["step"], ["pinned"]) if "pinned" in row["held"] else []
         cells.append((str(row["step"]), text.when(row["created"]), kind, size, *took, metrics, "; ".join(why)))

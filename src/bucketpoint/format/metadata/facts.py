@@ -52,10 +52,12 @@ def extra(metadata: Any) -> dict[str, Any]:
     objects = facts.get("objects", {})
     if type(objects) is not dict or not all(map(_is_object_fact, objects.values())):
         raise not_metadata("its table of objects is malformed", None)
-    created, gone = facts.get("created"), facts.get("thinned_paths", [])
-    # NaN and the infinities, which a pickle may hold, fail this comparison.
-    if created is not None and not (type(created) in (int, float) and 0 <= created < _MAX_SECONDS):
-        raise not_metadata("the time of its commit is not a valid time", None)
+    gone = facts.get("thinned_paths", [])
+    for name in ("created", "seconds"):
+        value = facts.get(name)
+        # NaN and the infinities, which a pickle may hold, fail this comparison.
+        if value is not None and not (type(value) in (int, float) and 0 <= value < _MAX_SECONDS):
+            raise not_metadata(f"its {name!r} is not a valid number of seconds", None)
     if type(gone) is not list or not all(type(path) is str for path in gone):
         raise not_metadata("the list of what was thinned is malformed", None)
     if any(len(str(facts.get(name))) > _MAX_WORD for name in ("token", "kind")):
@@ -101,6 +103,7 @@ def make_record(
     return CommitRecord(
         token=_typed(facts, "token", str),
         created=_typed(facts, "created", float, int),
+        seconds=_typed(facts, "seconds", float, int),
         bytes=sum(sizes.values()),
         objects=len(sizes),
         items=items,
