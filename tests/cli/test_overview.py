@@ -208,6 +208,14 @@ def test_verify_reads_every_checkpoint_and_names_the_damage(program: Program, tm
     assert "Verification" not in made(program, str(root), file).of("h2")
 
 
+@pytest.mark.parametrize("price", ["nan", "inf", "1e308", "-1"])
+def test_a_price_that_is_none_is_refused(program: Program, tmp_path: Path, price: str) -> None:
+    save_run(str(tmp_path / "run"), 10)
+    done = program("cost", str(tmp_path / "run"), "--price", price, "--json")
+    assert done.code == 2
+    assert "--price" in done.err
+
+
 def test_how_long_saves_took_is_read_from_their_records(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, 10, 20, 30)

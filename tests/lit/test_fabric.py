@@ -118,6 +118,28 @@ def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
         fabric.save(tmp_path / "one", {"optimizer": optimizer})
 
 
+def test_the_name_under_which_the_checkpoint_keeps_other_values_is_no_name_of_a_model(tmp_path: Path) -> None:
+    strategy = FabricBucketSingleDeviceStrategy(device="cpu")
+    fabric, model, _ = fabric_of(strategy)
+    with pytest.raises(BucketpointError, match="my_fabric"):
+        fabric.save(tmp_path / "one", {"fabric": model})
+    fabric.save(tmp_path / "one", {"model": model})
+    strategy.wait()
+    with pytest.raises(BucketpointError, match="my_fabric"):
+        fabric.load(tmp_path / "one", {"model": model, "fabric": 1})
+
+
+def test_the_checkpoint_that_was_named_is_loaded_and_not_one_within_it(tmp_path: Path) -> None:
+    strategy = FabricBucketSingleDeviceStrategy(device="cpu")
+    fabric, model, _ = fabric_of(strategy)
+    for step, url in ((1, tmp_path / "step-1"), (7, tmp_path / "step-1" / "ema-7")):
+        fabric.save(url, {"model": model, "step": step})
+    strategy.wait()
+    target = {"model": model, "step": 0}
+    fabric.load(tmp_path / "step-1", target)
+    assert target["step"] == 1
+
+
 def test_a_load_into_nothing_says_what_to_pass(tmp_path: Path) -> None:
     fabric, *_ = fabric_of(FabricBucketSingleDeviceStrategy(device="cpu"))
     with pytest.raises(BucketpointError, match="objects to load into"):

@@ -204,6 +204,29 @@ class Hooked:
             raise ValueError("a hook of the caller's")
 
 
+class WithoutMemory:
+    """An object whose state cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise MemoryError("no memory")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def restore_without_memory(rank: int, world: int, root: str) -> Any:
+    """The last rank cannot make the state to load into; the others must not wait for it in a collective."""
+    given = state(1, world)
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(1, given)
+    with CheckpointManager(root, policy=policy()) as manager:
+        try:
+            manager.restore({**given, "model": WithoutMemory()} if rank == world - 1 else given)
+        except (BucketpointError, MemoryError) as error:
+            return f"{type(error).__name__}: {getattr(error, 'message', error)}"
+    return None
+
+
 def restore_with_a_hook_that_raises(rank: int, world: int, root: str) -> Any:
     with CheckpointManager(root, policy=policy()) as manager:
         manager.save(1, {"hooked": Hooked(False)})

@@ -303,6 +303,12 @@ def test_ranks_that_wait_for_unequal_times_agree_at_the_next_save(two_ranks: Ran
     assert two_ranks.run(scenarios.wait_unequally, root) == [[1, 2, 3]] * 2
 
 
+def test_a_rank_without_a_state_to_load_into_fails_the_restore_on_all(two_ranks: Ranks, root: str) -> None:
+    first, second = two_ranks.run(scenarios.restore_without_memory, root)
+    assert first == "BucketpointError: Another rank has no state to load into"
+    assert second == "MemoryError: no memory"
+
+
 def test_a_hook_that_raises_on_one_rank_fails_the_restore_on_all(two_ranks: Ranks, root: str) -> None:
     assert two_ranks.run(scenarios.restore_with_a_hook_that_raises, root) == ["BucketpointError", "ValueError"]
 

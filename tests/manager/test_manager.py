@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -425,6 +427,29 @@ def test_a_program_that_ends_without_closing_has_its_last_save_waited_for(root: 
     )
     assert done.returncode == 0, done.stderr
     assert committed(root) == ["step-5"]
+
+
+def test_ctrl_c_in_close_does_not_hide_that_the_save_fails(root: str) -> None:
+    gated = GatedFileSystem()
+    manager = CheckpointManager(root, policy=policy(), fs=gated)
+    handle = manager.save(3, state(3))
+    assert handle is not None
+    with mock.patch.object(handle, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        manager.close()
+    shutil.rmtree(root, ignore_errors=True)
+    Path(root).touch()
+    gated.gate.set()
+    with pytest.raises(BucketpointError):
+        manager.close()
+
+
+def test_a_manager_that_is_dropped_without_close_gives_the_signals_back(root: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    manager = CheckpointManager(root, policy=policy(save=Save(on=("sigterm",))))
+    assert signal.getsignal(signal.SIGTERM) is not before
+    del manager
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_after_sigterm_close_waits_no_longer_than_there_is_time(root: str) -> None:

@@ -153,9 +153,12 @@ class SaveHandle(Future[Metadata]):
             # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
             self._at_end.failure = None if error is None else str(error)
         if error is None:
-            # Before the result is there: a program that ends after `result()` has been told of the commit.
-            self._tell_of_commit(upload.result())
-            self.set_result(upload.result())
+            try:
+                # Before the result is there: a program that ends after `result()` has been told of the commit.
+                self._tell_of_commit(upload.result())
+            finally:
+                # All who wait for the handle would wait forever.
+                self.set_result(upload.result())
         else:
             self.set_exception(error)
 

@@ -41,5 +41,9 @@ def tell(on_commit: OnCommit, info: CommitInfo) -> None:
     """Call a program's `on_commit`. Its error is logged: the checkpoint is committed, and the save has not failed."""
     try:
         on_commit(info)
-    except Exception:
+    except KeyboardInterrupt:
+        # Only the main thread gets it: the program is to stop.
+        raise
+    # An exit or DCP's CheckpointException would end the thread that has to say that the save has ended.
+    except BaseException:
         logger.exception("%s is committed, but on_commit raised an error", info.url)

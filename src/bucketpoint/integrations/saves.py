@@ -46,6 +46,12 @@ class Saves:
         Raises:
             BucketpointError: it failed.
         """
-        last, self._last = self._last, None
-        if last is not None:
+        last = self._last
+        if last is None:
+            return
+        try:
             last.result()
+        finally:
+            # Ctrl-C ends the wait, and not the save: the next wait must still learn how that ends.
+            if last.done():
+                self._last = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
 from bucketpoint.dcp.async_save import as_ours
@@ -50,15 +51,37 @@ class LoadOutcome:
         return self.error is None
 
 
+class _WithState:
+    """A stateful object with its `state_dict`, made before any collective."""
+
+    def __init__(self, of: Stateful) -> None:
+        self._of = of
+        self._state = of.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._of.load_state_dict(state)
+
+
 def attempt(
     state: dict[str, Any], url: str | os.PathLike[str], ranks: Ranks, *, planner: Any = None, **reading: Any
 ) -> LoadOutcome:
     """Load `url` into `state` on all ranks. A failed attempt may leave part of the checkpoint's data in `state`."""
     reader = BucketReader(cooperative="auto" if ranks.world > 1 else "off", process_group=ranks.group, **reading)
     error: BaseException | None = None
+    held: dict[str, Any] = {}
+    try:
+        held = {name: _WithState(value) if isinstance(value, Stateful) else value for name, value in state.items()}
+    except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
+        error = raised
+    # Before DCP's collectives, in which the other ranks would wait for one that has failed.
+    if ranks.most([int(error is not None)]) != [0]:
+        return LoadOutcome(error or BucketpointError("Another rank has no state to load into", url=str(url)))
     try:
         dcp.load(
-            state,
+            held,
             checkpoint_id=url,
             storage_reader=reader,
             planner=planner or LoadPlanner(),
@@ -70,6 +93,7 @@ def attempt(
         error = raised
     (code,) = ranks.most([_code(error)])
     if code == _LOADED:
+        state.update({name: value for name, value in held.items() if not isinstance(value, _WithState)})
         return LoadOutcome()
     error = error or BucketpointError("Another rank could not load the checkpoint", url=str(url))
     return LoadOutcome(

@@ -377,10 +377,13 @@ class CheckpointManager:
         """
         if self._closed:
             return
+        running = self._running
+        if running is not None:
+            # Ctrl-C here leaves the manager open, so that the next close waits again and raises the save's error.
+            running.wait(self._left_s())
         self._closed = True
-        running, left = self._running, self._left_s()
         try:
-            if not self.wait(left):
+            if not self.wait(0.0):
                 assert running is not None
                 raise BucketpointError(
                     f"Step {running.step} was not committed within {self._grace_s} s of SIGTERM",

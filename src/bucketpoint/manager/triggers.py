@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -34,24 +35,32 @@ class Signals:
         for name in names:
             number = _SIGNALS.get(name)
             if number is not None:
-                self._before[name] = signal.signal(number, self._listener(name))
+                self._before[name] = signal.signal(number, _listener(name, self.seen, self._before))
+        # A manager may be dropped without `close`, after an error: then SIGTERM would have no effect any more.
+        weakref.finalize(self, _restore, self._before).atexit = False
 
     def close(self) -> None:
         """Restore the previous handlers. On another thread than the main one they are still called, by ours."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        before, self._before = self._before, {}
-        for name, handler in before.items():
-            signal.signal(_SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
+        _restore(self._before)
 
-    def _listener(self, name: str) -> Callable[[int, FrameType | None], None]:
-        def noted(number: int, frame: FrameType | None) -> None:
-            self.seen.setdefault(name, time.monotonic())
-            before = self._before.get(name)
-            if callable(before):
-                before(number, frame)
 
-        return noted
+def _listener(name: str, seen: dict[str, float], before: Mapping[str, Any]) -> Callable[[int, FrameType | None], None]:
+    # It must not hold the Signals, which would then never be dropped.
+    def noted(number: int, frame: FrameType | None) -> None:
+        seen.setdefault(name, time.monotonic())
+        handler = before.get(name)
+        if callable(handler):
+            handler(number, frame)
+
+    return noted
+
+
+def _restore(before: dict[str, Any]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name, handler in before.items():
+        signal.signal(_SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
+    before.clear()
 
 
 class Triggers:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, CommitInfo
@@ -62,14 +62,15 @@ def test_the_coordinator_alone_is_told_of_the_bytes_of_all_ranks(two_ranks: Rank
     assert second == []
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit, CheckpointException])
 def test_an_error_of_on_commit_is_logged_and_the_save_has_not_failed(
-    root: str, caplog: pytest.LogCaptureFixture
+    root: str, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     def on_commit(info: CommitInfo) -> None:
-        raise ConnectionError("the tracker is away")
+        raise kind("the tracker is away", {}) if kind is CheckpointException else kind("the tracker is away")
 
     with caplog.at_level(logging.ERROR, logger="bucketpoint"):
-        bucketpoint.async_save({"weight": torch.ones(3)}, f"{root}/step-1", on_commit=on_commit).result()
+        bucketpoint.async_save({"weight": torch.ones(3)}, f"{root}/step-1", on_commit=on_commit).result(60)
     assert "is committed, but on_commit raised" in caplog.text
     assert "the tracker is away" in caplog.text
 

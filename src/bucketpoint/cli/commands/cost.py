@@ -27,9 +27,17 @@ TITLES = {
 }
 
 
+def _price(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
+    # Not `value >= 1e6`, which is False for NaN: JSON has no NaN and no infinity.
+    if not value < 1e6:
+        raise click.BadParameter(f"{value} is not a price below a million dollars")
+    return value
+
+
 price_option = click.option(
     "--price",
     type=click.FloatRange(min=0),
+    callback=_price,
     default=LIST_PRICE,
     show_default=True,
     help="Price of storage, in dollars per GB and month.",

@@ -61,6 +61,7 @@ class FabricBucketStrategy:
                 "A save takes no storage_options",
                 remedy=f"Give them to the strategy: {type(self).__name__}(storage_options=...)",
             )
+        _refuse_reserved(state)
         tensors = with_state(state, _ONE_MODEL)
         saved: dict[str, Any] = {name: value.state_dict() for name, value in tensors.items()}
         rest = {name: value for name, value in state.items() if name not in tensors}
@@ -87,6 +88,7 @@ class FabricBucketStrategy:
                 url=url,
                 remedy="Call fabric.load(url, {'model': model, ...}); bucketpoint.load(url) returns a whole checkpoint",
             )
+        _refuse_reserved(state)
         tensors = with_state(state, _ONE_MODEL, loading=True, strict=strict)
         rest = {name: value for name, value in state.items() if name not in tensors}
         pickled = Pickled(trusted=self._trusted if weights_only is None else not weights_only)
@@ -112,6 +114,14 @@ class FabricBucketStrategy:
             elif name in values:
                 state[name] = values.pop(name)
         return values
+
+
+def _refuse_reserved(state: Mapping[str, Any]) -> None:
+    if _REST in state:
+        raise BucketpointError(
+            f"{_REST!r} in the state is the name under which the checkpoint keeps values that are no models",
+            remedy=f"Give it another name: fabric.save(url, {{'my_{_REST}': ...}})",
+        )
 
 
 def _has_state(value: Any) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.catalog.catalog import committed_info
 from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError, UnsafeDataError
+from bucketpoint.format import keys
 from bucketpoint.stores import open_store
 
 
@@ -53,9 +55,13 @@ class Pickled:
 
 
 def newest_of(url: str, storage_options: Mapping[str, Any] | None, broadcast: Any, rank: int) -> str:
-    """Return the newest whole checkpoint below a URL; the URL itself if there is none. All ranks."""
+    """Return the URL if there is a checkpoint, and otherwise the newest whole one below it. All ranks."""
 
     def newest() -> str | None:
+        store, key = open_store(url, storage_options=storage_options)
+        # Checkpoints may lie within another: the one that was named is meant.
+        if committed_info(store, keys.join(key, keys.METADATA)) is not None:
+            return url
         found = latest_checkpoint(url, storage_options=storage_options)
         if found is None:
             _refuse_one_object(url, storage_options)
