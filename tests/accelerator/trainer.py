@@ -71,9 +71,11 @@ def main(root: str, report: str, kind: str) -> None:
     restore(accelerator, root)
     seen, first = [], steps.done
     for epoch in range(first // len(loader), EPOCHS):
-        loader.set_epoch(epoch)
         begun = steps.done % len(loader)
-        for samples, inputs in accelerator.skip_first_batches(loader, begun) if begun else loader:
+        batches = accelerator.skip_first_batches(loader, begun) if begun else loader
+        # Accelerate below 1.15 forgets the epoch when it skips batches.
+        batches.set_epoch(epoch)
+        for samples, inputs in batches:
             outputs = model(inputs)
             loss = (outputs**2 + outputs).mean()
             accelerator.backward(loss)
