@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -18,6 +20,7 @@ from bucketpoint.catalog.deletion.rollback import roll_back
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
@@ -50,6 +53,21 @@ def test_the_newest_of_a_mixed_run_is_found_whoever_saved_it(store: MemoryStore)
     assert [one.step for one in snapshot.unrecorded] == [2, 4, 6]
     # The rules decide on none of them.
     assert [row.step for row in snapshot.rows()] == [1, 3, 5]
+
+
+def test_a_restore_from_the_url_of_a_checkpoint_warns_that_it_is_no_run(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog = memory_catalog(store)
+    policy = RetentionPolicy(Keep(latest=1))
+    assert restore_candidates(catalog, policy, "latest", None) == []
+    assert not caplog.records
+    save_plainly(catalog, store, 1)
+    below = replace(catalog, url=catalog.url_of(1), prefix=catalog.key("step-1"))
+    assert restore_candidates(below, policy, "latest", None) == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"The URL is that of a checkpoint, not of a run [url={below.url}]")
 
 
 def test_looking_for_what_has_no_record_costs_a_listing_and_a_read_for_each(store: MemoryStore) -> None:

@@ -202,6 +202,9 @@ def test_verify_reads_every_checkpoint_and_names_the_damage(program: Program, tm
     assert "0 of 2 checkpoints are whole" in shown.text
     (line,) = [words for words in shown.of("div") if words.startswith("DAMAGED optim.m ")]
     assert "CRC32C" in line
+    words = shown.of("div")
+    (verdict,) = [each for each in words if each.startswith(f"{root}/step-10 is DAMAGED in 2 places: ")]
+    assert words.index(verdict) < words.index(line)
     assert f"DAMAGED {root}/step-20: " in shown.text
     done = program("overview", str(root), "--html", str(file), "--verify", "--json")
     assert (done.code, done.json["verified"]) == (1, {"whole": 0, "damaged": 2})
@@ -214,6 +217,24 @@ def test_a_price_that_is_none_is_refused(program: Program, tmp_path: Path, price
     done = program("cost", str(tmp_path / "run"), "--price", price, "--json")
     assert done.code == 2
     assert "--price" in done.err
+
+
+def test_after_verify_the_newest_whole_checkpoint_is_one_that_was_found_whole(program: Program, tmp_path: Path) -> None:
+    root, file = tmp_path / "run", tmp_path / "page.html"
+    save_run(str(root), 10, 20, 30, 40)
+    assert program("rollback", str(root), "20").code == 0
+    newest = "age of the newest whole checkpoint, step "
+    for step, left in ((20, "10"), (10, "40"), (40, "30")):
+        (root / f"step-{step}/.metadata").write_bytes(b"nonsense")
+        shown = made(program, str(root), file, "--verify", code=1)
+        assert [words for words in shown.of("span") if newest in words] == [newest + left]
+        assert newest + left not in made(program, str(root), file).of("span")
+    assert "1 of 4 checkpoints is whole" in shown.text
+    assert [cell.split(";")[0] for cell in shown.of("td") if cell.startswith("damaged")] == ["damaged"] * 3
+    assert shown.attributes.count(("tr", "class", "damaged")) == 3
+    (root / "step-30/.metadata").write_bytes(b"nonsense")
+    shown = made(program, str(root), file, "--verify", code=1)
+    assert shown.of("b")[0] == "none"
 
 
 def test_how_long_saves_took_is_read_from_their_records(program: Program, tmp_path: Path) -> None:

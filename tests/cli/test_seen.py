@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.format import keys
 from cli.conftest import Program, save
 from cli.test_retention import save_run, write
 
@@ -74,7 +77,7 @@ def test_a_step_without_a_record_can_be_pinned(program: Program, mixed: str) -> 
 
 @pytest.mark.parametrize(
     "command",
-    ["ls", "cost", "plan", "prune", "prune --dry-run", "adopt", "show", "verify", "verify --all", "diff", "cp"],
+    ["ls", "cost", "plan", "prune", "prune --dry-run", "adopt", "name", "show", "verify", "verify --all", "diff", "cp"],
 )
 def test_a_run_that_is_not_there_ends_with_3_and_names_its_url(
     program: Program, root: str, tmp_path: Path, command: str
@@ -82,7 +85,7 @@ def test_a_run_that_is_not_there_ends_with_3_and_names_its_url(
     url = f"{root}/typo"
     name, *options = command.split()
     given = [str(write(tmp_path, url))] if name in ("plan", "prune") else [url]
-    given += [f"{url}-too"] if name in ("diff", "cp") else []
+    given += [f"{url}-too"] if name in ("diff", "cp") else ["llama"] if name == "name" else []
     done = program(name, *options, *given)
     assert done.code == 3, done.out
     assert url in done.err
@@ -95,4 +98,16 @@ def test_a_run_that_has_only_begun_is_one(program: Program, tmp_path: Path) -> N
     (tmp_path / "run/step-6/__0_0.distcp").write_bytes(b"x")
     done = program("ls", str(tmp_path / "run"))
     assert done.code == 0
-    assert "no committed checkpoint" in done.out
+    assert done.out.endswith("has no committed checkpoint; --all lists saves that are under way or died\n")
+    first, *saves = program("ls", str(tmp_path / "run"), "--all").out.splitlines()
+    assert first == f"{tmp_path}/run has no committed checkpoint"
+    assert [save.startswith("step 6: a save began 20") for save in saves] == [True]
+
+
+def test_ls_all_lists_saves_with_and_without_a_log(program: Program, mixed: str) -> None:
+    catalog = open_catalog(mixed)
+    SaveLog(catalog).begin(catalog.url_of(7), keys.new_token())
+    (Path(mixed) / "step-6/__0_0.distcp").write_bytes(b"x")
+    listed = program("ls", mixed, "--all", "--json").json
+    assert [one["step"] for one in listed["checkpoints"]] == [1, 2, 3, 4, 5]
+    assert [(one["step"], one["token"] is None) for one in listed["attempts"]] == [(6, True), (7, False)]

@@ -82,7 +82,7 @@ def test_show_tells_of_another_writer_what_there_is_to_tell(tmp_path: Path, prog
 @pytest.mark.parametrize(
     ("left", "says"),
     [
-        ([".metadata"], "objects here but no .metadata"),
+        ([".metadata"], "There is 1 object here but no .metadata"),
         (["deep/.metadata", "deep/data"], "Checkpoints below it: deep"),
         ([f"step-{n}/.metadata" for n in (1000, 500, 2000)], "below it: step-500, step-1000, step-2000"),
         (["__0.metadata"], "saved without collectives"),

@@ -174,7 +174,7 @@ def test_every_checkpoint_below_a_url_is_verified_and_none_hides_another(root: s
     assert found[urls[0]]["damage"] == []
     assert found[urls[1]]["error"]["kind"] == "MetadataError"
     assert "checksum" in {one["kind"] for one in found[urls[2]]["damage"]}
-    assert "1 of 3 checkpoints" in program("verify", root, "--all").out
+    assert f"1 of 3 checkpoints below {root} is whole" in program("verify", root, "--all").out
     assert program("verify", f"{root}/nothing", "--all").code == 3
 
 

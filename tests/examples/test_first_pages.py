@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bucketpoint.cli.app import run
 from bucketpoint.testing.servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,11 +77,14 @@ if many:
 """
 
 
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [each[1] for each in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+
+
 def snippets(page: str) -> list[str]:
     """The Python of a page, but for what names a server that is not here."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = [each[1] for each in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
-    return [each for each in found if "127.0.0.1:9000" not in each]
+    return [each for each in blocks(page, "python") if "127.0.0.1:9000" not in each]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -115,3 +119,23 @@ def test_the_snippets_of_the_first_pages_run_as_they_stand(minio: S3Server, tmp_
         assert done.stdout.count(f"ran {page}") == ranks
         commits = {key.removesuffix("/.metadata") for key in minio.keys(buckets[page]) if key.endswith("/.metadata")}
         assert commits >= set(steps), page
+
+
+def test_the_quick_start_works_in_a_local_folder_and_its_commands_show_the_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, root = "docs/quickstart.md", str(tmp_path / "run")
+    names: dict[str, object] = {}
+    for snippet in snippets(page)[:2]:
+        exec(compile(snippet.replace("s3://bucket/run", root), page, "exec"), names)
+    commands = blocks(page, "bash")[-1].replace("s3://bucket/run", root).replace("run.html", str(tmp_path / "run.html"))
+    said = {}
+    for name, *arguments in (line.split()[1:] for line in commands.splitlines()):
+        assert run([name, *arguments]) == 0
+        said[name] = capsys.readouterr().out
+    assert [*said] == ["ls", "show", "watch", "overview"]
+    (shown,) = blocks(page, "text")
+    times = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+    assert times.sub("", said["ls"]) == times.sub("", shown.replace("s3://bucket/run", root))
+    assert "newest whole checkpoint: step 500" in said["watch"]
+    assert (tmp_path / "run.html").exists()

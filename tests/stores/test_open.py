@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import subprocess
@@ -104,7 +105,7 @@ def test_a_url_is_accepted_only_if_something_can_serve_it() -> None:
         (GCSWriter, GCSReader, "s3://bucket/run", "gs:// or gcs://"),
         (GCSWriter, GCSReader, "az://container/run", "gs:// or gcs://"),
         (S3Writer, S3Reader, "gs://bucket/run", "s3:// or s3a://"),
-        (S3Writer, S3Reader, "https://bucket.s3.amazonaws.com/run", "s3:// or s3a://"),
+        (S3Writer, S3Reader, "https://bucket.example/run", "s3:// or s3a://"),
     ],
 )
 def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(
@@ -125,6 +126,52 @@ def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(
         assert error.url == url
         for part in (f"does not serve {url.partition(':')[0]}:// URLs", f"begins with {wanted}", "BucketWriter"):
             assert part in str(error)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("https://bucket.s3.amazonaws.com/run/step-1", "s3://bucket/run/step-1"),
+        ("https://my.bucket.s3.eu-central-1.amazonaws.com/run?X-Amz-Signature=0123", "s3://my.bucket/run"),
+        ("https://bucket.s3.dualstack.us-west-2.amazonaws.com/run", "s3://bucket/run"),
+        ("https://s3.us-west-2.amazonaws.com/bucket/run", "s3://bucket/run"),
+        ("https://bucket.s3-website.us-west-2.amazonaws.com/run", None),
+        ("https://bucket.example/run", None),
+    ],
+)
+def test_the_address_of_an_object_on_amazon_s3_is_answered_with_its_url(
+    address: str, url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where fsspec's library for https is not installed.
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    for scheme in ("http", "https"):
+        monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, scheme, raising=False)
+    for schemes in ((), ("s3", "s3a")):
+        with pytest.raises(InvalidURLError) as caught:
+            open_store(address, schemes=schemes)
+        assert str(caught.value).endswith(f". Pass {url}") == (url is not None)
+        # A query may be a signature.
+        assert "Signature" not in repr(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        ("bucket/run", "Check the URL (for a bucket: s3://bucket/run)"),
+        ("./bucket/run", "Check the URL"),
+        ("{tmp}/run", "Check the URL"),
+        ("run", "Check the URL"),
+    ],
+)
+def test_a_local_path_with_nothing_may_be_a_url_without_its_scheme(
+    place: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("ls", "show"):
+        assert run([command, place.format(tmp=tmp_path)]) == 3
+        said = capsys.readouterr().err.splitlines()
+        assert [line.partition("remedy: ")[2].partition(";")[0] for line in said if "remedy: " in line] == [remedy]
 
 
 FOLDED = (
@@ -262,10 +309,12 @@ def test_without_an_extra_the_error_names_its_package() -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert len(told["said"]) == 4
     for url, (kind, text) in told["said"].items():
-        package = "google-cloud-storage" if url.startswith("g") else "adlfs"
+        package, extra = ("google-cloud-storage", "gcs") if url.startswith("g") else ("adlfs", "azure")
         assert kind == "InvalidURLError"
         assert url in text
         assert f"pip install '{package}>=" in text
+        assert text.endswith(f"or install bucketpoint with its extra {extra}")
+        assert "gcsfs" not in text
     assert told["code"] == 2
     assert "pip install 'google-cloud-storage>=" in done.stderr
 

@@ -268,6 +268,8 @@ def latest_checkpoint(
 ) -> str | None:
     """Return the URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
 
+    A checkpoint at `root` itself does not count.
+
     The newest checkpoint has the highest number at the end of its folder's name (`step-500`, `step-00000500`,
     `epoch=3-step=500`); folders without a number are ignored. A checkpoint with a tombstone in the run's catalog comes
     after all others, because a rollback gives tombstones to the newer checkpoints. Costs one LIST per 1,000 folders,

@@ -8,6 +8,7 @@ from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.snapshot import Checkpoint
+from bucketpoint.catalog.survey import at_checkpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError, first_of
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL
@@ -86,6 +87,9 @@ def _refuse_traces(catalog: Catalog) -> None:
             catalog.url,
             first_of(steps, TRIED_AT_MOST),
         )
+    elif (mistake := at_checkpoint(catalog)) is not None:
+        # No error: a run may begin below a checkpoint.
+        logger.warning("%s", mistake)
 
 
 def _named(catalog: Catalog, step: int) -> Checkpoint:

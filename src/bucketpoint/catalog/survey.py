@@ -8,7 +8,7 @@ from bucketpoint.catalog.catalog import Catalog, committed_info
 from bucketpoint.catalog.snapshot import Notes, Snapshot
 from bucketpoint.errors import CheckpointNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.stores import this_url
+from bucketpoint.stores import check_url, this_url
 
 _NAMED_AT_MOST = 3
 
@@ -36,13 +36,20 @@ def size_of(catalog: Catalog, folder: str) -> int:
     return sum(listed[path].size for path in data)
 
 
+def at_checkpoint(catalog: Catalog) -> CheckpointNotFoundError | None:
+    """Return the error for a root that is itself a checkpoint, or None. One small GET."""
+    if committed_info(catalog.store, catalog.key(keys.METADATA)) is None:
+        return None
+    return CheckpointNotFoundError(
+        "The URL is that of a checkpoint, not of a run",
+        url=catalog.url,
+        remedy="Pass the folder above the checkpoint, or use `bucketpoint show` for the checkpoint",
+    )
+
+
 def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
-    if committed_info(catalog.store, catalog.key(keys.METADATA)) is not None:
-        return CheckpointNotFoundError(
-            "The URL is that of a checkpoint, not of a run",
-            url=catalog.url,
-            remedy="Pass the folder above the checkpoint, or use `bucketpoint show` for the checkpoint",
-        )
+    if (error := at_checkpoint(catalog)) is not None:
+        return error
     above = catalog.key("")
     names = [name[len(above) :].rstrip("/") for name in islice(catalog.store.list_folders(above), _NAMED_AT_MOST)]
     if names:
@@ -52,5 +59,7 @@ def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
             remedy="Check the URL, or set the names of the run's folders (--step-dir, layout: {step_dir: ...})",
         )
     return CheckpointNotFoundError(
-        f"There is no run at {this_url(catalog.store)}: it has no objects", url=catalog.url, remedy="Check the URL"
+        f"There is no run at {this_url(catalog.store)}: it has no objects",
+        url=catalog.url,
+        remedy=check_url(catalog.store, catalog.url),
     )

@@ -29,7 +29,7 @@ from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.ref import IndexRef
 from bucketpoint.format.metadata.deletion_marker import is_marker, parse_marker
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.stores import ObjectInfo, Store, this_url
+from bucketpoint.stores import ObjectInfo, Store, check_url, this_url
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 
 logger = logging.getLogger(__name__)
@@ -145,13 +145,14 @@ class MetadataSource:
                 remedy=f"Pass the newest one: {self.url}/{newest} (bucketpoint.latest_checkpoint(root) finds it)",
             )
         if names:
+            some = f"are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects"
+            some = "is 1 object" if len(names) == 1 else some
             return IncompleteCheckpointError(
-                f"There are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects here but no .metadata: "
-                "the save was interrupted, failed, or is still running",
+                f"There {some} here but no .metadata: the save was interrupted, failed, or is still running",
                 url=self.url,
                 remedy=f"Load another checkpoint: {LISTED}",
             )
-        remedy = f"Check the URL; {LISTED}"
+        remedy = f"{check_url(self.store, self.url)}; {LISTED}"
         if self.url.endswith(_FILES):
             remedy = "`bucketpoint convert FILE URL` makes a checkpoint of a file of torch.save or safetensors"
         return CheckpointNotFoundError(

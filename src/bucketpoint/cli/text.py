@@ -25,6 +25,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def are(number: int) -> str:
+    """Return the verb for a number of things: `1 of 2 checkpoints is`, `2 of 2 checkpoints are`."""
+    return "is" if number == 1 else "are"
+
+
 def not_deleted(failure: Mapping[str, str], then: str = "") -> str:
     """Name a key that the store did not delete, with the reason that the store gave."""
     return f"not deleted: {failure['key']} ({failure['code']} {failure['message']}){then}"

@@ -15,7 +15,7 @@ from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError
 from bucketpoint.format import keys
-from bucketpoint.stores import Store, open_store, parse_url, this_url
+from bucketpoint.stores import Store, check_url, open_store, parse_url, this_url
 from bucketpoint.transfer import TransferOptions
 
 AUTO = "auto"
@@ -98,7 +98,7 @@ def open_source(
     if not source.has(key):
         if text.endswith((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)) and type(missing) is CheckpointNotFoundError:
             raise CheckpointNotFoundError(
-                f"There is no file at {this_url(store)}", url=text, remedy="Check the URL"
+                f"There is no file at {this_url(store)}", url=text, remedy=check_url(store, text)
             ) from None
         raise missing
     if format == TORCH or (format == AUTO and not text.endswith(SAFETENSORS_SUFFIX)):

@@ -145,7 +145,7 @@ class SaveTimes:
     """
 
     rank: int = 0
-    begun: float = field(default_factory=time.monotonic)
+    begun: float = field(default_factory=lambda: time.monotonic())  # by name: a simulation has a clock of its own
     called: float = 0.0
     turn: float = 0.0
     planned: float = 0.0

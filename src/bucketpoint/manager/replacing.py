@@ -86,9 +86,9 @@ class Replacing:
             checkpoint.step for checkpoint in snapshot.full if checkpoint.step > step and checkpoint.name not in gone
         ]
         if later and newer == "error" and not self.beside:
+            of = "that of 1 checkpoint" if len(later) == 1 else f"the steps of {len(later)} checkpoints"
             raise BucketpointError(
-                f"Step {step} is lower than the steps of {len(later)} checkpoints, up to step {max(later)}; "
-                "training was probably rolled back",
+                f"Step {step} is lower than {of}, up to step {max(later)}; training was probably rolled back",
                 url=self._catalog.url,
                 remedy=f'{_SAY_SO} the newer checkpoints get a tombstone. save(..., newer="keep") leaves them in '
                 "place, as the latest",

@@ -30,7 +30,9 @@ GCS_SCHEMES = ("gs", "gcs")
 # Commands that install the library for a scheme: fsspec knows the scheme, but does not depend on the library.
 _INSTALL = {
     **dict.fromkeys(GCS_SCHEMES, INSTALL),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "pip install 'adlfs>=2026.4'"),
+    **dict.fromkeys(
+        ("az", "abfs", "abfss", "adl"), "pip install 'adlfs>=2026.4', or install bucketpoint with its extra azure"
+    ),
 }
 
 _BUCKETS = tuple(dict.fromkeys((*S3_SCHEMES, *_INSTALL)))
@@ -53,6 +55,16 @@ _LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
 # An access point of S3, whose ARN has a slash or a colon before the name. A bucket with a slash would end at the slash.
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
 _ACCESS_POINT = re.compile(r"^(s3a?://arn:[^:/]*:s3:[^:/]*:[^:/]*:accesspoint)/(?=[^/])", re.IGNORECASE)
+
+# The address of an object on Amazon S3, with the bucket in the host or in the path.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html
+_AMAZON = re.compile(
+    r"https?://(?:([^/]+?)\.)?s3[.-](?!accesspoint|object-lambda|website)(?:[a-z0-9-]+\.)*amazonaws\.com(?:\.cn)?/([^?#]+)",
+    re.IGNORECASE,
+)
+
+# A bucket and a key without a scheme: `bucket/run`.
+_BARE = re.compile(r"[a-z0-9][a-z0-9.-]+[a-z0-9]/.")
 
 
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
@@ -157,21 +169,42 @@ def open_store(
         # fsspec knows some schemes only if the library for them is installed.
         known = scheme in fsspec.available_protocols()
         if isinstance(error, ImportError) or (isinstance(error, ValueError) and not known and scheme in _INSTALL):
-            # The text of fsspec's ImportError names the package to install, for each scheme that fsspec knows.
-            message = f"the library that serves {scheme}:// URLs is not installed: {reason}"
-            failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
+            message = f"the library that serves {scheme}:// URLs is not installed"
+            if scheme not in _INSTALL:
+                # The text of fsspec's ImportError names the package to install, for each scheme that fsspec knows.
+                message += f": {reason}"
+            failure = InvalidURLError(message, url=_shown(url), remedy=_INSTALL.get(scheme) or _on_amazon(url))
         elif isinstance(error, TypeError) or known:
             # adlfs raises a ValueError when it gets no credentials.
             failure = BucketpointError(
-                f"the filesystem does not accept these storage_options: {reason}", url=os.fspath(url)
+                f"the filesystem does not accept these storage_options: {reason}", url=_shown(url)
             )
         else:
             failure = InvalidURLError(
                 f"fsspec does not know this URL: {reason}",
-                url=os.fspath(url),
+                url=_shown(url),
                 remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
             )
     raise failure
+
+
+def check_url(store: Store, url: str) -> str:
+    """Return the remedy for a URL at which nothing is. A local path may be a URL without its scheme."""
+    if isinstance(store, LocalStore) and _BARE.match(url):
+        return f"Check the URL (for a bucket: s3://{url})"
+    return "Check the URL"
+
+
+def _on_amazon(url: str | os.PathLike[str]) -> str | None:
+    """Return the remedy for an `https://` URL of an object on Amazon S3; None for any other URL."""
+    match = _AMAZON.match(os.fspath(url))
+    return f"Pass s3://{'/'.join(filter(None, match.groups()))}" if match is not None else None
+
+
+def _shown(url: str | os.PathLike[str]) -> str:
+    """Return a URL for an error. The query of an address on the web may be a signature; in a key `?` is ordinary."""
+    text = os.fspath(url)
+    return clean(text) if text.lower().startswith(("http://", "https://")) else text
 
 
 def _in_one_form(url: str) -> str:
@@ -240,5 +273,6 @@ def _check_scheme(url: str | os.PathLike[str], schemes: Sequence[str]) -> tuple[
         wanted = " or ".join(f"{name}://" for name in schemes)
         problem = f"this class does not serve {scheme}:// URLs" if scheme else "the URL has no scheme"
         remedy = f"Pass one that begins with {wanted}; BucketWriter and BucketReader take any"
-        raise InvalidURLError(problem, url=os.fspath(url), remedy=remedy)
+        amazon = _on_amazon(url) if "s3" in schemes else None
+        raise InvalidURLError(problem, url=_shown(url), remedy=amazon or remedy)
     return scheme, root, prefix

@@ -26,17 +26,21 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
     """List a run's checkpoints with sizes, metrics and holds.
 
     The oldest comes first. Holds are: pinned, leased, restored from. Pending deletions are shown, too. Takes three
-    listings, and for each checkpoint without a record a read of the beginning of its `.metadata`.
+    listings, and for each checkpoint without a record a read of the beginning of its `.metadata`; with --all the
+    requests of one look of `watch`.
     """
+    from bucketpoint.catalog.observer import Observer
     from bucketpoint.catalog.survey import survey
 
-    snapshot = survey(catalog)
+    # The observer finds the saves of writers without a log, too. Of an empty place the survey says what is there.
+    seen = Observer(catalog).look() if everything else None
+    snapshot = survey(catalog) if seen is None or seen.is_empty else seen.snapshot
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
-    if everything:
+    if seen is not None:
         document["attempts"] = [
             {"step": save.step, "url": catalog.url_of_folder(save.folder), "token": save.token, "started": save.started}
-            for save in snapshot.attempts
+            for save in reversed(seen.attempts)
         ]
     return CommandResult(document, _lines(document))
 
@@ -69,7 +73,8 @@ def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     rows = document["checkpoints"]
     if not rows:
-        yield f"{document['root']} has no committed checkpoint; --all lists saves that are under way or died"
+        hint = "" if "attempts" in document else "; --all lists saves that are under way or died"
+        yield f"{document['root']} has no committed checkpoint{hint}"
     else:
         yield from text.table([("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)], indent=0)
         total = text.size(sum(row["bytes"] or 0 for row in rows))

@@ -26,10 +26,13 @@ def name(catalog: Catalog, run_name: str) -> CommandResult:
     name already.
     """
     from bucketpoint.catalog.run_owner import name_run
+    from bucketpoint.catalog.survey import survey
     from bucketpoint.retention import Keep, RetentionPolicy
 
     # Building a policy checks the name: names that policies accept are accepted here.
     RetentionPolicy(Keep(latest=1), run=run_name)
+    # A mistyped URL is an error, and no claim for a run that nobody saves.
+    survey(catalog)
     owner = name_run(catalog, run_name)
     document = {"root": catalog.url, "run": owner}
     lines = [f"{catalog.url} belongs to run {owner}"]

@@ -137,7 +137,9 @@ def _verified(
         except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
             yield url, False, [f"DAMAGED {url}: {error.message}"]
         else:
-            yield url, done.ok, list(verifying.lines(done))
+            # The verdict names the checkpoint, and comes last: the page begins with it.
+            *found, verdict = verifying.lines(done)
+            yield url, done.ok, [verdict, *found]
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
@@ -149,4 +151,4 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     verified = document["verified"]
     if verified is not None:
         number = verified["whole"] + verified["damaged"]
-        yield f"{verified['whole']} of {text.count(number, 'checkpoint')} are whole"
+        yield f"{verified['whole']} of {text.count(number, 'checkpoint')} {text.are(verified['whole'])} whole"

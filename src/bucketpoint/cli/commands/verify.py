@@ -58,7 +58,7 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
             texts += lines(verification)
     if not documents:
         raise CheckpointNotFoundError("No checkpoint was found below this URL", url=url)
-    texts.append(f"{whole} of {text.count(len(documents), 'checkpoint')} below {url} are whole")
+    texts.append(f"{whole} of {text.count(len(documents), 'checkpoint')} below {url} {text.are(whole)} whole")
     return CommandResult({"url": url, "checkpoints": documents}, texts, whole == len(documents))
 
 

@@ -85,7 +85,7 @@ def page(report: RunReport) -> str:
 
 def _tiles(report: RunReport) -> Iterator[Markup]:
     document, (_, number, nbytes, dollars) = report.document, report.costs[0]
-    newest, taken = document["newest"], document["taken"]
+    newest, taken = _newest_whole(report), document["taken"]
     if newest is None:
         yield _tile("none", "whole checkpoint")
     else:
@@ -96,6 +96,21 @@ def _tiles(report: RunReport) -> Iterator[Markup]:
     if document["attempts"]:
         saves = len(document["attempts"])
         yield _tile(f"{saves:,}", f"{'save that has' if saves == 1 else 'saves that have'} not committed")
+
+
+def _newest_whole(report: RunReport) -> Mapping[str, Any] | None:
+    """Return the newest whole checkpoint, or None. One that was found damaged is not whole."""
+    newest: Mapping[str, Any] | None = report.document["newest"]
+    damaged = _damaged(report)
+    if newest is None or newest["url"] not in damaged:
+        return newest
+    whole = [row for row in report.document["checkpoints"] if row["kind"] == "full" and row["url"] not in damaged]
+    # One that is to be deleted comes last, as in a restore.
+    return max(whole, key=lambda row: (_kind(row) == "kept", row["step"]), default=None)
+
+
+def _damaged(report: RunReport) -> set[str]:
+    return {url for url, ok, _ in report.verified or () if not ok}
 
 
 def _tile(value: str, words: str) -> Markup:
@@ -211,6 +226,7 @@ def _checkpoints(report: RunReport) -> Iterator[Markup]:
     for step, reason, author in report.pins:
         reasons.setdefault(step, []).append(f"pinned by {author or 'somebody'}{f': {reason}' if reason else ''}")
     timed = any(row["url"] in report.seconds for row in rows)
+    damaged = _damaged(report)
     heads = [("step", "number"), ("saved", "nowrap"), ("kind", "nowrap"), ("size", "number")]
     heads += [("took", "number")] if timed else []
     heads += [("metrics", "words"), ("kept or deleted", "")]
@@ -218,14 +234,18 @@ def _checkpoints(report: RunReport) -> Iterator[Markup]:
     for row in rows[:MOST_ROWS]:
         _, _, kind, size, metrics, _ = run_lines.row_cells(row, document["taken"])
         took = [run_lines.took(report.seconds[row["url"]]) if row["url"] in report.seconds else ""] if timed else []
-        why = [word for word in run_lines.fate(row, document["taken"]) if word != "pinned"]
+        why = ["damaged"] if row["url"] in damaged else []
+        why += [word for word in run_lines.fate(row, document["taken"]) if word != "pinned"]
         why += reasons.get(row["step"], ["pinned"]) if "pinned" in row["held"] else []
         cells.append((str(row["step"]), text.when(row["created"]), kind, size, *took, metrics, "; ".join(why)))
     goes = [bool(row["tombstone"]) or row.get("action") == "delete" for row in rows]
+    classes = [
+        "damaged" if row["url"] in damaged else "goes" if gone else None for row, gone in zip(rows, goes, strict=True)
+    ]
     more = len(rows) - MOST_ROWS
     yield _section(
         "Checkpoints",
-        _table(heads, cells, goes),
+        _table(heads, cells, classes),
         element("p", f"and {text.count(more, 'older checkpoint')}", class_="quiet") if more > 0 else "",
     )
 
@@ -256,13 +276,14 @@ def _verification(report: RunReport) -> Iterator[Markup]:
     if report.verified is None:
         return
     whole = sum(ok for _, ok, _ in report.verified)
+    checked = text.count(len(report.verified), "checkpoint")
     parts = [
         element("li", *(element("div", line) for line in lines), class_="whole" if ok else "damaged")
         for _, ok, lines in report.verified
     ]
     yield _section(
         "Verification",
-        element("p", f"{whole} of {text.count(len(report.verified), 'checkpoint')} are whole. Every byte was read."),
+        element("p", f"{whole} of {checked} {text.are(whole)} whole. Every byte was read."),
         element("ul", *parts),
     )
 
@@ -276,13 +297,13 @@ def _list(lines: Iterable[str]) -> Markup:
 
 
 def _table(
-    heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], quiet: Sequence[bool] | None = None
+    heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], classes: Sequence[str | None] | None = None
 ) -> Markup:
     """Return a table. On a phone each row is a card, so that each cell carries the words of its column.
 
     Args:
         heads: words and class of each column.
-        quiet: tells for each row if it is drawn in a weaker colour.
+        classes: class of each row.
     """
     body = [
         element(
@@ -291,7 +312,7 @@ def _table(
                 element("td", cell, data_label=head, class_=kind or None)
                 for (head, kind), cell in zip(heads, row, strict=True)
             ),
-            class_="goes" if quiet is not None and quiet[number] else None,
+            class_=classes[number] if classes is not None else None,
         )
         for number, row in enumerate(rows)
     ]

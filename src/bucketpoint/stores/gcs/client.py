@@ -29,9 +29,9 @@ READ_TIMEOUT_S = 60
 # https://cloud.google.com/storage/docs/xml-api/post-object-complete
 COMPLETE_TIMEOUT_S = 600
 
-# A remedy names the package, not `bucketpoint[extra]`: that would install whatever an index has by that name over a
+# The command names the package, not `bucketpoint[extra]`: that would install whatever an index has by that name over a
 # bucketpoint from a checkout or a wheel.
-INSTALL = "pip install 'google-cloud-storage>=3'"
+INSTALL = "pip install 'google-cloud-storage>=3', or install bucketpoint with its extra gcs"
 
 
 _KINDS = {
