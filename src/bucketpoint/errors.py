@@ -195,7 +195,7 @@ class OtherRunError(BucketpointError):
 
 
 class CommitConflictError(BucketpointError):
-    """Another job committed to the same URL during this save. The other job's checkpoint is kept."""
+    """Another job committed to the same URL during this save, or load. The other job's checkpoint is kept."""
 
 
 class RanksDisagreeError(BucketpointError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ import bucketpoint
 from accelerator.launch import killed_in_an_upload, launched
 from bucketpoint.integrations.transformers import BucketTrainerMixin
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Keep, RetentionPolicy
+from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery
 from bucketpoint.testing.servers import S3Server
 
 PROGRAM = Path(__file__).with_name("trainer.py")
@@ -244,10 +245,74 @@ def test_the_best_step_need_not_have_been_saved(tmp_path: Path) -> None:
         assert (made.state.best_global_step, made.state.best_model_checkpoint) == (6, f"{tmp_path}/run/step-4")
 
 
-def test_a_policy_has_to_keep_the_best_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [[], [Best("eval_loss", "max")]], ids=["another metric", "another mode"])
+def test_a_policy_has_to_keep_the_best_model(kept: list[Best], tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    with pytest.raises(bucketpoint.BucketpointError, match=r"best checkpoint by eval_loss.*Add the metric"):
-        trainer(tmp_path, policy=RetentionPolicy(Keep(latest=1)), **best).train()
+    with pytest.raises(bucketpoint.BucketpointError, match=r"best checkpoint by eval_loss, min .*Add the metric"):
+        trainer(tmp_path, policy=RetentionPolicy(Keep(latest=1, best=kept)), **best).train()
+
+
+LONG = "leaderboard_bbh_tracking_shuffled_objects_seven_objects_with_chain_of_thought"
+
+
+def test_a_metric_with_too_long_a_name_is_left_out_unless_the_policy_ranks_by_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[bucketpoint.CommitInfo] = []
+    options = {"manager_options": {"on_commit": told.append}, "eval_strategy": "steps", "eval_steps": 2}
+    made = trainer(tmp_path, max_steps=4, **options)
+    made.eval_dataset = {LONG: made.eval_dataset}
+    made.train()
+    long = f"eval_{LONG}_samples_per_second"
+    assert [info.step for info in told] == [2, 4]
+    assert all(f"eval_{LONG}_loss" in info.metrics and long not in info.metrics for info in told)
+    assert len([record for record in caplog.records if f"key={long}" in record.getMessage()]) == 1
+    policy = RetentionPolicy(Keep(latest=1, best=[Best(long, "max")]))
+    ranking = trainer(tmp_path / "ranked", policy=policy, **options)
+    ranking.eval_dataset = made.eval_dataset
+    with pytest.raises(bucketpoint.BucketpointError, match="name of a metric"):
+        ranking.train()
+
+
+class Terminated(TrainerCallback):
+    """Sends SIGTERM to this process after a step, as a scheduler does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+BY_SCORE = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"save_steps": 100}, [4]),
+        ({"save_strategy": "no"}, [4]),
+        # The end of an epoch follows, with a save of the same step.
+        ({"save_strategy": "epoch"}, [4]),
+        # Step 4 is not the best one.
+        ({"save_strategy": "best", "greater_is_better": False, **BY_SCORE}, [2, 4]),
+    ],
+    ids=lambda each: each.get("save_strategy", "steps") if isinstance(each, dict) else "",
+)
+def test_sigterm_saves_and_ends_training_if_the_policy_says_so(
+    options: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    # When to save is up to the trainer but for signals.
+    policy = RetentionPolicy(Keep(latest=9), save=Save(every=[SaveEvery(1)], on=["first_step", "sigterm"]))
+    made = trainer(tmp_path, made=Scored, policy=policy, callbacks=[Terminated(4)], **options)
+    made.train()
+    assert made.state.global_step == 4
+    with CheckpointManager(tmp_path / "run", policy=policy) as manager:
+        assert manager.steps() == steps
+    again = trainer(tmp_path, made=Scored, policy=policy, **options)
+    again.train(resume_from_checkpoint=True)
+    assert (again.begun, again.state.global_step) == (4, 6)
 
 
 def test_a_checkpoint_of_the_model_only_is_exported_and_not_resumed(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import bucketpoint
 from bucketpoint import MismatchError
 from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.training_state import with_state
+from bucketpoint.integrations.training_state import RandomState, with_state
 
 
 class Experts(torch.nn.Module):
@@ -97,3 +101,57 @@ def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path: Path) -> None:
     save({"model": Experts(0)}, tmp_path)
     with pytest.raises(MismatchError, match=r"optimizer\.param_groups"):
         load(made(1), tmp_path)
+
+
+def test_a_process_with_fewer_devices_sets_the_generators_of_those_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Generators of the CPU play those of CUDA.
+    saved = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: saved)
+    state = RandomState().state_dict()
+    here = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (here,))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    RandomState().load_state_dict(state)
+    assert torch.equal(here.get_state(), saved[0])
+
+
+@pytest.fixture
+def bit_generator() -> Iterator[None]:
+    """Set numpy's bit generator back at the end."""
+    before = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
+@pytest.mark.usefixtures("bit_generator")
+def test_numpy_draws_the_same_numbers_after_a_load_with_any_bit_generator(kind: Any) -> None:
+    np.random.set_bit_generator(kind(1))
+    np.random.standard_normal()
+    state = RandomState().state_dict()
+    expected = np.random.standard_normal(5).tolist()
+    RandomState().load_state_dict(state)
+    assert np.random.standard_normal(5).tolist() == expected
+    np.random.set_bit_generator(np.random.PCG64DXSM())
+    with pytest.raises(MismatchError, match="set_bit_generator"):
+        RandomState().load_state_dict(state)
+
+
+def test_generators_are_saved_as_0_1_reads_them_and_loaded_as_it_saved_them() -> None:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    old = {
+        "python": random.getstate(),
+        "numpy": [kind, *rest],
+        "numpy_keys": torch.from_numpy(np.array(keys)),
+        "torch": torch.get_rng_state(),
+    }
+    new = torch.load(io.BytesIO(RandomState().state_dict()["pickled"]), weights_only=True)
+    assert new["numpy"] == old["numpy"]
+    assert torch.equal(new["numpy_keys"], old["numpy_keys"])
+    expected = np.random.random_sample(5).tolist()
+    pickled = io.BytesIO()
+    torch.save(old, pickled)
+    RandomState().load_state_dict({"pickled": pickled.getvalue()})
+    assert np.random.random_sample(5).tolist() == expected

@@ -21,7 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import bucketpoint
 from bucketpoint import BucketpointError, RetentionPolicy
 from bucketpoint.integrations.lightning import BucketCheckpoint, BucketCheckpointIO, BucketSingleDeviceStrategy
-from bucketpoint.retention import Keep, Save, SaveEvery
+from bucketpoint.retention import Best, Keep, Save, SaveEvery
 from bucketpoint.testing import FaultProxy, Kill, always
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server, free_port
@@ -169,6 +169,31 @@ def test_a_policy_says_when_to_save_and_each_validation_is_noted(tmp_path: Path)
     assert longer.current_epoch == 2
     steps = [int(folder.name[5:]) for folder in (tmp_path / "run").glob("step-*")]
     assert sorted(steps) == [4, 6, 8, 12]
+
+
+LONG = "val/" + "x" * 120
+
+
+class LongNamed(BoringModel):
+    """A model with a metric whose name is too long for a checkpoint."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({LONG: loss["loss"], "short": loss["loss"]})
+        return loss
+
+
+def test_a_metric_with_too_long_a_name_is_left_out_unless_the_policy_ranks_by_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[bucketpoint.CommitInfo] = []
+    checkpoint = BucketCheckpoint(tmp_path / "run", policy=every(2), on_commit=told.append)
+    trainer(checkpoint, limit_train_batches=4, limit_val_batches=0).fit(LongNamed())
+    assert [list(info.metrics) for info in told] == [["short"], ["short"]]
+    assert len([record for record in caplog.records if LONG in record.getMessage()]) == 1
+    ranking = BucketCheckpoint(tmp_path / "ranked", policy=every(2, best=[Best(LONG, "min")]))
+    with pytest.raises(BucketpointError, match="name of a metric"):
+        trainer(ranking, limit_val_batches=0).fit(LongNamed())
 
 
 def test_accumulated_batches_are_saved_once_a_step(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from bucketpoint import BucketpointError, BucketWriter
 from bucketpoint.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
+    CommitConflictError,
     IncompleteCheckpointError,
     MismatchError,
     UnsafeDataError,
@@ -280,6 +281,27 @@ def test_mismatches_are_returned_or_raised_as_megatron_is_asked_to(tmp_path: Pat
     assert loaded[:, 0].tolist() == [7, 7, 7, 0, 0]
 
 
+class Overtaken(BucketLoadStrategy):
+    """A strategy that finds another checkpoint at the URL once it has read the values that are not sharded."""
+
+    def load_common_item(self, checkpoint_dir: Any) -> Any:
+        item = super().load_common_item(checkpoint_dir)
+        save(state(8), checkpoint_dir)
+        return item
+
+
+@pytest.mark.usefixtures("alone")
+def test_parts_of_two_commits_are_not_loaded_together(tmp_path: Path) -> None:
+    url = f"{tmp_path}/latest"
+    save(state(7), url)
+    strategy = Overtaken()
+    with pytest.raises(CommitConflictError, match="Load again"):
+        load(state(0), url, sharded_strategy=strategy)
+    # The strategy is usable again.
+    expect(load(state(0), url, sharded_strategy=BucketLoadStrategy()), 8)
+    expect(dist_checkpointing.load(state(0), url, strategy), 8)
+
+
 @pytest.mark.usefixtures("alone")
 def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
     save({"other": ShardedObject("other", subprocess.CompletedProcess([], 7), (1,), (0,))}, f"{tmp_path}/iter_7")
@@ -317,6 +339,25 @@ def test_a_folder_stands_for_one_run_alone(tmp_path: Path) -> None:
         let_stand_for(tmp_path / "folder", f"{tmp_path}/run")
     with pytest.raises(BucketpointError, match=r"stands for .*/run"):
         let_stand_for(tmp_path / "folder", f"{tmp_path}/other")
+
+
+def test_the_url_of_a_run_may_end_with_a_slash(tmp_path: Path) -> None:
+    for url in (f"{tmp_path}/run", f"{tmp_path}/run/", f"{tmp_path}/run"):
+        let_stand_for(tmp_path / "folder", url)
+
+
+def test_two_nodes_that_share_a_new_folder_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, run = tmp_path / "folder", f"{tmp_path}/run"
+    listed = Path.iterdir
+
+    def other_first(path: Path) -> Any:
+        # The other node marks the folder when this one has found no mark, or has not looked for it yet.
+        monkeypatch.setattr(Path, "iterdir", listed)
+        let_stand_for(folder, run)
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", other_first)
+    let_stand_for(folder, run)
 
 
 @pytest.mark.usefixtures("alone")

@@ -199,7 +199,7 @@ def counts_anew(config: dict[str, Any]) -> None:
         "best": {"step": {3: 0.5}},
         "last": [torch.ones(1)],
     }
-    state.update({"never": {}, "now": {"loss": [None]}, "rank": ours})
+    state.update({"never": {}, "now": {"loss": [None]}, "losses": {"train": {"1": 0.5}, "val": {}}, "rank": ours})
     report({"loss": 1.0}, state, step=9)
     report({"loss": 1.0}, {**state, "run": 2}, step=8)
     report({"loss": 1.0})
@@ -213,6 +213,7 @@ def counts_anew(config: dict[str, Any]) -> None:
         "last": None,
         "never": {},
         "now": None,
+        "losses": {},
     }
     found["rank"] = rank_state(None)
     restore(found)
@@ -234,6 +235,7 @@ def test_what_is_restored_is_what_ray_knows_with_dicts_and_lists_that_have_grown
             "last": [torch.ones(1)],
             "never": {},
             "now": {"loss": [None]},
+            "losses": {"train": {"1": 0.5}, "val": {}},
             "rank": {"rank-1": 1},
         }
     )

@@ -32,6 +32,9 @@ _ONE_MODEL = (
     "Give report() and restore() the optimizer together with its model: {'model': model, 'optimizer': optimizer}"
 )
 
+_EMPTY_DICTS = "bucketpoint_empty_dicts"
+"""Key of a checkpoint for the paths of empty dicts, of which DCP saves nothing."""
+
 _saves: list[SaveHandle] = []
 """The last save of this process, which has one training function at a time."""
 
@@ -104,7 +107,8 @@ def report(
     checkpoint = Checkpoint(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
     url = checkpoint_url(checkpoint)
     writer = storage_writer or BucketWriter(storage_options=storage_options)
-    handle = async_save({**state, **with_state(state, _ONE_MODEL)}, checkpoint_id=url, storage_writer=writer, **options)
+    saved = {**state, **with_state(state, _ONE_MODEL), **_noted_empty_dicts(state)}
+    handle = async_save(saved, checkpoint_id=url, storage_writer=writer, **options)
     handle.staged.result()
     _saves[:] = [handle]
 
@@ -162,7 +166,7 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
             newest = checkpoint_url(known)
         if newest is None:
             return None, plain
-        return newest, {name: _loaded(name, value, newest, storage_options) for name, value in plain.items()}
+        return newest, _load_plain(plain, newest, storage_options)
 
     newest, plain = on_rank_zero(find, context.get_world_rank(), broadcast_from_rank_zero)
     if newest is None and known is not None:
@@ -221,15 +225,48 @@ def _is_plain(leaf: Any) -> bool:
     return not isinstance(leaf, (torch.Tensor, dict)) and not hasattr(leaf, "state_dict")
 
 
+def _noted_empty_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the item to save with a state that has empty dicts; nothing if it has none."""
+    paths = [path for name, value in state.items() for path in _empty_dicts(value, name)]
+    return {_EMPTY_DICTS: paths} if paths else {}
+
+
+def _empty_dicts(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(value, dict) and not value.keys() & rank_state(None).keys():
+        if not value:
+            yield path
+        for key, each in value.items():
+            # The pickle of another key might be refused at the load.
+            if type(key) in (str, int):
+                yield from _empty_dicts(each, *path, key)
+
+
+def _load_plain(wanted: Mapping[str, Any], url: str, storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return plain values as they were saved."""
+    found: dict[str, Any] = {}
+    empty = _loaded(_EMPTY_DICTS, {}, url, storage_options) if wanted else {}
+    for name, value in wanted.items():
+        paths = [path for path in empty if path[0] == name]
+        found[name] = _loaded(name, {} if paths else value, url, storage_options)
+        for path in paths:
+            inner = found
+            for key in path:
+                inner = inner.setdefault(key, {})
+    return found
+
+
 def _loaded(name: str, value: Any, url: str, storage_options: Mapping[str, Any] | None) -> Any:
-    """Return a plain value as it was saved."""
     try:
         return load(url, keys=name, storage_options=storage_options)[name]
     except MismatchError:
-        if value != {}:
+        if not _is_hollow(value):
             raise
-        # A checkpoint has nothing of an empty dict.
+        # A checkpoint has nothing of empty dicts.
         return value
+
+
+def _is_hollow(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_hollow, value.values()))
 
 
 def _began_again(newest: str, known: str) -> bool:

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_map_only
 
 from bucketpoint.dcp import rank_state
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, MismatchError
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -153,13 +154,17 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state(legacy=True)
-        state = {
-            "python": random.getstate(),
-            "numpy": [kind, *rest],
-            "numpy_keys": torch.from_numpy(np.array(keys)),
-            "torch": torch.get_rng_state(),
-        }
+        state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        numpy = np.random.get_state(legacy=False)
+        assert isinstance(numpy, dict)
+        # `torch.load` reads numpy's arrays from trusted checkpoints only.
+        numpy = tree_map_only(np.ndarray, torch.from_numpy, numpy)
+        if numpy["bit_generator"] == "MT19937":
+            # bucketpoint 0.1 reads this.
+            state["numpy"] = [numpy["bit_generator"], numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]
+            state["numpy_keys"] = numpy["state"]["key"]
+        else:
+            state["numpy"] = numpy
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
         buffer = io.BytesIO()
@@ -169,8 +174,17 @@ class RandomState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         held = torch.load(io.BytesIO(state["pickled"]), weights_only=True)
         random.setstate(held["python"])
-        kind, *rest = held["numpy"]
-        np.random.set_state((kind, held["numpy_keys"].numpy(), *rest))
+        numpy = held["numpy"]
+        if not isinstance(numpy, dict):
+            kind, *rest = numpy
+            numpy = (kind, held["numpy_keys"], *rest)
+        try:
+            np.random.set_state(tree_map_only(torch.Tensor, torch.Tensor.numpy, numpy))
+        except ValueError as error:
+            raise MismatchError(
+                f"numpy refuses the state of its random generator: {error}",
+                remedy="Call numpy.random.set_bit_generator before the load, as the program that saved has done",
+            ) from error
         torch.set_rng_state(held["torch"])
-        if "cuda" in held:
-            torch.cuda.set_rng_state_all(held["cuda"])
+        # The process that saved may have seen more devices.
+        torch.cuda.set_rng_state_all(held.get("cuda", [])[: torch.cuda.device_count()])

@@ -19,13 +19,14 @@ from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, load, saved_ranks
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
 from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, policy_for
 from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Best, Keep, RetentionPolicy
+from bucketpoint.retention import RetentionPolicy
 from bucketpoint.stores import open_store
 
 try:
-    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_callback import ExportableState, TrainerCallback
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
         "bucketpoint.integrations.transformers needs transformers: pip install 'transformers[torch]>=5.23'",
@@ -37,9 +38,6 @@ logger = logging.getLogger(__name__)
 _STATE_FILE = "trainer_state.json"
 
 _GENERATORS = "generators"
-
-_ALL = 10**9
-"""Checkpoints that are kept without `save_total_limit`."""
 
 
 class BucketTrainerMixin:
@@ -54,7 +52,7 @@ class BucketTrainerMixin:
         checkpoint_url: URL of the run.
         policy: retention policy, or its YAML file. By default all checkpoints are kept; or with `save_total_limit` that
             many of the latest, and with `load_best_model_at_end` the best one. When to save is up to the trainer's
-            arguments.
+            arguments, but for the policy's signals.
         manager_options: as for `CheckpointManager`, such as `storage_options` and `on_commit`.
 
     Raises:
@@ -92,6 +90,8 @@ class BucketTrainerMixin:
         self._manager: CheckpointManager | None = None
         self._forget_resumed()
         self._evaluated: dict[int, dict[str, float]] = {}
+        self._left_out: set[str] = set()
+        self.add_callback(_OnSignals(self))
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model to a local folder, as the trainer does. It would take a URL for the name of one.
@@ -116,11 +116,10 @@ class BucketTrainerMixin:
         Args:
             resume_from_checkpoint: True for the newest whole checkpoint of the run, or the URL or folder of one.
         """
-        manager = self._manager = CheckpointManager(
-            self._checkpoint_url, policy=self._policy or _policy_of(self.args), **self._manager_options
-        )
+        policy = policy_for(self._policy, self.args, self._checkpoint_url)
+        manager = self._manager = CheckpointManager(self._checkpoint_url, policy=policy, **self._manager_options)
+        self._saved_step = -1
         try:
-            self._refuse_a_policy_without_the_best()
             self._may_pass_over = resume_from_checkpoint is True
             while True:
                 with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
@@ -140,16 +139,6 @@ class BucketTrainerMixin:
             raise
         manager.close()
         return output
-
-    def _refuse_a_policy_without_the_best(self: Any) -> None:
-        kept = {rule.metric for rule in self._manager.policy.keep.best}
-        wanted = {rule.metric for rule in _policy_of(self.args).keep.best}
-        if wanted - kept:
-            raise BucketpointError(
-                f"load_best_model_at_end needs a policy that keeps the best checkpoint by {wanted.pop()}",
-                url=os.fspath(self._checkpoint_url),
-                remedy="Add the metric to `best` of the policy's `keep`, or leave `policy` to the mixin",
-            )
 
     def _forget_resumed(self) -> None:
         self._resumed_url: str | None = None
@@ -189,7 +178,8 @@ class BucketTrainerMixin:
 
     def _refuse_an_earlier_run(self: Any) -> None:
         """Refuse a run with checkpoints, none of which is resumed: its steps could not be saved again."""
-        steps = self._manager.steps() if self.args.save_strategy != "no" else None
+        saves = self.args.save_strategy != "no" or self._manager.policy.save.on
+        steps = self._manager.steps() if saves else None
         if steps:
             raise CheckpointExistsError(
                 f"The run has checkpoints up to step {steps[-1]}, and training does not go on from one of them",
@@ -211,7 +201,9 @@ class BucketTrainerMixin:
     def _determine_best_metric(self: Any, metrics: dict[str, Any], trial: Any) -> bool:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = {self.state.global_step: numbers}
-        return bool(super()._determine_best_metric(metrics, trial))  # type: ignore[misc]
+        best = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
+        # With `save_strategy="best"` this says whether to save, even if a signal asks for it.
+        return bool(best) or self.control.should_save
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         if trial is not None:
@@ -224,13 +216,21 @@ class BucketTrainerMixin:
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = self._manager.catalog.url_of(step)
+        metrics = self._evaluated.get(step, {})
+        if self.is_world_process_zero():
+            metrics = fitting_metrics(metrics, self._manager.policy, self._left_out)
+        if step == self._saved_step:
+            # A signal has asked for it, before the end of the epoch.
+            self._manager.report(step, metrics)
+            return
         state = self._state_to_save() if not self.args.save_only_model else {"model": ModelState(self.model_wrapped)}
         if self.is_world_process_zero():
             self._note_callbacks()
             state["trainer"] = {"state": json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True)}
-        handle = self._manager.save(step, state, metrics=self._evaluated.get(step))
+        handle = self._manager.save(step, state, metrics=metrics)
         if handle is not None:
             handle.staged.result()
+            self._saved_step = step
 
     def _state_to_save(self: Any, *, loading: bool = False) -> dict[str, Any]:
         """Return all of the training but the trainer's own state, to save or to load into."""
@@ -313,7 +313,8 @@ class BucketTrainerMixin:
             load(state, self.state.best_model_checkpoint, planner=ResumePlanner(state), **self._reading())
         except CheckpointNotFoundError:
             # Between two saves the trainer may have seen a better model than a later checkpoint was to beat.
-            self.state.best_model_checkpoint = self._manager.restore(state, "best").url
+            metric = best_of(self.args).metric
+            self.state.best_model_checkpoint = self._manager.restore(state, "best", metric=metric).url
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -370,6 +371,17 @@ class BucketTrainerMixin:
         run_conversion(plan)
 
 
+class _OnSignals(TrainerCallback):
+    """Callback that saves on the signals that the policy names, and ends training on SIGTERM."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save |= self._trainer._manager.should_save(state.global_step)
+        control.should_training_stop |= self._trainer._manager.stop_asked
+
+
 class _PassOver(Exception):
     """Error of a damaged checkpoint while there is an older one."""
 
@@ -389,13 +401,3 @@ class _KeptState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.value = dict(state)
-
-
-def _policy_of(arguments: Any) -> RetentionPolicy:
-    """Return the policy that `save_total_limit` and `load_best_model_at_end` stand for."""
-    best = []
-    if arguments.load_best_model_at_end and arguments.metric_for_best_model:
-        metric = arguments.metric_for_best_model
-        name = metric if metric.startswith("eval_") else f"eval_{metric}"
-        best.append(Best(name, "max" if arguments.greater_is_better else "min"))
-    return RetentionPolicy(Keep(latest=arguments.save_total_limit or _ALL, best=best))

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.strategies import BucketStrategy
+from bucketpoint.integrations.trainer_policy import fitting_metrics
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 
@@ -54,6 +55,7 @@ class BucketCheckpoint(Checkpoint):
         self._asked_step: int | None = None
         self._restored = False
         self._validated: tuple[int, set[str]] = (0, set())
+        self._left_out: set[str] = set()
 
     @property
     def best_model_path(self) -> str:
@@ -130,7 +132,7 @@ class BucketCheckpoint(Checkpoint):
             return
         self._validated = trainer.global_step, set(trainer._logger_connector.metrics["callback"])
         if self._saved_step == trainer.global_step:
-            self.manager.report(trainer.global_step, _metrics(trainer))
+            self.manager.report(trainer.global_step, self._metrics(trainer))
         elif self._after_validation:
             self._save(trainer)
 
@@ -156,7 +158,7 @@ class BucketCheckpoint(Checkpoint):
         assert self.manager is not None
         step = trainer.global_step
         state = trainer.strategy.saved_state(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
-        metrics = _metrics(trainer)
+        metrics = self._metrics(trainer)
         validated_step, names = self._validated
         if validated_step != step:
             # Lightning keeps them until the next validation, but they are those of an earlier model.
@@ -166,7 +168,9 @@ class BucketCheckpoint(Checkpoint):
             handle.staged.result()
             self._saved_step = step
 
-
-def _metrics(trainer: Any) -> dict[str, float]:
-    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    def _metrics(self, trainer: Any) -> dict[str, float]:
+        """Return the metrics that a checkpoint can have. All ranks, as Lightning may reduce them here."""
+        assert self.manager is not None
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        return fitting_metrics(finite, self.manager.policy, self._left_out) if trainer.is_global_zero else finite

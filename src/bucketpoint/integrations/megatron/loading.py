@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from bucketpoint.dcp import BucketReader
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.errors import BucketpointError, MismatchError
+from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.integrations.megatron.stand_in import url_of
 
 COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -40,6 +42,16 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
     ) -> None:
         super().__init__(**options)
         self._options: dict[str, Any] = {"storage_options": storage_options, "trusted": trusted}
+        self._commits: set[Any] | None = None
+
+    @contextmanager
+    def one_commit(self) -> Iterator[None]:
+        """Refuse, until the end, reads of another commit than that of the first read: megatron makes several."""
+        self._commits = set()
+        try:
+            yield
+        finally:
+            self._commits = None
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
         """Load the sharded part of a state into its tensors, and return it. Each rank by itself."""
@@ -100,7 +112,10 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         )
 
     def _metadata(self, checkpoint_dir: Any) -> Metadata:
-        return BucketReader(url_of(checkpoint_dir), **self._options).read_metadata()
+        url = url_of(checkpoint_dir)
+        metadata = BucketReader(url, **self._options).read_metadata()
+        self._note_commit(metadata, url)
+        return metadata
 
     def _read(self, state: dict[str, Any], checkpoint_dir: Any, planner: Any) -> None:
         url = url_of(checkpoint_dir)
@@ -108,6 +123,18 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
             dcp.load(state, storage_reader=BucketReader(url, **self._options), planner=planner, no_dist=True)
         except CheckpointException as raised:
             raise as_ours(raised, url, "The load") from raised
+        self._note_commit(planner.metadata, url)
+
+    def _note_commit(self, metadata: Any, url: str) -> None:
+        if self._commits is None:
+            return
+        self._commits.add(extra(metadata).get("token"))
+        if len(self._commits) > 1:
+            raise CommitConflictError(
+                "Another checkpoint was committed here during the load, which has read parts of both",
+                url=url,
+                remedy="Load again, and save each checkpoint at a URL of its own, such as iter_0000500",
+            )
 
 
 class _CommonPlanner(DefaultLoadPlanner):

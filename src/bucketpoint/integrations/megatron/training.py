@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def let_stand_for(
     those of megatron's strategies, are those of bucketpoint's.
 
     Args:
-        folder: folder on each node, empty at the first time.
+        folder: folder on each node, or one that the nodes share; empty at the first time.
         url: URL of the run.
         storage_writer, storage_options, trusted: as for `BucketSaveStrategy` and `BucketLoadStrategy`.
 
@@ -74,14 +75,20 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
     """Make the side files of the newest checkpoint, on one process of each node."""
     root.mkdir(parents=True, exist_ok=True)
     mark = root / _MARK
-    told = mark.read_text(encoding="utf-8") if mark.exists() else None
-    if told != url and (told is not None or any(root.iterdir())):
-        raise BucketpointError(
-            f"The folder {root} stands for {told}" if told else f"The folder {root} has files of its own",
-            url=url,
-            remedy="Give a folder for this run alone, which is empty at the first time",
-        )
-    mark.write_text(url, encoding="utf-8")
+    # Listed before the mark is read: another node that shares the folder writes the mark before anything else.
+    used = any(not path.name.startswith(_MARK) for path in root.iterdir())
+    told = mark.read_text(encoding="utf-8").rstrip("/") if mark.exists() else None
+    if told != url.rstrip("/"):
+        if told is not None or used:
+            raise BucketpointError(
+                f"The folder {root} stands for {told}" if told else f"The folder {root} has files of its own",
+                url=url,
+                remedy="Give a folder for this run alone, which is empty at the first time",
+            )
+        # In one step, so that another node never reads a part.
+        part = root / f"{_MARK}.{uuid.uuid4().hex}"
+        part.write_text(url, encoding="utf-8")
+        part.replace(mark)
     newest = latest_checkpoint(url, storage_options=storage_options)
     tracker = root / _TRACKER
     tracker.unlink(missing_ok=True)

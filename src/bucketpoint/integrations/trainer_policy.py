@@ -1,0 +1,76 @@
+"""Policies of runs whose saves a trainer makes, and the metrics that it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from bucketpoint.catalog import notes
+from bucketpoint.catalog.policy_file import policy_of
+from bucketpoint.errors import BucketpointError
+from bucketpoint.retention import Best, Keep, RetentionPolicy
+
+logger = logging.getLogger(__name__)
+
+_ALL = 10**9
+"""Checkpoints that are kept without `save_total_limit`."""
+
+_SIGNALS = ("sigterm", "sigusr1", "sigusr2")
+
+
+def policy_for(
+    policy: RetentionPolicy | str | os.PathLike[str] | None, arguments: Any, url: str | os.PathLike[str]
+) -> RetentionPolicy:
+    """Return the policy of a run of transformers' `Trainer`: the given one, or what the trainer's arguments stand for.
+
+    Of its `save:` the signals remain: all else about when to save is up to the arguments.
+
+    Raises:
+        BucketpointError: the arguments ask for the best checkpoint, which the policy does not keep.
+        PolicyError: the file of the policy is wrong.
+    """
+    best = [best_of(arguments)] if arguments.load_best_model_at_end and arguments.metric_for_best_model else []
+    made = policy_of(policy or RetentionPolicy(Keep(latest=arguments.save_total_limit or _ALL, best=best)))
+    kept = {(rule.metric, rule.mode) for rule in made.keep.best}
+    for rule in best:
+        if (rule.metric, rule.mode) not in kept:
+            raise BucketpointError(
+                f"load_best_model_at_end needs a policy that keeps the best checkpoint by {rule.metric}, {rule.mode}",
+                url=os.fspath(url),
+                remedy="Add the metric with this mode to `best` of the policy's `keep`, or leave `policy` to the mixin",
+            )
+    save = dataclasses.replace(made.save, every=(), on=[name for name in made.save.on if name in _SIGNALS])
+    return dataclasses.replace(made, save=save)
+
+
+def best_of(arguments: Any) -> Best:
+    """Return the rule of the best checkpoint by `metric_for_best_model`."""
+    metric = arguments.metric_for_best_model
+    name = metric if metric.startswith("eval_") else f"eval_{metric}"
+    return Best(name, "max" if arguments.greater_is_better else "min")
+
+
+def fitting_metrics(metrics: Mapping[str, float], policy: RetentionPolicy, left_out: set[str]) -> dict[str, float]:
+    """Return the metrics that a manager takes, and those that the policy ranks by, which the manager refuses by itself.
+
+    A trainer makes names of its own, from those of datasets, that may be too long.
+
+    Args:
+        left_out: names that have been left out, and logged, before; others are added.
+    """
+    ranked = {rule.metric for rule in policy.keep.best}
+    fitting: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            notes.checked_metrics({name: value})
+        except BucketpointError as error:
+            if name not in ranked:
+                if name not in left_out:
+                    left_out.add(name)
+                    logger.warning("checkpoints are saved without a metric: %s", error)
+                continue
+        fitting[name] = value
+    return fitting
