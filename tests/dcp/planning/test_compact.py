@@ -52,7 +52,7 @@ CHECKSUM_BYTES = 24
 RANK_BYTES = 1100
 """Allowed for each rank, 70 of them for the figures of its save."""
 
-OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created", "changes"}
+OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created", "seconds", "changes"}
 
 
 class StoppedError(Exception):
