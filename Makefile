@@ -309,8 +309,8 @@ RAY ?= 2.60.*
 .venv-ray/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-ray --beside "ray[train]==$(RAY)" --python "$(PYTHON)"
 
-# The newest transformers that the tests have run with.
-TRANSFORMERS ?= 5.23.*
+# The newest transformers that the tests have run with, and the oldest that the extra accepts: TRANSFORMERS=5.23.*.
+TRANSFORMERS ?= 5.24.*
 .venv-transformers/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-transformers --beside "transformers[torch]==$(TRANSFORMERS)" --python "$(PYTHON)"
 
