@@ -104,11 +104,9 @@ def test_ray_itself_begins_again_after_a_killed_worker_and_keeps_as_many_checkpo
     assert [tuple(each[:2]) for each in told["seen"]] == [each[:2] for each in expected]
     losses, wanted = [each[2] for each in told["seen"]], [each[2] for each in expected]
     assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    kept = [checkpoint_url(checkpoint).rpartition("_step-")[2] for checkpoint, _ in result.best_checkpoints]
-    assert sorted(kept) == ["18", "24"]
-    # What is left of the save that was killed is nobody's checkpoint. Ray deletes an earlier one only if it had taken
-    # its report before the worker died.
-    assert {*whole(bucket, bucketpoint_minio)} - {"6", "12"} == {"-18", "18", "24"}
+    assert len(result.best_checkpoints) == 2
+    # What is left of the save that was killed is nobody's checkpoint.
+    assert whole(bucket, bucketpoint_minio) == ["-18", "18", "24"]
 
 
 def test_rays_own_example_saves_to_the_bucket_with_five_changed_lines(bucketpoint_minio: S3Server) -> None:

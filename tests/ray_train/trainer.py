@@ -98,6 +98,9 @@ def train(config: dict[str, Any]) -> None:
             if rank == 0:
                 Path(config["report"]).write_text(json.dumps(told))
             metrics = {"loss": seen[-1][2], "step": state["steps"]}
+            if state["steps"] == config["kill_at"]:
+                # Ray takes the reports before: it never deletes a checkpoint of which it does not know.
+                ray.train.get_all_reported_checkpoints()
             if state["steps"] % SAVE_EVERY == 0:
                 handle = report(metrics, state, step=state["steps"], storage_writer=writer)
                 if state["steps"] == config["kill_at"]:
