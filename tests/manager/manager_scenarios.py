@@ -214,6 +214,32 @@ class WithoutMemory:
         raise NotImplementedError
 
 
+class Agreeing:
+    """An object whose `state_dict` is a collective call, as that of a sharded model may be."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.value = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, self.name)
+        assert names == [self.name] * len(names), names
+        return {"value": self.value}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        self.value = given["value"]
+
+
+def restore_in_another_order(rank: int, world: int, root: str) -> Any:
+    """The keys of the state come in another order on each rank, and each object's state is a collective call."""
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(1, {name: Agreeing(name) for name in ("a", "b")})
+    with CheckpointManager(root, policy=policy()) as manager:
+        restored = manager.restore({name: Agreeing(name) for name in ("ab", "ba")[rank]})
+        return restored.step if restored is not None else None
+
+
 def restore_without_memory(rank: int, world: int, root: str) -> Any:
     """The last rank cannot make the state to load into; the others must not wait for it in a collective."""
     given = state(1, world)

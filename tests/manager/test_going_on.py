@@ -309,6 +309,10 @@ def test_a_rank_without_a_state_to_load_into_fails_the_restore_on_all(two_ranks:
     assert second == "MemoryError: no memory"
 
 
+def test_ranks_whose_keys_come_in_another_order_make_their_states_in_the_same(two_ranks: Ranks, root: str) -> None:
+    assert two_ranks.run(scenarios.restore_in_another_order, root) == [1, 1]
+
+
 def test_a_hook_that_raises_on_one_rank_fails_the_restore_on_all(two_ranks: Ranks, root: str) -> None:
     assert two_ranks.run(scenarios.restore_with_a_hook_that_raises, root) == ["BucketpointError", "ValueError"]
 

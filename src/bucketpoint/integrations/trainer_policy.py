@@ -11,14 +11,13 @@ from typing import Any
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.errors import BucketpointError
+from bucketpoint.manager.triggers import SIGNALS
 from bucketpoint.retention import Best, Keep, RetentionPolicy
 
 logger = logging.getLogger(__name__)
 
 _ALL = 10**9
 """Checkpoints that are kept without `save_total_limit`."""
-
-_SIGNALS = ("sigterm", "sigusr1", "sigusr2")
 
 
 def policy_for(
@@ -42,7 +41,7 @@ def policy_for(
                 url=os.fspath(url),
                 remedy="Add the metric with this mode to `best` of the policy's `keep`, or leave `policy` to the mixin",
             )
-    save = dataclasses.replace(made.save, every=(), on=[name for name in made.save.on if name in _SIGNALS])
+    save = dataclasses.replace(made.save, every=(), on=[name for name in made.save.on if name in SIGNALS])
     return dataclasses.replace(made, save=save)
 
 

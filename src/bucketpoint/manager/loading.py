@@ -73,7 +73,10 @@ def attempt(
     error: BaseException | None = None
     held: dict[str, Any] = {}
     try:
-        held = {name: _WithState(value) if isinstance(value, Stateful) else value for name, value in state.items()}
+        # In DCP's order: a `state_dict` may be a collective call, and the keys may come in another order on each rank.
+        for name in sorted(state):
+            value = state[name]
+            held[name] = _WithState(value) if isinstance(value, Stateful) else value
     except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
         error = raised
     # Before DCP's collectives, in which the other ranks would wait for one that has failed.

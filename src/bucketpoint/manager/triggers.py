@@ -13,9 +13,10 @@ from typing import Any
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention.policy import Save, SaveEvery, SaveEveryMinutes
 
-_SIGNALS = {
+SIGNALS = {
     name: getattr(signal, name.upper()) for name in ("sigterm", "sigusr1", "sigusr2") if hasattr(signal, name.upper())
 }
+"""Signals by the names that a policy has for them."""
 
 
 class Signals:
@@ -33,7 +34,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         for name in names:
-            number = _SIGNALS.get(name)
+            number = SIGNALS.get(name)
             if number is not None:
                 self._before[name] = signal.signal(number, _listener(name, self.seen, self._before))
         # A manager may be dropped without `close`, after an error: then SIGTERM would have no effect any more.
@@ -59,7 +60,7 @@ def _restore(before: dict[str, Any]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for name, handler in before.items():
-        signal.signal(_SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
+        signal.signal(SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
     before.clear()
 
 
@@ -75,7 +76,7 @@ class Triggers:
         self._ranks = ranks
         self._last_seen: int | None = None
         self._last_save = time.monotonic()
-        self._signals = Signals(tuple(name for name in save.on if name in _SIGNALS))
+        self._signals = Signals(tuple(name for name in save.on if name in SIGNALS))
         self._minutes = [one.minutes for one in save.every if isinstance(one, SaveEveryMinutes)]
         self.pressing: int | None = None
         """The step that a signal or the end of training asks to save: there may be no later one to save instead."""
@@ -105,7 +106,7 @@ class Triggers:
         self._last_seen = max(before, step)
         agreed = self._agreed()
         reasons += agreed
-        if "last_step" in reasons or not _SIGNALS.keys().isdisjoint(agreed):
+        if "last_step" in reasons or not SIGNALS.keys().isdisjoint(agreed):
             self.pressing = step
         return ", ".join(reasons) or None
 
@@ -113,7 +114,7 @@ class Triggers:
         self._signals.close()
 
     def _agreed(self) -> list[str]:
-        listened = [name for name in self._save.on if name in _SIGNALS]
+        listened = [name for name in self._save.on if name in SIGNALS]
         if not self._minutes and not listened:
             return []
         waited = time.monotonic() - self._last_save

@@ -155,11 +155,6 @@ def _saves(report: RunReport) -> Iterator[Markup]:
     marks = list(_marks(report))
     if not marks:
         return
-    timed = [
-        SaveMark(row["created"], report.seconds[row["url"]], _kind(row), _words(report, row))
-        for row in report.document["checkpoints"]
-        if row["url"] in report.seconds
-    ]
     kinds = {mark.kind for mark in marks}
     legend = [element("span", element("i", class_=kind), words) for kind, words in _KINDS.items() if kind in kinds]
     gap = report.document["interval_s"]
@@ -171,11 +166,16 @@ def _saves(report: RunReport) -> Iterator[Markup]:
         charts.saves(marks, "Saves over time"),
         element("div", *legend, class_="legend quiet"),
         element("p", words, class_="quiet"),
-        *_durations(timed, marks),
+        *_durations(report, marks),
     )
 
 
-def _durations(marks: Sequence[SaveMark], every: Sequence[SaveMark]) -> Iterator[Markup]:
+def _durations(report: RunReport, every: Sequence[SaveMark]) -> Iterator[Markup]:
+    marks = [
+        SaveMark(row["created"], report.seconds[row["url"]], _kind(row), _words(report, row))
+        for row in report.document["checkpoints"]
+        if row["url"] in report.seconds
+    ]
     if not marks:
         return
     least, most = (run_lines.took(of(mark.amount for mark in marks)) for of in (min, max))
