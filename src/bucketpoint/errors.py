@@ -199,7 +199,7 @@ class CommitConflictError(BucketpointError):
 
 
 class RanksDisagreeError(BucketpointError):
-    """The ranks of a save disagree on a value that must be the same on all of them. Nothing was committed."""
+    """The ranks of a save or a load disagree on a value that must be the same on all. Nothing was committed or read."""
 
 
 class IncompleteSaveError(BucketpointError):

@@ -23,15 +23,17 @@ from torch.distributed.checkpoint import CheckpointException
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter
+from bucketpoint.dcp.planning.agreement import CommitRead
 from bucketpoint.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
     CommitConflictError,
     IncompleteCheckpointError,
     MismatchError,
+    RanksDisagreeError,
     UnsafeDataError,
 )
-from bucketpoint.integrations.megatron import BucketLoadStrategy, BucketSaveStrategy, let_stand_for, load, save
+from bucketpoint.integrations.megatron import BucketLoadStrategy, BucketSaveStrategy, let_stand_for, load, loading, save
 from bucketpoint.stores import open_store
 from bucketpoint.testing.servers import S3Server, free_port
 
@@ -300,6 +302,25 @@ def test_parts_of_two_commits_are_not_loaded_together(tmp_path: Path) -> None:
     # The strategy is usable again.
     expect(load(state(0), url, sharded_strategy=BucketLoadStrategy()), 8)
     expect(dist_checkpointing.load(state(0), url, strategy), 8)
+
+
+@pytest.mark.usefixtures("alone")
+def test_refuses_a_load_where_another_rank_has_read_another_commit_or_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{tmp_path}/latest"
+    save(state(7), url)
+    other: tuple[Any, Any] = (CommitRead("0123456789ab", "'latest' (commit 0123456789ab)"), None)
+
+    def gather(found: list[Any], own: Any) -> None:
+        found[:] = [own, other]
+
+    monkeypatch.setattr(loading.dist, "all_gather_object", gather)
+    with pytest.raises(RanksDisagreeError, match="rank 1: 'latest' "):
+        load(state(0), url)
+    other = (None, CheckpointNotFoundError("rank 1 has not found it"))
+    with pytest.raises(CheckpointNotFoundError, match="rank 1 has not found it"):
+        load(state(0), url)
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, LoadPlanner, Metadata, StorageReader
@@ -23,6 +24,7 @@ from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.loading.unread import Unread
+from bucketpoint.dcp.planning.agreement import CommitRead, agree_on_commit, commit_read
 from bucketpoint.dcp.planning.unused_keys import warn_of_forgotten_optimizer
 from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Located, as_url, world_size
@@ -104,6 +106,7 @@ class BucketReader(Located, StorageReader):
         self._cooperation = None if cooperative == "off" else Cooperation(cooperative, process_group, bandwidths)
         self._registry = ExtensionRegistry() if _extension_registry is None else _extension_registry
         self._metadata: Metadata | None = None
+        self._commit: CommitRead | None = None
         self._failure: Exception | None = None
         self._in_load = False
         self._stats: LoadStats | None = None
@@ -119,6 +122,7 @@ class BucketReader(Located, StorageReader):
         if checkpoint_id is not None:
             self._url = as_url(checkpoint_id)
         self._metadata = None
+        self._commit = None
         self._failure = None
         self._in_load = True
         self._begin()
@@ -219,11 +223,21 @@ class BucketReader(Located, StorageReader):
         self._metadata = metadata
         self._read_metadata_at = time.monotonic()
 
+    @dcp_call
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """State on this rank's plan which commit it has read."""
+        # A planner of the user's own may use `storage_data` of the plan.
+        return replace(plan, storage_data=self._commit) if plan.storage_data is None else plan
 
+    @dcp_call
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        """Check, on the coordinator, that all ranks load one commit.
+
+        Raises:
+            RanksDisagreeError: they do not, because they were given different URLs or because another job has saved
+                over the URL. Nothing has been read into the state.
+        """
+        return agree_on_commit(plans, self._url)
 
     @dcp_call
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -305,6 +319,7 @@ class BucketReader(Located, StorageReader):
             metadata = decode_index(data, url=self._url)
         else:
             metadata = decode_metadata(data, trusted=self.trusted, url=self._url)
+        self._commit = commit_read(metadata, data, *self._open(self._url), str(self._url))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None

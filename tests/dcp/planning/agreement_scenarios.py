@@ -163,3 +163,52 @@ def save_elsewhere_while_a_save_begins(rank: int, world: int, root: str) -> list
         dcp.load(loaded, checkpoint_id=f"{root}/{name}", storage_reader=BucketReader(progress=False), no_dist=True)
         found.append((loaded["w"][0].item(), loaded[f"only{rank}"][0].item()))
     return found
+
+
+def load_into_zeros(url: str, reader: BucketReader, **options: Any) -> tuple[list[tuple[str, str]], list[float]]:
+    """How a load failed, if it did, and the values that it left."""
+    state = {"w": torch.zeros(3)}
+    failed = failures(lambda: dcp.load(state, checkpoint_id=url, storage_reader=reader, **options))
+    return failed, state["w"].tolist()
+
+
+def load_places_of_their_own(rank: int, world: int, urls: list[str], planner: Any = None, alone: bool = False) -> Any:
+    group = None
+    if alone:
+        group = [dist.new_group([member], backend="gloo") for member in range(world)][rank]
+    return load_into_zeros(urls[rank], BucketReader(progress=False), planner=planner and planner(), process_group=group)
+
+
+class Between(BucketReader):
+    """Reader of two ranks between whose reads of the metadata another save is made at the same URL."""
+
+    def __init__(self, rank: int, save: Callable[[], Any]) -> None:
+        super().__init__(progress=False)
+        self.save = save
+        self.number = rank
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self.number:
+            dist.barrier()
+            return super().read_metadata(*args, **kwargs)
+        metadata = super().read_metadata(*args, **kwargs)
+        self.save()
+        dist.barrier()
+        return metadata
+
+
+def load_while_another_job_saves(rank: int, world: int, url: str, stock: bool) -> Any:
+    def save(value: float) -> None:
+        state = {"w": torch.full((3,), value)}
+        writer: Any = dcp.FileSystemWriter(url) if stock else BucketWriter(progress=False)
+        dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+
+    if rank == 0:
+        save(1.0)
+    dist.barrier()
+    return load_into_zeros(url, Between(rank, lambda: save(2.0)))
+
+
+def load_with_the_index_on_one_rank(rank: int, world: int, url: str) -> Any:
+    reader = BucketReader(progress=False, trusted=bool(rank))
+    return *load_into_zeros(url, reader), type(reader.read_metadata().state_dict_metadata).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from bucketpoint import BucketWriter
+from bucketpoint import BucketWriter, LoadPlanner
 from bucketpoint.dcp.planning.agreement import agree, make_statement
 from bucketpoint.errors import RanksDisagreeError
+from bucketpoint.format.index.ref import INDEX_ITEMS
 from bucketpoint.stores import open_store
 from dcp.planning import agreement_scenarios as scenarios
 from dcp.planning.test_compact import Job, states
@@ -145,6 +147,51 @@ def test_a_save_goes_to_its_own_url_whatever_its_writer_saves_meanwhile(two_rank
     own = [(1.0, 1.0), (2.0, 2.0)]
     assert scenarios.save_elsewhere_while_a_save_begins(0, 1, f"file://{tmp_path}/alone") == own
     assert two_ranks.run(scenarios.save_elsewhere_while_a_save_begins, f"file://{tmp_path}/two") == [own, own]
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+def save_full(url: str, value: float) -> None:
+    state = {"w": torch.full((3,), value)}
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(progress=False), no_dist=True)
+
+
+@pytest.mark.parametrize("planner", [None, LoadPlanner])
+def test_refuses_a_load_of_two_checkpoints_on_all_ranks(two_ranks: Ranks, tmp_path: Path, planner: Any) -> None:
+    urls = [f"file://{tmp_path}/step-{step}" for step in (1, 2)]
+    for step, url in enumerate(urls, 1):
+        save_full(url, step)
+    for failed, left in two_ranks.run(scenarios.load_places_of_their_own, urls, planner):
+        assert [name for name, _ in failed] == ["RanksDisagreeError"]
+        assert "The ranks load different checkpoints: rank 0: '" in failed[0][1]
+        assert "broadcast its URL" in failed[0][1]
+        assert left == [0, 0, 0]
+    # Groups of ranks may load what they like.
+    groups = two_ranks.run(scenarios.load_places_of_their_own, urls, planner, True)
+    assert groups == [([], [1, 1, 1]), ([], [2, 2, 2])]
+    # Copies of one commit, on the disk of each node, are one checkpoint.
+    shutil.copytree(tmp_path / "step-1", tmp_path / "copied")
+    copies = [urls[0], f"file://{tmp_path}/copied"]
+    assert two_ranks.run(scenarios.load_places_of_their_own, copies, planner) == [([], [1, 1, 1])] * 2
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_refuses_a_load_of_two_commits_at_one_url(two_ranks: Ranks, tmp_path: Path, stock: bool) -> None:
+    for failed, left in two_ranks.run(scenarios.load_while_another_job_saves, f"{tmp_path}/latest", stock):
+        assert [name for name, _ in failed] == ["RanksDisagreeError"]
+        assert "latest' (commit " in failed[0][1]
+        assert left == [0, 0, 0]
+
+
+def test_accepts_one_commit_that_ranks_read_from_its_index_and_from_its_metadata(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    more = {f"t{number}": torch.zeros(1) for number in range(INDEX_ITEMS)}
+    state = {"w": torch.ones(3), "more": more}
+    dcp.save(state, checkpoint_id=f"{tmp_path}/large", storage_writer=BucketWriter(progress=False), no_dist=True)
+    found = two_ranks.run(scenarios.load_with_the_index_on_one_rank, f"{tmp_path}/large")
+    assert found == [([], [1, 1, 1], "Entries"), ([], [1, 1, 1], "dict")]
 
 
 class CannotPlan(DefaultSavePlanner):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from bucketpoint.dcp.process_groups import disconnect, timeout_of
-from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.errors import BucketpointError, PeerFailedError, RanksDisagreeError
 from bucketpoint.format.keys import new_token
 
 _NOTE = struct.Struct("<BH2q")
@@ -92,7 +92,8 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
         The members, in the order of their ranks in the group; this rank is one of them.
 
     Raises:
-        BucketpointError: this rank is not in the group, or a rank is missing, or loads something else.
+        BucketpointError: this rank is not in the group, or a rank is missing.
+        RanksDisagreeError: a rank loads something else.
     """
     here = dist.get_rank()
     if dist.get_rank(group) < 0:
@@ -113,13 +114,13 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
         ) from error
     for other in members:
         if (other.url, other.mode) != (url, mode):
-            raise BucketpointError(
+            raise RanksDisagreeError(
                 f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
                 f"and rank {here} {url} with {mode!r}: they cannot load together",
                 remedy="Load the same checkpoint in the same mode on all ranks of the group",
             )
         if other.figures != figures:
-            raise BucketpointError(
+            raise RanksDisagreeError(
                 f"Rank {other.rank} was given other bandwidths than rank {here}: they cannot decide alike",
                 remedy="Pass the same bandwidths= on all ranks of the group",
             )

@@ -1,7 +1,7 @@
-"""Check that the ranks of a save agree on all that they must have in common; the error names the ranks that differ.
+"""Check that the ranks of a save or a load agree on what they must have in common; the error names those that differ.
 
-A rank sends its statement with its plan, so that ranks which differ raise before any data is sent. It sends the
-statement again with its results: cached plans are not sent, and DCP's planner drops what is added to a plan.
+A rank of a save sends its statement with its plan, so that ranks which differ raise before any data is sent. It sends
+the statement again with its results: cached plans are not sent, and DCP's planner drops what is added to a plan.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from torch.distributed.checkpoint import Metadata, SavePlan, TensorStorageMetadata
+from torch.distributed.checkpoint import LoadPlan, Metadata, SavePlan, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from bucketpoint.dcp.planning.columnar.assignments import LazyItems
 from bucketpoint.errors import RanksDisagreeError, first_of
+from bucketpoint.format.metadata.facts import token_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
 
 _END_CHARS = 32
 _HOST_CHARS = 24
+_COMMIT_CHARS = 16
 _NAMED_AT_MOST = 6
 
 _NO_TENSOR = 0
@@ -60,6 +62,12 @@ class Statement:
 
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int) -> Statement:
     """Make the statement of this rank. `options` is any value whose `repr` is the same if the options are."""
+    place, end = _place(store, prefix, url)
+    return Statement(place, _digest(options, 4), world, end)
+
+
+def _place(store: Store, prefix: str, url: str) -> tuple[bytes, str]:
+    """Return a digest of the store and the prefix in it, and the end of the URL for messages."""
     # Not the identity of a local folder: it is that of the inode, which exists only once something is written there.
     identity = store.url if isinstance(store, LocalStore) else store.identity
     # For a local folder the absolute URL: the same relative path may lead to different places.
@@ -67,7 +75,7 @@ def make_statement(store: Store, prefix: str, url: str, *, options: object, worl
     end = shown if len(shown) <= _END_CHARS else f"…{shown[-_END_CHARS:]}"
     if identity != store.url:
         end = f"{end} at {urlsplit(identity).netloc[:_HOST_CHARS]}"
-    return Statement(_digest((identity, prefix), 8), _digest(options, 4), world, end)
+    return _digest((identity, prefix), 8), end
 
 
 def _digest(value: object, size: int) -> bytes:
@@ -131,6 +139,52 @@ def _refuse(
     listed = first_of(parts, _NAMED_AT_MOST, "; ", "; ")
     blamed = min((rank for ranks, _ in largest_first[1:] for rank in ranks), default=None)
     raise RanksDisagreeError(f"{message}: {listed}", url=url, key=key, rank=blamed, remedy=remedy)
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommitRead:
+    """The commit that a rank of a load has read the metadata of.
+
+    Attributes:
+        commit: what is equal on ranks that read one commit, and on no others.
+        shown: the end of the URL, and the commit, for messages.
+    """
+
+    commit: str
+    shown: str
+
+
+def commit_read(metadata: Metadata, data: bytes, store: Store, prefix: str, url: str) -> CommitRead:
+    """Make the statement of this rank on the metadata that it has decoded from `data`.
+
+    A save of `BucketWriter` has a token that no other save has, wherever its objects were copied. Metadata of another
+    writer may be the same in two saves, so there the place counts too.
+    """
+    place, end = _place(store, prefix, url)
+    commit = token_of(metadata) or f"{place.hex()}-{hashlib.blake2b(data, digest_size=8).hexdigest()}"
+    return CommitRead(commit, f"{end!r} (commit {commit[-_COMMIT_CHARS:]})")
+
+
+def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan]:
+    """Raise if the ranks have read different commits. Return the plans without statements."""
+    refuse_two_commits({rank: plan.storage_data for rank, plan in enumerate(plans)}, url)
+    return [replace(plan, storage_data=None) if isinstance(plan.storage_data, CommitRead) else plan for plan in plans]
+
+
+def refuse_two_commits(statements: Mapping[int, Any], url: str | None) -> None:
+    """Raise RanksDisagreeError if the ranks have read different commits. Ranks without a statement are skipped."""
+    stated = {rank: (each.commit, each.shown) for rank, each in statements.items() if isinstance(each, CommitRead)}
+    if len({commit for commit, _ in stated.values()}) > 1:
+        _refuse(
+            "The ranks load different checkpoints",
+            stated,
+            url,
+            "Ask for the newest checkpoint on one rank and broadcast its URL; if all ranks have named one URL, another "
+            "job saved there during the load: load again",
+        )
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -65,6 +65,13 @@ def extra(metadata: Any) -> dict[str, Any]:
     return facts
 
 
+def token_of(metadata: Any) -> str | None:
+    """Return the token of the save that wrote the metadata, without a check of other facts; None for other writers'."""
+    facts = vars(metadata).get(_EXTRA)
+    token = facts.get("token") if type(facts) is dict else None
+    return token if type(token) is str else None
+
+
 def record_of(metadata: Any, data: bytes, *, metadata_etag: str | None) -> CommitRecord:
     """Make the record of a committed checkpoint from decoded metadata and its bytes `data`."""
     facts = extra(metadata)

@@ -73,15 +73,15 @@ def load(
 
     Raises:
         CheckpointNotFoundError: there is no whole checkpoint at the URL.
-        CommitConflictError: another checkpoint was committed at the URL during the load.
+        CommitConflictError, RanksDisagreeError: another checkpoint was committed at the URL during the load.
         BucketpointError: it cannot be loaded; or megatron was asked for what it can do in local folders only.
     """
     where = os.fspath(url)
     strategy = sharded_strategy or BucketLoadStrategy(storage_options=storage_options)
     base = _check(strategy, BucketLoadStrategy, where, options)
-    with stand_in(where) as folder, base.one_commit():
+    with stand_in(where) as folder, base.one_commit(where) as common:
         # megatron reads values that are not sharded without the strategy, in the folder.
-        write_side_files(folder, COMMON, base.load_common_item(where))
+        write_side_files(folder, COMMON, common)
         return dist_checkpointing.load(sharded_state_dict, folder, strategy, **options)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -17,8 +18,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from bucketpoint.dcp import BucketReader
 from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.planning.agreement import CommitRead, refuse_two_commits
+from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
-from bucketpoint.format.metadata.facts import extra
 from bucketpoint.integrations.megatron.stand_in import url_of
 
 COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -42,16 +44,40 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
     ) -> None:
         super().__init__(**options)
         self._options: dict[str, Any] = {"storage_options": storage_options, "trusted": trusted}
-        self._commits: set[Any] | None = None
+        self._commits: dict[str, CommitRead] | None = None
 
     @contextmanager
-    def one_commit(self) -> Iterator[None]:
-        """Refuse, until the end, reads of another commit than that of the first read: megatron makes several."""
-        self._commits = set()
+    def one_commit(self, checkpoint_dir: Any) -> Iterator[io.BytesIO]:
+        """Read the common item, and refuse, until the end, reads of another commit: megatron makes several. All ranks.
+
+        Raises:
+            RanksDisagreeError: the ranks have read different commits.
+            BucketpointError: the error of the first rank that cannot read the item, on all ranks.
+        """
+        self._commits = {}
         try:
-            yield
+            item = None
+            failure: BucketpointError | None = None
+            try:
+                item = self.load_common_item(checkpoint_dir)
+            except BucketpointError as error:
+                failure = error
+            self._agree(failure, url_of(checkpoint_dir))
+            assert item is not None
+            yield item
         finally:
             self._commits = None
+
+    def _agree(self, failure: BucketpointError | None, url: str) -> None:
+        """Raise on all ranks if one has failed, or if they have read different commits."""
+        stated: list[Any] = [(next(iter((self._commits or {}).values()), None), failure)]
+        if is_initialized():
+            own, stated = stated[0], [None] * dist.get_world_size()
+            dist.all_gather_object(stated, own)
+        failure = failure or next((error for _, error in stated if error is not None), None)
+        if failure is not None:
+            raise failure
+        refuse_two_commits({rank: commit for rank, (commit, _) in enumerate(stated)}, url)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
         """Load the sharded part of a state into its tensors, and return it. Each rank by itself."""
@@ -112,29 +138,37 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         )
 
     def _metadata(self, checkpoint_dir: Any) -> Metadata:
-        url = url_of(checkpoint_dir)
-        metadata = BucketReader(url, **self._options).read_metadata()
-        self._note_commit(metadata, url)
+        reader = _CommitReader(url_of(checkpoint_dir), **self._options)
+        metadata = reader.read_metadata()
+        self._note_commit(reader)
         return metadata
 
     def _read(self, state: dict[str, Any], checkpoint_dir: Any, planner: Any) -> None:
-        url = url_of(checkpoint_dir)
+        reader = _CommitReader(url_of(checkpoint_dir), **self._options)
         try:
-            dcp.load(state, storage_reader=BucketReader(url, **self._options), planner=planner, no_dist=True)
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as raised:
-            raise as_ours(raised, url, "The load") from raised
-        self._note_commit(planner.metadata, url)
+            raise as_ours(raised, reader.url, "The load") from raised
+        self._note_commit(reader)
 
-    def _note_commit(self, metadata: Any, url: str) -> None:
-        if self._commits is None:
+    def _note_commit(self, reader: _CommitReader) -> None:
+        if self._commits is None or reader.commit is None:
             return
-        self._commits.add(extra(metadata).get("token"))
+        self._commits[reader.commit.commit] = reader.commit
         if len(self._commits) > 1:
             raise CommitConflictError(
                 "Another checkpoint was committed here during the load, which has read parts of both",
-                url=url,
+                url=reader.url,
                 remedy="Load again, and save each checkpoint at a URL of its own, such as iter_0000500",
             )
+
+
+class _CommitReader(BucketReader):
+    """Reader whose caller can ask which commit it has read."""
+
+    @property
+    def commit(self) -> CommitRead | None:
+        return self._commit
 
 
 class _CommonPlanner(DefaultLoadPlanner):
