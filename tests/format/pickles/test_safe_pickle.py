@@ -284,6 +284,19 @@ def test_an_archive_in_which_readers_find_different_records_is_refused(name: str
     assert refused_globals(ambiguous()[name])
 
 
+@pytest.mark.parametrize("value", [np.arange(3), np.array([1, "a"], object), torch.ones(3, device="meta")], ids=str)
+def test_reads_a_bare_pickle_of_a_value_that_compares_its_elements(value: Any) -> None:
+    data = pickle.dumps(value)
+    (read,) = items.read_item(data).values
+    assert type(read) is type(value)
+    assert read.shape == value.shape
+    # In the place of the numbers that begin a file of torch before 1.6.
+    begin = pickle.dumps(torch.serialization.MAGIC_NUMBER)
+    for before in (begin, begin + pickle.dumps(torch.serialization.PROTOCOL_VERSION)):
+        with pytest.raises(items.RefusedError, match="malformed file"):
+            items.read_item(before + data)
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"hello world", b"{}", b"\x93NUMPY\x01\x00", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\0" * 50]
 )

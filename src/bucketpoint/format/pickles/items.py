@@ -240,10 +240,15 @@ def _read_stream(data: bytes) -> Item:
         position, deferred = machine.position, deferred or machine.deferred
         if len(values) == _MAX_PICKLES:
             raise RefusedError([f"<more than {_MAX_PICKLES} pickles in one item>"])
-        if not values and value == _LEGACY_MAGIC and type(value) is int:
+        if not values and _is_number(value, _LEGACY_MAGIC):
             return _read_legacy(data, position)
         values.append(value)
     return Item(values, False, {}, deferred)
+
+
+def _is_number(value: Any, number: int) -> bool:
+    # The type first: an array or a tensor compares its elements, and the result has no truth value.
+    return type(value) is int and value == number
 
 
 def _read_legacy(data: bytes, position: int) -> Item:
@@ -251,7 +256,7 @@ def _read_legacy(data: bytes, position: int) -> Item:
         for expected in ("protocol", "system"):
             value, machine = interpret(data, paid=len(data), position=position)
             position = machine.position
-            sound = value == _LEGACY_PROTOCOL if expected == "protocol" else type(value) is dict
+            sound = _is_number(value, _LEGACY_PROTOCOL) if expected == "protocol" else type(value) is dict
             if not sound or (expected == "system" and value.get("little_endian") is not True):
                 raise MalformedPickleError("the file has another version or byte order than torch.save writes here")
         sizes: dict[str, int] = {}
