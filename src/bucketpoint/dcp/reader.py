@@ -25,7 +25,7 @@ from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.loading.unread import Unread
 from bucketpoint.dcp.planning.agreement import CommitRead, agree_on_commit, commit_read
-from bucketpoint.dcp.planning.unused_keys import warn_of_forgotten_optimizer
+from bucketpoint.dcp.planning.unused_keys import compare_keys, find_unmatched
 from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Located, as_url, world_size
 from bucketpoint.dcp.spans import note_load
@@ -107,6 +107,7 @@ class BucketReader(Located, StorageReader):
         self._registry = ExtensionRegistry() if _extension_registry is None else _extension_registry
         self._metadata: Metadata | None = None
         self._commit: CommitRead | None = None
+        self._plans: list[LoadPlan] = []
         self._failure: Exception | None = None
         self._in_load = False
         self._stats: LoadStats | None = None
@@ -123,6 +124,7 @@ class BucketReader(Located, StorageReader):
             self._url = as_url(checkpoint_id)
         self._metadata = None
         self._commit = None
+        self._plans = []
         self._failure = None
         self._in_load = True
         self._begin()
@@ -237,15 +239,19 @@ class BucketReader(Located, StorageReader):
             RanksDisagreeError: they do not, because they were given different URLs or because another job has saved
                 over the URL. Nothing has been read into the state.
         """
-        return agree_on_commit(plans, self._url)
+        self._plans = agree_on_commit(plans, self._url)
+        return self._plans
 
     @dcp_call
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors; return when all have arrived. Called on all ranks."""
         started = time.monotonic()
-        if type(planner) is DefaultLoadPlanner and not self.rank and self._metadata is not None:
-            # Our planner compares the keys of all ranks; torch's says nothing, so one rank tells what it knows.
-            warn_of_forgotten_optimizer(self._metadata, planner.state_dict, self._url)
+        plans, self._plans = self._plans, []
+        if plans and type(planner) is DefaultLoadPlanner and self._metadata is not None:
+            # Our planner compares the keys of all ranks; torch's says nothing, so the coordinator tells what it knows.
+            flat = planner.state_dict
+            unmatched = find_unmatched(flat, planner.original_state_dict, self._metadata.state_dict_metadata)
+            compare_keys(self._metadata, plans, flat, unmatched).log(self._url, losses_only=True)
         pool = BufferPool(self.transfer.max_inflight_bytes)
         # With ranks that load together, the others are told of any error here.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()

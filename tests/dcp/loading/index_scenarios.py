@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -35,3 +36,17 @@ def save_twice_and_load(rank: int, world: int, root: str, cooperative: str) -> t
             assert target["model"][f"layer{number}"].to_local().unique().tolist() == [float(number + step)]
     entries = reader._metadata.state_dict_metadata
     return ("index" if isinstance(entries, Entries) else "pickle"), len(entries)
+
+
+def load_stages(rank: int, world: int, url: str, stages: list[dict[str, Any]], ours: bool) -> list[str]:
+    """Load the part of this rank, and return what was logged as a warning."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bucketpoint").addHandler(handler)
+    try:
+        planner = LoadPlanner() if ours else None
+        dcp.load(stages[rank], checkpoint_id=url, storage_reader=BucketReader(progress=False), planner=planner)
+    finally:
+        logging.getLogger("bucketpoint").removeHandler(handler)
+    return told

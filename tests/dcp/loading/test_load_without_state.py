@@ -264,41 +264,6 @@ def test_unused_and_missing_keys_are_counted_in_one_line(tmp_path: Path, caplog:
     assert "the checkpoint lacks 1 keys, whose values in the state stay unchanged: more.v" in second
 
 
-def test_an_optimizer_that_has_made_no_step_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer = trained()
-    bp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{tmp_path}/a")
-    fresh = torch.optim.AdamW(model.parameters())
-    with caplog.at_level(logging.INFO, logger="bucketpoint"):
-        bp.load({"model": model.state_dict(), "optim": fresh.state_dict()}, f"{tmp_path}/a")
-        bp.load({"model": model.state_dict()}, f"{tmp_path}/a")
-        bp.load({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{tmp_path}/a")
-    (warned, warning), (told, _) = loading_lines(caplog)
-    assert (warned, told) == ("WARNING", "INFO"), "who asks for the model alone wants no optimizer"
-    assert "none of the 12 tensors of optim is loaded" in warning
-    assert "get_optimizer_state_dict" in warning
-
-
-def test_an_optimizer_that_has_made_no_step_is_a_warning_with_torchs_planner_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = trained()
-    bp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{tmp_path}/a")
-    fresh = torch.optim.AdamW(model.parameters())
-
-    def load(state: dict[str, Any], **more: Any) -> None:
-        dcp.load(state, checkpoint_id=f"{tmp_path}/a", storage_reader=bp.BucketReader(), no_dist=True, **more)
-
-    with caplog.at_level(logging.INFO, logger="bucketpoint"):
-        load({"model": model.state_dict()})
-        load({"model": model.state_dict(), "optim": optimizer.state_dict()})
-        assert loading_lines(caplog) == []
-        load({"model": model.state_dict(), "optim": fresh.state_dict()})
-        load({"model": model.state_dict(), "optim": fresh.state_dict()}, planner=bp.LoadPlanner())
-    (level, warning), (_, ours) = loading_lines(caplog)
-    assert level == "WARNING"
-    assert ours.endswith(warning.partition(": ")[2])
-
-
 def test_strict_is_as_in_torch(tmp_path: Path) -> None:
     bp.save({f"w{n}": torch.ones(1) for n in range(8)}, f"{tmp_path}/a")
     every = {f"w{n}": torch.zeros(1) for n in range(8)}

@@ -22,7 +22,14 @@ from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
 from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in, is_partial
 from bucketpoint.dcp.planning.nested_state import put
 from bucketpoint.dcp.planning.rank_state import rank_state_name, saved_ranks
-from bucketpoint.dcp.planning.unused_keys import in_words, log_difference
+from bucketpoint.dcp.planning.unused_keys import (
+    Unmatched,
+    compare_keys,
+    find_renaming,
+    find_unmatched,
+    in_words,
+    nearest_keys,
+)
 from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.index.view import Chunks
@@ -65,6 +72,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.strict = strict
         self.pending: Counter[str] = Counter()
         self.skipped: tuple[str, ...] = ()
+        self._unmatched = Unmatched()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -109,18 +117,21 @@ class LoadPlanner(DefaultLoadPlanner):
             misfits = list(self._misfits(plan, items))
         if misfits:
             named = first_of([f"{fqn} {why}" for fqn, why in misfits], _NAMED_AT_MOST, "; ", "; and ")
+            alike, remedy = self._alike([fqn for fqn, _ in misfits])
             raise MismatchError(
-                f"The checkpoint and the state to load into do not fit: {named}",
+                f"The checkpoint and the state to load into do not fit: {named}{alike}",
                 url=url_of(self.metadata),
                 rank=this_rank(),
-                remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),
+                remedy=remedy,
             )
         if plan is None:
             assert refusal is not None
             raise refusal
-        self.skipped = tuple(fqn for fqn in self.state_dict if fqn not in self.metadata.state_dict_metadata)
-        # Sent to the coordinator, which counts the missing keys of all ranks.
-        return replace(plan, planner_data=self.skipped) if self.skipped and plan.planner_data is None else plan
+        self._unmatched = find_unmatched(state, self.original_state_dict, self.metadata.state_dict_metadata)
+        self.skipped = self._unmatched.lacking
+        # Sent to the coordinator, which compares the keys of all ranks.
+        told = self._unmatched != Unmatched() and plan.planner_data is None
+        return replace(plan, planner_data=self._unmatched) if told else plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the keys that all ranks ask for with those of the checkpoint, on the coordinator.
@@ -164,20 +175,31 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _compare(self, plans: list[LoadPlan]) -> None:
         assert self.metadata is not None
-        used = {item.storage_index.fqn for plan in plans for item in plan.items}
         # Empty tensors have no read items, but their keys are asked for all the same.
-        used.update(self.state_dict)
-        lacking = {fqn for plan in plans if type(plan.planner_data) is tuple for fqn in plan.planner_data}
-        unused = [fqn for fqn in self.metadata.state_dict_metadata if fqn not in used]
+        difference = compare_keys(self.metadata, plans, self.state_dict, self._unmatched)
         url = url_of(self.metadata)
-        if unused and self.strict:
+        if difference.unused and self.strict:
             raise MismatchError(
-                f"The checkpoint has {in_words(unused)}",
+                "; ".join([f"The checkpoint has {in_words(difference.unused)}", *difference.losses]),
                 url=url,
                 rank=this_rank(),
                 remedy="Add these keys to the state, or load without strict",
             )
-        log_difference(self.metadata, used, unused, sorted(lacking), url)
+        difference.log(url)
+
+    def _alike(self, misfits: list[str]) -> tuple[str, str]:
+        """Return, for an error, words on keys of the checkpoint that are like those that it lacks; and the remedy."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        lacking = [fqn for fqn in misfits if fqn not in saved and rank_state_name(fqn) is None]
+        unused = [fqn for fqn in saved if fqn not in self.state_dict]
+        remedy = _remedy(misfits, self.metadata)
+        if not lacking or not unused:
+            return "", remedy
+        renaming = find_renaming(lacking, unused)
+        if renaming is None:
+            return f"; {nearest_keys(lacking, unused)}", remedy
+        return f"; {renaming}", f"{renaming.remedy}. {remedy}"
 
     @contextmanager
     def _original_flattened(self) -> Iterator[None]:
