@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import bucketpoint
-from bucketpoint import BucketWriter, StagingOptions
-from bucketpoint.dcp import process_groups
+from bucketpoint import BucketpointError, BucketWriter
+from bucketpoint.dcp import meshes, process_groups
 from dcp.saving.async_scenarios import SLOW_S, SlowFileSystem, Training, assert_holds, wait
 
 
@@ -27,6 +30,7 @@ def kept() -> int:
 
 def saves_leave_the_group_alone(rank: int, world: int, root: str, given: str) -> Any:
     """Two saves for one group: what they say on it, and how many groups there are after each."""
+    meshes.group_beside(None)
     group = dist.new_group() if given == "a group" else None
     seen = []
     for step in range(2):
@@ -68,19 +72,112 @@ def training_talks_during_a_slow_upload(rank: int, world: int, root: str, given:
 
 
 def another_job_in_the_same_processes(rank: int, world: int, root: str) -> None:
-    """The default group is destroyed and made again: saves find a group of the new one."""
+    """The default group is destroyed and made again: saves make a mesh of the new one."""
     for number in range(2):
         url = f"{root}/{number}"
         bucketpoint.async_save(Training(rank, world).run(number), checkpoint_id=url).result()
         assert_holds(url, number, world)
+        bucketpoint.save(Training(rank, world).run(9), f"{root}/{number}-now")
+        assert_holds(f"{root}/{number}-now", 9, world)
+        assert meshes.mesh_of(None) is not None
         dist.barrier()
         dist.destroy_process_group()
         store = dist.FileStore(f"{root}/store-{number}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        assert meshes.mesh_of(None) is None
+
+
+class Meshes:
+    """Counts the groups that are made while it is entered."""
+
+    def __enter__(self) -> list[str]:
+        self._real, made = c10d._new_process_group_helper, []
+
+        def make(*args: Any, **named: Any) -> Any:
+            made.append(args[3])
+            return self._real(*args, **named)
+
+        c10d._new_process_group_helper = make  # type: ignore[assignment]
+        return made
+
+    def __exit__(self, *error: object) -> None:
+        c10d._new_process_group_helper = self._real
+
+
+def calls_of_all_kinds(rank: int, world: int, root: str) -> list[int]:
+    """Groups that were made after saves and loads of each kind, and after a call that fails and further ones."""
+    training, counts = Training(rank, world), []
+    own = dist.new_group()
+    with Meshes() as made:
+        for step in range(2):
+            bucketpoint.save(training.run(step), f"{root}/now-{step}")
+            bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}", process_group=own).result()
+            bucketpoint.load(training.run(step), f"{root}/{step}")
+            wait(dcp.async_save(training.run(step), checkpoint_id=f"{root}/b{step}", storage_writer=BucketWriter()))
+        counts.append(len(made))
+        with contextlib.suppress(BucketpointError):
+            bucketpoint.save({"w": Unsaveable()} if rank == 0 else training.run(5), f"{root}/fails")
+        for step in (6, 7):
+            bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}").result()
+            bucketpoint.save(training.run(step), f"{root}/now-{step}")
+            assert_holds(f"{root}/{step}", step, world)
+        counts.append(len(made))
+    dist.destroy_process_group(own)
+    return counts
+
+
+class Unsaveable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+
+def calls_of_a_large_group(rank: int, world: int, root: str) -> tuple[list[str], str | None]:
+    """The same with a mesh in which not all ranks are connected, and a call that fails in the middle."""
+    former = meshes.mesh_of(None)
+    if former is not None:
+        former.drop()
+    process_groups.MOST_CONNECTED = 1
+    training, text = Training(rank, world), None
+    try:
+        with Meshes() as made:
+            for step in range(2):
+                bucketpoint.save(training.run(step), f"{root}/{step}")
+                assert_holds(f"{root}/{step}", step, world)
+                if step == 0:
+                    try:
+                        bucketpoint.save({"w": Unsaveable()} if rank == 2 else training.run(5), f"{root}/fails")
+                    except BucketpointError as error:
+                        text = str(error)
+    finally:
+        process_groups.MOST_CONNECTED = 256
+        mesh = meshes.mesh_of(None)
+        if mesh is not None:
+            mesh.drop()
+    return made, text
+
+
+def save_in_a_fork(rank: int, world: int, root: str) -> str:
+    """What a fork of a rank is told that saves on the rank's mesh."""
+    bucketpoint.save(Training(rank, world).run(1), f"{root}/1")
+    read, write = os.pipe()
+    if os.fork() == 0:
+        text = "saved"
+        try:
+            bucketpoint.save({}, f"{root}/{rank}-fork", deadline_s=5)
+        except BaseException as error:  # noqa: BLE001 (told to the test)
+            text = str(error)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.wait()
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
 
 
 def two_halves_of_the_job(rank: int, world: int, root: str) -> None:
     """Each half saves what it has by itself, in another number of saves, and so does the whole job."""
+    meshes.group_beside(None)
+    before = kept()
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own = rank // 2
     for step in range(1 + own):
@@ -90,49 +187,37 @@ def two_halves_of_the_job(rank: int, world: int, root: str) -> None:
         assert_holds(url, step, 2)
     bucketpoint.async_save(Training(rank, world).run(7), checkpoint_id=f"{root}/all").result()
     assert_holds(f"{root}/all", 7, world)
+    dist.destroy_process_group(halves[own])
+    halves.clear()
+    assert kept() == before, "what is made for a group goes with it"
     if rank == 3:
         # One rank alone: no other need know.
         bucketpoint.async_save(Training(0, 1).run(8), checkpoint_id=f"{root}/alone", no_dist=True).result()
         assert_holds(f"{root}/alone", 8)
 
 
-class Log(logging.Handler):
-    """Messages of the module that knows the groups, at level WARNING."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-        self._logger = logging.getLogger(process_groups.__name__)
-
-    def __enter__(self) -> list[str]:
-        self._logger.addHandler(self)
-        return self.messages
-
-    def __exit__(self, *error: object) -> None:
-        self._logger.removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def what_is_logged(rank: int, world: int, root: str, how: str) -> list[str]:
-    """Two saves by a bare `dcp.async_save`, or of a kind that may be on the default group, or is on another."""
-    arguments: dict[str, Any] = {}
-    if how == "group":
-        arguments["process_group"] = dist.new_group(backend="gloo")
-    staging = StagingOptions(use_async_staging=how == "beside")
-    with Log() as said:
-        for step in range(2):
-            url, state = f"{root}/{step}", Training(rank, world).run(step)
-            if how == "save":
-                dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter())
-            elif how == "bucketpoint":
-                bucketpoint.async_save(state, checkpoint_id=url).result()
-            elif how == "alone":
-                if rank == 0:
-                    wait(dcp.async_save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True))
-            else:
-                wait(
-                    dcp.async_save(state, checkpoint_id=url, storage_writer=BucketWriter(staging=staging), **arguments)
-                )
-    return said
+def stock_save_beside_training(rank: int, world: int, root: str, stages: str) -> int:
+    """Stock `dcp.async_save` without a group, and training that talks on the default group for as long as it takes."""
+    writer = BucketWriter(fs=SlowFileSystem(SLOW_S))
+    stager = DefaultStager(StagingOptions(False, False, False, False)) if stages == "torch" else None
+    training, reduced = Training(rank, world), 0
+    for step in range(2):
+        before = messages()
+        saving = dcp.async_save(
+            training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, async_stager=stager
+        )
+        done = getattr(saving, "upload_completion", saving)
+        going, said = torch.ones(1), 0
+        while going.item():
+            gradient = torch.ones(65_696)
+            dist.all_reduce(gradient)
+            assert gradient.unique().tolist() == [world]
+            going.fill_(not done.done())
+            dist.all_reduce(going)
+            said += 2
+        wait(saving)
+        assert messages() - before == said
+        assert_holds(f"{root}/{step}", step, world)
+        reduced += said
+    writer.close()
+    return reduced

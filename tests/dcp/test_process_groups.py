@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, CheckpointManager, RetentionPolicy
+from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.retention import Keep
 from dcp import process_group_scenarios as scenarios
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.fixture
 def fresh_ranks() -> Iterator[Ranks]:
-    """Ranks that have no group but the default one, and have warned of nothing."""
+    """Ranks that have no group but the default one."""
     ranks = Ranks(2)
     yield ranks
     ranks.close()
@@ -40,8 +41,8 @@ def test_a_save_says_nothing_on_the_group_that_it_was_given_and_keeps_its_own(
     for seen, after in two_ranks.run(scenarios.saves_leave_the_group_alone, str(tmp_path), given):
         assert [counted[:2] for counted in seen] == [(0, 0)] * 2
         assert seen[0][2] == seen[1][2]
-        # What is made for a group goes with it: the two of them. The default one's stays.
-        assert after == seen[1][2] - (2 if given == "a group" else 0)
+        # It has used the mesh of the default group, which has the same ranks.
+        assert after == seen[1][2] - (given == "a group")
 
 
 @given
@@ -57,23 +58,29 @@ def test_parts_of_a_job_save_by_themselves_and_together(four_ranks: Ranks, tmp_p
     four_ranks.run(scenarios.two_halves_of_the_job, str(tmp_path))
 
 
-def test_a_default_group_that_is_made_again_has_another_group_beside_it(fresh_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_default_group_that_is_made_again_has_another_mesh(fresh_ranks: Ranks, tmp_path: Path) -> None:
     fresh_ranks.run(scenarios.another_job_in_the_same_processes, str(tmp_path))
 
 
-def test_a_bare_async_save_on_the_only_group_warns_once_on_ranks_0_and_1(fresh_ranks: Ranks, tmp_path: Path) -> None:
-    for how in ("save", "alone"):
-        assert fresh_ranks.run(scenarios.what_is_logged, str(tmp_path / how), how) == [[], []], how
-    for said in fresh_ranks.run(scenarios.what_is_logged, str(tmp_path / "beside"), "beside"):
-        assert len(said) == 1
-        assert 'process_group=dist.new_group(backend="gloo")' in said[0]
-        assert "bucketpoint.async_save" in said[0]
-    assert fresh_ranks.run(scenarios.what_is_logged, str(tmp_path / "again"), "default") == [[], []]
+def test_makes_one_mesh_for_calls_of_all_kinds_and_another_after_a_failure(fresh_ranks: Ranks, tmp_path: Path) -> None:
+    assert fresh_ranks.run(scenarios.calls_of_all_kinds, str(tmp_path)) == [[1, 2]] * 2
 
 
-@pytest.mark.parametrize("how", ["group", "bucketpoint"])
-def test_a_save_with_a_group_of_its_own_warns_of_nothing(fresh_ranks: Ranks, tmp_path: Path, how: str) -> None:
-    assert fresh_ranks.run(scenarios.what_is_logged, str(tmp_path), how) == [[], []]
+def test_connects_ranks_of_a_large_group_when_they_first_talk(four_ranks: Ranks, tmp_path: Path) -> None:
+    for made, text in four_ranks.run(scenarios.calls_of_a_large_group, str(tmp_path)):
+        assert made == ["bucketpoint_lazy_gloo"] * 2
+        assert text is not None
+        assert "not this one" in text
+
+
+def test_refuses_the_mesh_in_a_forked_process(two_ranks: Ranks, tmp_path: Path) -> None:
+    for rank, text in enumerate(two_ranks.run(scenarios.save_in_a_fork, str(tmp_path))):
+        assert f"was forked from rank {rank}" in text
+
+
+@pytest.mark.parametrize("stages", ["writer", "torch"])
+def test_moves_a_stock_async_save_off_the_default_group(two_ranks: Ranks, tmp_path: Path, stages: str) -> None:
+    assert min(two_ranks.run(scenarios.stock_save_beside_training, str(tmp_path), stages)) > 3
 
 
 # -- several ranks without a process group ----------------------------------------------------------------------------
@@ -154,3 +161,14 @@ def test_an_error_of_any_kind_on_rank_zero_is_the_same_error_on_all_ranks(raised
         on_rank_zero(fail, 1, lambda _: pickle.loads(sent[0]))
     assert str(there.value) == str(here.value)
     assert raised in (here.value, here.value.__cause__)
+
+
+def test_names_the_limit_of_open_files_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 1000))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(BucketpointError, match="ulimit -n 4096"):
+            process_groups.new_group(None)
+    finally:
+        dist.destroy_process_group()

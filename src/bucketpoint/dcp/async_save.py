@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bucketpoint.dcp import process_groups, program_end
+from bucketpoint.dcp import meshes, process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.planning.plan_cache import SparePlans
@@ -59,6 +59,8 @@ class SaveHandle(Future[Metadata]):
         # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
         # keeps the caller's group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
+        # The group on which a thread of this process saves.
+        self._group: Any = None
         self._on_commit: OnCommit | None = None
         self.begun_s = time.monotonic()
         self._blocked_s = 0.0
@@ -144,11 +146,14 @@ class SaveHandle(Future[Metadata]):
     def _ended(self, upload: Future[Any]) -> None:
         error = upload.exception()
         if error is not None:
+            if self._group is not None and not isinstance(error, CheckpointException):
+                # DCP has not raised it on all ranks: wake those that wait for this one, on connections not used again.
+                meshes.cut_off(self._group)
             error = as_ours(error, self.url)
         if self._lease is not None:
             self._lease.end()
         self._note_figures(error)
-        self._parent_group = None
+        self._parent_group = self._group = None
         if self._at_end is not None:
             # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
             self._at_end.failure = None if error is None else str(error)
@@ -263,7 +268,9 @@ def async_save(
     handle._stager = stager._own_stager() if isinstance(stager, BucketWriter) else stager
     spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
     plans = spare.take()
-    group = None if no_dist else process_groups.group_beside(process_group)
+    group = None if no_dist else meshes.group_beside(process_group)
+    if async_checkpointer_type is AsyncCheckpointerType.THREAD:
+        handle._group = group
     if group is None or not use_collectives or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
     begun = dcp.async_save(

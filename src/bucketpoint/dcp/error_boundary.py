@@ -1,10 +1,15 @@
-"""The boundary at which errors leave for DCP: only BucketpointErrors pass, as DCP pickles them to every rank."""
+"""The boundary at which errors leave for other ranks: only BucketpointErrors pass.
+
+DCP pickles them. Where this package sends them itself they are plain values, as anybody may write where they are read.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +19,65 @@ from bucketpoint.errors import BucketpointError
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+KINDS = {
+    kind.__name__: kind
+    for kind in vars(sys.modules[BucketpointError.__module__]).values()
+    if isinstance(kind, type) and issubclass(kind, BucketpointError)
+}
+"""The classes of errors that one rank receives from another, by name."""
+
+MOST_BYTES = 256 << 10
+"""Most bytes of a message that is decoded. What `to_plain` returns is shorter."""
+
+_MOST_LETTERS = 4096
+_TEXTS = ("url", "key", "remedy")
+
+
+def to_plain(error: BucketpointError) -> list[Any]:
+    """Return an error as the name of its class, or of the nearest of `KINDS`, and its message and fields: for JSON."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if KINDS.get(kind.__name__) is kind)
+    # An error with fields of its own, such as the faults of a policy, tells them in its text.
+    own = error.fields().keys() != BucketpointError("").fields().keys()
+    fields = {"rank": error.rank, **{field: _clipped(getattr(error, field)) for field in _TEXTS}}
+    return [name, _clipped(str(error) if own else error.message), fields]
+
+
+def from_plain(value: Any) -> BucketpointError:
+    """Rebuild an error from what `to_plain` returned.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if isinstance(value, list) and len(value) == 3 and isinstance(value[0], str) and isinstance(value[2], dict):
+        (name, message, fields), rank = value, value[2].get("rank")
+        texts = {field: fields.get(field) for field in _TEXTS}
+        if (
+            name in KINDS
+            and isinstance(message, str)
+            and all(text is None or isinstance(text, str) for text in texts.values())
+            and (rank is None or type(rank) is int)
+        ):
+            return KINDS[name](message, rank=rank, **texts)
+    raise ValueError("no error of bucketpoint's")
+
+
+def decoded(data: bytes) -> Any:
+    """Decode JSON that another process may have written in place of a rank.
+
+    Raises:
+        ValueError: it is too long, nested too deeply, or no JSON.
+    """
+    if len(data) > MOST_BYTES:
+        raise ValueError("too long")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _clipped(text: object) -> str | None:
+    return None if text is None else str(text)[:_MOST_LETTERS].encode("utf-8", "replace").decode()
 
 
 def dcp_call(method: F) -> F:

@@ -1,17 +1,13 @@
 """Separate process groups for checkpoints, so that their collectives never mix with those of training.
 
 Two threads that use one process group at once send on the same connections. If the order differs between ranks, they
-wait for each other forever, or one reads the other's bytes, on which gloo ends the process.
-"""
+wait for each other forever, or one reads the other's bytes, on which gloo ends the process."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
-import threading
-import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,18 +18,17 @@ from torch.distributed.constants import default_pg_timeout
 
 from bucketpoint.errors import BucketpointError
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _UNUSED_TAG = 1 << 30
 _AT_ONCE = timedelta(milliseconds=1)
 
-_beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""For each caller's group, our own group over the same ranks, on which background saves run."""
+MOST_CONNECTED = 256
+"""Most ranks of a group that are all connected with each other. 256 ranks fetch 150 MB of addresses from the job's
+store, and 2,000 would fetch 65 GB."""
 
-
-_warned = False
+_LAZY = "bucketpoint_lazy_gloo"
+_SPARE_DESCRIPTORS = 64
 
 
 def is_initialized() -> bool:
@@ -141,6 +136,9 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
     `dist.new_group` does not serve: all ranks of the job have to call it, its group names repeat after a failure, and
     they differ between ranks that are in different numbers of groups.
 
+    Of more than `MOST_CONNECTED` ranks only those are connected that a collective has sent between: the first rank with
+    all others, and any other rank with some log2(ranks).
+
     Args:
         store: a store that only this group uses.
         name: the same on all ranks, and unique among the groups of the same ranks.
@@ -148,18 +146,69 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
     from torch.distributed import distributed_c10d as c10d
 
     make: Any = c10d._new_process_group_helper
+    lazy = len(ranks) > MOST_CONNECTED
+    _refuse_too_few_descriptors(ranks, 1 if lazy and ranks[0] != dist.get_rank() else len(ranks))
+    if lazy and not hasattr(dist.Backend, _LAZY.upper()):
+        dist.Backend.register_backend(_LAZY, _lazy_gloo, devices=["cpu"])
     group, _ = make(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
-        c10d.Backend("gloo"),
+        c10d.Backend(_LAZY if lazy else "gloo"),
         store,
         f"bucketpoint-{_digest(ranks)}-{name}",
         timeout=timeout,
         group_desc="bucketpoint",
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    if lazy:
+        _connect_neighbours(backend_of(group))
     return group
+
+
+def _refuse_too_few_descriptors(ranks: tuple[int, ...], connections: int) -> None:
+    """Raise an error where gloo would end the process: it has no other answer to a connection that cannot be opened."""
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+
+        limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
+        if limit != resource.RLIM_INFINITY and used + connections + _SPARE_DESCRIPTORS > limit:
+            raise BucketpointError(
+                f"Rank {dist.get_rank()} cannot connect with {len(ranks)} ranks: it may open {limit} files, of which "
+                f"{used} are open",
+                rank=dist.get_rank(),
+                remedy=f"Raise the limit before the job starts: ulimit -n {max(4096, 3 * len(ranks) + 1000)}",
+            )
+
+
+def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make gloo's backend such that two ranks connect when one first sends to the other."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    # As gloo's own constructor chooses them.
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
+        gloo.create_default_device(lazy_init=True)
+    ]
+    return gloo(store, rank, size, options)
+
+
+def _connect_neighbours(backend: Any) -> None:
+    """Run each collective that DCP uses once. A rank that is lost later is noticed by its connections that close."""
+    own = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    every = [torch.empty_like(own) for _ in range(backend.size())]
+    to_first, from_first = dist.GatherOptions(), dist.BroadcastOptions()
+    to_first.rootRank = from_first.rootRank = from_first.rootTensor = 0
+    backend.allgather([every], [own]).wait()
+    backend.gather([every] if backend.rank() == 0 else [], [own], to_first).wait()
+    backend.broadcast([own], from_first).wait()
+    backend.barrier().wait()
+
+
+def backend_of(group: Any) -> Any:
+    """Return gloo's part of a group."""
+    return group._get_backend(torch.device("cpu"))
 
 
 def _digest(ranks: tuple[int, ...]) -> str:
@@ -178,24 +227,9 @@ def new_group(parent: Any, timeout: timedelta | None = None) -> Any:
     return connect(ranks, dist.PrefixStore(name, store), name, timeout if timeout is not None else timeout_of(parent))
 
 
-def group_beside(parent: Any) -> Any:
-    """Return the gloo group on which background saves run instead of `parent`; None if there is no process group.
-
-    The group is made once and kept: the first call for a group is a collective one.
-    """
-    if not is_initialized():
-        return None
-    beside: Any = parent if parent is not None else dist.group.WORLD
-    own = _beside.get(beside)
-    if own is None or not _is_known(own):
-        own = _beside[beside] = new_group(parent)
-        weakref.finalize(beside, leave, own).atexit = False
-    return own
-
-
 def leave(group: Any) -> None:
     """Free the connections and threads of a group. Not a collective call."""
-    if is_initialized() and _is_known(group):
+    if is_initialized() and is_known(group):
         dist.destroy_process_group(group)
 
 
@@ -209,24 +243,6 @@ def disconnect(backend: Any, peers: Iterable[int]) -> None:
             backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(_AT_ONCE)
 
 
-def _is_known(group: Any) -> bool:
+def is_known(group: Any) -> bool:
     """Return True until this group, or all groups together, are destroyed."""
     return group in dist.distributed_c10d._world.pg_map
-
-
-def warn_of_a_shared_group() -> None:
-    """Warn once if a background save runs on the default process group.
-
-    DCP does not tell a writer which group a save uses, so this is inferred: the default group is the only one, and the
-    save does not run on the main thread. A checkpoint process is no such case: it saves on its main thread, and shares
-    its default group with nobody.
-    """
-    global _warned
-    shared = len(dist.distributed_c10d._world.pg_map) == 1
-    if shared and not _warned and threading.current_thread() is not threading.main_thread():
-        _warned = True
-        logger.warning(
-            "an asynchronous save uses the default process group: if its collectives mix with those of training, the "
-            "job hangs or is aborted. Call bucketpoint.async_save, which makes a process group of its own, or pass "
-            'process_group=dist.new_group(backend="gloo"), made once on every rank'
-        )

@@ -21,7 +21,7 @@ from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.run_retention import RunRetention
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import process_groups
+from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
 from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, SparePlans, WriterMeta, reported
@@ -169,6 +169,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
         session.times.turn = time.monotonic()
+        # Only now: the saves before this one use the same mesh.
+        meshes.leave_default_group()
         return WriterMeta(checkpoint_id=session.url, save_id=session.token)
 
     @dcp_call
@@ -181,9 +183,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.times.begin(int(kwargs.get("rank") or 0), current_lease())
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
-        if session.rank == 1 and self.unwatched:
-            # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
-            process_groups.warn_of_a_shared_group()
         # The process starts while the ranks plan, if this writer has not staged the state.
         self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
@@ -215,8 +214,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             RanksDisagreeError: the ranks save to different places, or different states.
         """
         session = self._session()
-        if len(plans) > 1 and self.unwatched:
-            process_groups.warn_of_a_shared_group()
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bucketpoint.dcp import process_groups
+from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.errors import RanksDisagreeError
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class Ranks:
     """All ranks of a group, or this process alone if torch.distributed is not initialised.
 
     The group is a new gloo group, so that no collective of training can mix with the manager's. Saves beside training
-    use a second new group, which `async_save` keeps beside this one, because the manager's ranks communicate while a
+    use another one, which all saves and loads of these ranks share, because the manager's ranks communicate while a
     save is under way. Constructing `Ranks` is a collective call.
 
     Args:
@@ -38,7 +38,7 @@ class Ranks:
         if process_groups.is_initialized():
             self.group = process_groups.new_group(members, timeout)
             # Made now, while all ranks are here, and not at the first save.
-            process_groups.group_beside(self.group)
+            meshes.group_beside(self.group)
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     @property

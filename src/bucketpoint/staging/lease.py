@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from bucketpoint.errors import StagingError
 from bucketpoint.staging.shared_memory import SharedMemory
@@ -126,12 +127,21 @@ class Lease:
     def ended_within(self, timeout_s: float) -> bool:
         return self._end.wait(timeout_s)
 
-    def wait(self, who: str) -> bool:
-        """Wait until the lease has ended: True. False if no save began to read in time and the wait was given up."""
+    def wait(self, who: str, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the lease has ended: True. False if no save began to read in time and the wait was given up.
+
+        Raises:
+            StagingError: `stopped` returned True.
+        """
         waiting_since = time.monotonic()
         warned = False
         while not self._end.wait(_POLL_S):
             now = time.monotonic()
+            if stopped():
+                raise StagingError(
+                    f"{who} gave up waiting for {self.label}, begun {now - self.started:.0f} s ago",
+                    remedy="Wait for the earlier save first, or allow more time",
+                )
             if self.abandoned:
                 logger.warning(
                     "a state that was staged %.0f s ago has not been saved; it keeps its memory, so more is allocated",
@@ -170,11 +180,12 @@ def last_staged() -> Lease | None:
     return _here.staged
 
 
-def take_turn(label: str) -> None:
+def take_turn(label: str, stopped: Callable[[], bool] = lambda: False) -> None:
     """Begin a save on the current thread, before its first collective: wait for the saves that were staged before it.
 
     Args:
         label: name of the save, for the log lines of those that wait for it.
+        stopped: returns True once a save that was never staged must not wait any longer.
     """
     if _here.entered and _here.saving is not None:
         lease = _here.saving.lease
@@ -183,7 +194,7 @@ def take_turn(label: str) -> None:
     else:
         # A state that was never staged: this thread saves it directly, so everything that it staged before goes first.
         end_own_save()
-        _let_pass(last_staged(), label)
+        _let_pass(last_staged(), label, stopped)
     _here.entered = False
 
 
@@ -260,8 +271,8 @@ def _unfinished(lease: Lease | None) -> Lease | None:
     return lease
 
 
-def _let_pass(lease: Lease | None, who: str) -> None:
+def _let_pass(lease: Lease | None, who: str, stopped: Callable[[], bool] = lambda: False) -> None:
     """Wait for a lease and for all before it: the lease of a dropped state may end before older ones."""
     while lease is not None:
-        lease.wait(who)
+        lease.wait(who, stopped)
         lease = lease._before

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import bucketpoint as bp
+from bucketpoint.dcp import process_groups
 from bucketpoint.errors import BucketpointError
 
 HANGS_S = 240.0
@@ -180,6 +181,19 @@ class Broken:
 def fail_before_planning(rank: int, world: int, url: str) -> Told | None:
     own: dict[str, Any] = {"broken": Broken()} if rank == 1 else {}
     return told(lambda: bp.save({**state(rank, 2.0), **own}, url, deadline_s=2 * HANGS_S))
+
+
+def plant_in_the_store(rank: int, world: int, url: str, data: bytes) -> Told | None:
+    """Something that is no rank writes into the store of the call under way, and counts a million failures."""
+
+    def plant() -> None:
+        job = process_groups.store_of(tuple(range(world)))
+        call = dist.PrefixStore(str(job.add("calls/0", 0)), job)
+        call.set("failed/1", data)
+        call.add("failures", 1_000_000)
+        time.sleep(2.5)
+
+    return told(lambda: bp.save(state(rank, 2.0), url, planner=At(0, plant if rank == 1 else None)))
 
 
 def overwrite_not(rank: int, world: int, url: str) -> Told | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +29,7 @@ from bucketpoint.dcp.cooperative.decision import (
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers, meet
 from bucketpoint.dcp.cooperative.rounds import SharedLoad, reason_of, round_bytes
 from bucketpoint.dcp.cooperative.schedule import Overlaps, Schedule
+from bucketpoint.dcp.error_boundary import decoded, from_plain, to_plain
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
@@ -101,14 +102,14 @@ class Cooperation:
                 try:
                     data = get()
                 except Exception as error:  # noqa: BLE001 (raised on every member)
-                    known = isinstance(error, BucketpointError)
-                    data, outcome = pickle.dumps(error if known else BucketpointError(reason_of(error))), _REFUSED
+                    ours = error if isinstance(error, BucketpointError) else BucketpointError(reason_of(error))
+                    data, outcome = json.dumps(to_plain(ours)).encode(), _REFUSED
             nbytes, outcome = exchange.agree(Note((len(data), outcome)))[0].numbers
             received = exchange.broadcast(data, nbytes)
         if outcome == _REFUSED:
             self._end()
             self.explanation = "Plain: there is no common metadata"
-            raise pickle.loads(received)
+            raise from_plain(decoded(bytes(received)))
         return data if exchange.rank == 0 else bytes(received)
 
     def fetch(

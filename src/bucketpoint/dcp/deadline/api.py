@@ -53,8 +53,8 @@ def save(
             requests through fsspec end by the timeouts of fsspec.
         overwrite, storage_options, fs, transfer, progress, retention: as for `BucketWriter`.
         planner: a `SavePlanner` that you keep from save to save; by default one for this save alone.
-        process_group: the ranks that save, as a group of any backend; None for all ranks of the job. A gloo group of
-            these ranks is made for each call.
+        process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The call uses the
+            gloo group that all saves and loads of these ranks share, and makes it if there is none.
 
     Returns:
         As `dcp.save`: the checkpoint's metadata on the coordinator; elsewhere an object that says where to read it.

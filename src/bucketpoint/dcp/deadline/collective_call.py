@@ -1,8 +1,9 @@
 """One call that all ranks of a group make together, and that all of them leave by a deadline.
 
-The ranks meet over the job's own key-value store and get a gloo group that lasts for this call. Each rank has a thread
-that tells the others of a failure, and receives theirs. A failure, a lost rank or the deadline ends the call early: it
-closes the group's connections and cuts off the requests under way, so that every waiting thread wakes up.
+The ranks meet over the job's own key-value store, and use their mesh (see `meshes`), or make one if some of
+them have none. Each rank has a thread that tells the others of a failure, and receives theirs. A failure, a lost rank
+or the deadline ends the call early: it closes the mesh's connections and cuts off the requests under way, so that every
+waiting thread wakes up.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint.dcp import process_groups
+from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.deadline.store_channel import ANSWER_S, WAITS, CallRefused, Failure, Kind, StoreChannel
 from bucketpoint.errors import BucketpointError, first_of
+from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import RequestCanceller
+
+ALONE: tuple[int, ...] = ()
+"""The ranks of a call that a process makes by itself."""
 
 DEADLINE_S = 1800.0
 """Default deadline: as long as a gloo group waits by default (torch's `default_pg_timeout`)."""
@@ -48,15 +51,15 @@ def collective_call(
     """
     if not deadline_s > 0:
         raise BucketpointError(f"deadline_s must be more than 0, not {deadline_s}")
-    ranks: tuple[int, ...] = (0,)
+    ranks = ALONE
     if not alone:
         process_groups.refuse_a_rank_alone(what, url)
         ranks = process_groups.ranks_of(parent)
-    call = CollectiveCall(what, ranks, deadline_s, url)
+    call = CollectiveCall(what, parent, ranks, deadline_s, url)
     try:
-        call.join()
         # Requests get a little more time than the call, so that the canceller ends them and not an error of their own.
         with retry.deadline(call.ends - time.monotonic()), call.cut.over_here(), warnings.catch_warnings():
+            call.join()
             if call.group is None:
                 # A process that works alone does so on purpose.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -80,19 +83,22 @@ class CollectiveCall:
     """This rank's part in a call. Made by `collective_call`.
 
     Attributes:
-        group: process group for the collectives of this call; None for a process alone.
+        mesh: the connections of the ranks, once all have begun the call; None for a process alone.
+        group: process group for the collectives of this call; None before and after them, and for a process alone.
         cut: canceller of the requests of this call.
         stops: time of the monotonic clock at which this rank gives up.
         ends: time of the monotonic clock by which this rank has raised.
     """
 
-    def __init__(self, what: str, ranks: tuple[int, ...], deadline_s: float, url: str) -> None:
+    def __init__(self, what: str, parent: Any, ranks: tuple[int, ...], deadline_s: float, url: str) -> None:
         self._what, self._url, self._deadline_s = what, url, deadline_s
         self.ends = time.monotonic() + deadline_s
         self.stops = self.ends - min(ANSWER_S, deadline_s / 4)
         self.cut = RequestCanceller(self.ends)
+        self.mesh: meshes.Mesh | None = None
         self.group: Any = None
-        self._ranks = ranks
+        self._parent, self._ranks = parent, ranks
+        self._rank = process_groups.this_rank() if ranks != ALONE else 0
         self._stage = "had not begun"
         self._stopped: Kind | None = None
         self._stage_then = WAITS
@@ -127,9 +133,15 @@ class CollectiveCall:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Wait for the other ranks to make the same call."""
+        """Wait for this process's saves in the background, and then for the other ranks to make the same call.
+
+        The saves run on the same mesh. The call must not begin there, or cut it off, before they have ended.
+        """
         self._timer.start()
-        if len(self._ranks) == 1:
+        if self._ranks != ALONE:
+            with self.doing("was waiting for a save in the background"):
+                take_turn(self._what, lambda: self._stopped is not None)
+        if len(self._ranks) <= 1:
             self._stage = "was still working"
             return
         self._stage = WAITS
@@ -180,9 +192,8 @@ class CollectiveCall:
         if ours is None:
             ours = BucketpointError(f"{self._what} failed with {type(error).__name__}: {error}")
         ours.url = ours.url or self._url
-        rank = dist.get_rank() if self._line is not None else 0
-        ours.rank = rank if ours.rank is None else ours.rank
-        self._own = Failure(rank, kind, ours)
+        ours.rank = self._rank if ours.rank is None else ours.rank
+        self._own = Failure(self._rank, kind, ours)
         if self._line is not None:
             self._line.wake()
             # Wait until the others can know the reason: if connections closed first, they would learn nothing else.
@@ -192,7 +203,7 @@ class CollectiveCall:
     def _reason(self, error: BaseException) -> BaseException:
         """Return the error that explains why the call stopped, as far as can be found out before it ends."""
         if self._line is None:
-            return self._late({0: self._stage_then})
+            return self._late({self._rank: self._stage_then})
         self._wait(
             lambda: self._answers is not None or self._storeless or getattr(self._heard, "kind", None) == "error",
             self.ends,
@@ -247,12 +258,9 @@ class CollectiveCall:
             self._stopped, self._stage_then = kind, self._stage
             self._changed.notify_all()
         self.cut.make()
-        group = self.group
-        if group is not None:
-            # Every thread that waits in a collective of the group raises, here and on other ranks.
-            with contextlib.suppress(RuntimeError):
-                backend, here = group._get_backend(torch.device("cpu")), group.rank()
-                process_groups.disconnect(backend, (peer for peer in range(group.size()) if peer != here))
+        mesh = self.mesh
+        if mesh is not None:
+            mesh.cut()
         if self._line is not None:
             self._line.wake()
 

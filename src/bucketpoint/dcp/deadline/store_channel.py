@@ -6,19 +6,18 @@ and receives those of others. `collective_call.py` decides what follows.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
+import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch.distributed as dist
 
-from bucketpoint.dcp import process_groups
+from bucketpoint.dcp import meshes
+from bucketpoint.dcp.error_boundary import decoded, from_plain
 from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
@@ -31,7 +30,11 @@ WAITS = ""
 """Stage of a rank that only waits for others, and delays nobody."""
 
 _LOOK_S = 0.25
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_LOOKS_A_SECOND = 4000
+"""Most requests a second that all ranks together send to the job's store while nothing happens."""
+
+_MOST_STAGE = 200
+_MOST_BUSY = 64
 
 Kind = Literal["error", "lost", "late"]
 
@@ -43,6 +46,24 @@ class Failure:
     rank: int
     kind: Kind
     error: BucketpointError
+
+    @classmethod
+    def received(cls, data: bytes, ranks: tuple[int, ...]) -> Failure:
+        """Decode what `note_failure` wrote. Any process on the job's network may have written something else there."""
+        try:
+            rank, kind, error = decoded(data)
+            if kind in get_args(Kind) and type(rank) is int and rank in ranks:
+                return cls(rank, kind, from_plain(error))
+        except (ValueError, TypeError):
+            pass
+        return cls(
+            ranks[0],
+            "error",
+            BucketpointError(
+                f"The call ended: something other than its ranks wrote {len(data)} bytes into the TCP store of the job",
+                remedy="Keep other hosts and users away from the job's network: see SECURITY.md",
+            ),
+        )
 
 
 class CallRefused(Exception):
@@ -57,8 +78,8 @@ class StoreChannel:
         self._ranks = call._ranks
         self._index = self._ranks.index(dist.get_rank())
         self._store: Any = None
-        self._number = 0
-        self._told = False
+        self._told = self._parted = False
+        self._look_s = max(_LOOK_S, len(self._ranks) / _LOOKS_A_SECOND)
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bucketpoint-call", daemon=True)
         self._thread.start()
@@ -72,14 +93,12 @@ class StoreChannel:
         self._thread.join(min(max(ends - time.monotonic(), 0.5), 2 * ANSWER_S))
 
     def _run(self) -> None:
-        call, group = self._call, None
+        call = self._call
+        mesh: meshes.Mesh | None = None
         try:
             try:
-                self._meet()
-                left = max(call.stops - time.monotonic(), 0.001)
-                store = dist.PrefixStore("group", self._store)
-                group = process_groups.connect(self._ranks, store, str(self._number), timedelta(seconds=left))
-                call._note(group=group)
+                mesh = self._meet()
+                call._note(mesh=mesh, group=mesh.group)
             except Exception as error:  # noqa: BLE001 (told, and raised by the call)
                 self._own_up(error)
             self._serve()
@@ -87,10 +106,11 @@ class StoreChannel:
             call._note(_storeless=True)
             call._stop("lost")
         finally:
-            call._note(group=None)
-            if group is not None:
-                with contextlib.suppress(Exception):
-                    dist.destroy_process_group(group)
+            call._note(mesh=None, group=None)
+            if mesh is not None and not self._parted:
+                # Bytes of this call may still be on their way: no later call may read them.
+                mesh.cut()
+                mesh.drop()
 
     def _own_up(self, error: Exception) -> None:
         """End the call because it could not begin, and note this rank's failure for the others."""
@@ -106,42 +126,31 @@ class StoreChannel:
             call._own = Failure(rank, "lost", BucketpointError(f"{type(error).__name__}: {error}"))
             call._stop("lost")
 
-    def _meet(self) -> None:
-        """Wait until all ranks make this call.
-
-        Each rank numbers its calls. Numbers of calls that have failed are skipped, so that a rank that missed such a
-        call meets the others again at its next one.
-        """
-        call, world = self._call, len(self._ranks)
-        job = process_groups.store_of(self._ranks)
-        number = job.add(f"calls/{self._index}", 1)
-        while job.check([f"{number}/failed/1"]):
-            number = job.add(f"calls/{self._index}", 1)
-        self._number = number
-        self._store = store = dist.PrefixStore(str(number), job)
-        # Within a sentence, as the error has it.
-        store.set(f"here/{self._index}", call._what[:1].lower() + call._what[1:])
-        if store.add("here", 1) == world:
-            calls = [store.get(f"here/{index}").decode() for index in range(world)]
-            other = next((index for index, what in enumerate(calls) if what != calls[0]), None)
-            store.set(
-                "all", "yes" if other is None else f"{calls[0]}, but rank {self._ranks[other]} began {calls[other]}"
-            )
-        self._poll(lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops)
+    def _meet(self) -> meshes.Mesh:
+        """Wait until all ranks make this call. Return their mesh, or a new one if some of them have none."""
+        call, ranks = self._call, self._ranks
+        former = meshes.mesh_of(call._parent)
+        number, self._store = meshes.enter_call(ranks, call._what, former.name if former is not None else "")
+        store = self._store
+        meshes.poll(
+            lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops, self._look_s
+        )
         if call._stopped is not None or not store.check(["all"]):
             raise CallRefused
-        verdict = store.get("all").decode()
-        if verdict != "yes":
-            raise BucketpointError(
-                f"The ranks made different calls: rank {self._ranks[0]} began {verdict}",
-                url=call._url,
-                remedy="Make the same call on all ranks of the process group",
-            )
+        same = meshes.verdict_of(store, ranks, call._url)
+        left = timedelta(seconds=max(call.stops - time.monotonic(), 0.001))
+        # The deadline ends the waiting, and no timeout of the group before it.
+        if former is not None and same == former.name:
+            former.wait_for(left)
+            return former
+        if former is not None:
+            former.drop()
+        return meshes.Mesh.make(call._parent, store, number, left, left)
 
     def _serve(self) -> None:
         call = self._call
         while True:
-            self._wake.wait(_LOOK_S)
+            self._wake.wait(self._look_s)
             self._wake.clear()
             if call._own is not None and not self._told:
                 self._tell(call._own)
@@ -160,8 +169,7 @@ class StoreChannel:
 
     def _tell(self, failure: Failure) -> None:
         self._told = True
-        number = self._store.add("failures", 1)
-        self._store.set(f"failed/{number}", pickle.dumps(failure))
+        meshes.note_failure(self._store, failure.rank, failure.kind, failure.error)
         self._hear()
 
     def _hears(self) -> bool:
@@ -176,30 +184,49 @@ class StoreChannel:
         It is the first `"error"`, as lost connections follow from errors; without an error it is the first failure.
         """
         failures: list[Failure] = []
-        for number in range(1, int(self._store.add("failures", 0)) + 1):
+        # Each rank notes one at most: a larger count is not theirs.
+        for number in range(1, min(self._store.add("failures", 0), len(self._ranks)) + 1):
             key = [f"failed/{number}"]
             # A rank counts its failure before it writes it, so the text may still be on its way.
-            if self._poll(partial(self._store.check, key), time.monotonic() + 1):
-                failures.append(pickle.loads(self._store.get(*key)))
+            if meshes.poll(partial(self._store.check, key), time.monotonic() + 1):
+                failures.append(Failure.received(self._store.get(*key), self._ranks))
         if failures:
             first = next((failure for failure in failures if failure.kind == "error"), failures[0])
             self._call._note(_heard=first)
             self._call._stop(first.kind)
 
     def _call_roll(self) -> None:
-        """Publish the stage of this rank, and collect the stages of the others. A rank without an answer is missing."""
+        """Publish the stage of this rank, and learn those of the others. A rank without an answer is missing.
+
+        One rank collects the answers for all: if each did, the store would get ranks x ranks requests.
+        """
         call, store = self._call, self._store
         self._answer(call._stage_then or "-")
-        ends = min(time.monotonic() + ANSWER_S, call.ends - min(1.0, call._deadline_s / 10))
-        self._poll(lambda: store.check(["answered"]), ends)
+        latest = call.ends - min(1.0, call._deadline_s / 10)
+        ends = min(time.monotonic() + ANSWER_S, latest)
+        collects = store.add("collects", 1) == 1
+        meshes.poll(lambda: store.check(["answered" if collects else "roll"]), ends, self._look_s)
         # Look again: an error told since then explains all the rest.
         self._hear()
-        stages: dict[int, str | None] = {}
-        for index, rank in enumerate(self._ranks):
-            key = f"answer/{index}"
-            stage = store.get(key).decode() if store.check([key]) else None
-            stages[rank] = WAITS if stage == "-" else stage
-        call._note(_answers=stages)
+        if collects:
+            keys = [f"answer/{index}" for index in range(len(self._ranks))]
+            stages = [store.get(key).decode("utf-8", "replace") if store.check([key]) else None for key in keys]
+            gone = [rank for rank, stage in zip(self._ranks, stages, strict=True) if stage is None]
+            busy = [[rank, stage] for rank, stage in zip(self._ranks, stages, strict=True) if stage not in (None, "-")]
+            store.set("roll", json.dumps([gone, busy[:_MOST_BUSY]]))
+        # The rank that collects may have begun later than this one.
+        elif not meshes.poll(lambda: store.check(["roll"]), min(ends + ANSWER_S, latest), self._look_s):
+            return
+        call._note(_answers=self._roll())
+
+    def _roll(self) -> dict[int, str | None]:
+        """Return the stage of each rank that others wait for; None for a missing rank."""
+        try:
+            gone, busy = decoded(self._store.get("roll"))
+            named = {**dict.fromkeys(gone), **{rank: str(stage)[:_MOST_STAGE] for rank, stage in busy}}
+            return {rank: stage for rank, stage in named.items() if rank in self._ranks}
+        except (ValueError, TypeError):
+            return {}
 
     def _answer(self, stage: str) -> None:
         self._store.set(f"answer/{self._index}", stage)
@@ -216,15 +243,10 @@ class StoreChannel:
             return
         if store.add("done", 1) == len(self._ranks):
             store.set("parted", "yes")
-        self._poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S)
-        if not store.check(["parted"]):
+        meshes.poll(
+            lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S, self._look_s
+        )
+        self._parted = store.check(["parted"])
+        if not self._parted:
             # Answer for a roll call that other ranks may make later, so that they do not take this rank for missing.
             self._answer("-")
-
-    def _poll(self, until: Callable[[], bool], ends: float) -> bool:
-        """Return True once `until` does, False at the end."""
-        pause = _FIRST_POLL_S
-        while not (done := until()) and time.monotonic() < ends:
-            time.sleep(max(min(pause, ends - time.monotonic()), 0))
-            pause = min(2 * pause, _LONGEST_POLL_S)
-        return done

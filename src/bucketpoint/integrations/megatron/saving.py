@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.dcp.process_groups import group_beside
+from bucketpoint.dcp.meshes import group_beside
 from bucketpoint.format import keys
 from bucketpoint.integrations.megatron.stand_in import url_of
 from bucketpoint.stores import open_store

@@ -1,0 +1,286 @@
+"""The mesh: one gloo group of ours for all saves and loads of the same ranks, and how ranks meet to make or share it.
+
+All calls take turns on it: a save or a load first waits for the saves that its process began before. The ranks meet in
+the job's key-value store, in which any process of the job's network may write: what lies there is JSON with limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import utils as dcp_utils
+
+from bucketpoint.dcp import process_groups
+from bucketpoint.dcp.error_boundary import decoded, to_plain
+from bucketpoint.errors import BucketpointError, first_of
+
+logger = logging.getLogger(__name__)
+
+_ANEW_WITHIN = timedelta(minutes=1)
+"""Longest time to wait for the other ranks to make a mesh anew. Unlike its first making, this can be on some ranks
+alone: on those that have seen the failure."""
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_MOST_SKIPPED = 1000
+
+_by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValueDictionary()
+"""The newest mesh of these ranks."""
+
+_beside: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+"""For each caller's group, the mesh over the same ranks: it is kept for as long as one of these groups exists."""
+
+_making = threading.Lock()
+
+
+@dataclass(eq=False)
+class Mesh:
+    """A group of ours over some ranks, for all saves and loads of these ranks.
+
+    Attributes:
+        name: the same on all ranks; never used for another mesh of the job.
+        timeout: how long its collectives wait.
+        process: id of the process that made it. A fork inherits none of the threads that receive.
+        lost: its connections are cut, or may be. Another is made by the next call.
+        leave: frees its connections and threads.
+    """
+
+    group: Any
+    name: str
+    timeout: timedelta
+    process: int = field(default_factory=os.getpid)
+    lost: bool = False
+    leave: Any = None
+
+    @classmethod
+    def make(cls, parent: Any, store: Any, number: int, within: timedelta, lasting: timedelta | None = None) -> Mesh:
+        """Connect the ranks of `parent`, and keep the mesh for their next calls. A collective call.
+
+        Args:
+            store: a store that only this meeting of the ranks uses.
+            number: number of the meeting.
+            within: longest time for the connections to be made.
+            lasting: how long its collectives wait; by default as long as those of `parent`.
+        """
+        ranks = process_groups.ranks_of(parent)
+        group = process_groups.connect(ranks, dist.PrefixStore("group", store), str(number), within)
+        mesh = cls(group, str(number), within)
+        mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
+        mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
+        mesh.leave.atexit = False
+        _by_ranks[ranks] = _beside[_or_world(parent)] = mesh
+        return mesh
+
+    def wait_for(self, timeout: timedelta, *, at_most: bool = False) -> None:
+        """Let collectives wait for at least `timeout`."""
+        if at_most or timeout > self.timeout:
+            process_groups.backend_of(self.group)._set_default_timeout(timeout)
+            self.timeout = timeout
+
+    def cut(self) -> None:
+        """Close the connections. Every thread that waits in a collective raises, here and on other ranks."""
+        self.lost = True
+        if not process_groups.is_known(self.group):
+            return
+        with contextlib.suppress(RuntimeError):
+            backend, here, size = process_groups.backend_of(self.group), self.group.rank(), self.group.size()
+            # Of a large group only these are certain to be connected: gloo's barrier has sent to them.
+            near = [(here + (1 << power)) % size for power in range((size - 1).bit_length())]
+            others = [peer for peer in range(size) if peer != here]
+            process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
+
+    def drop(self) -> None:
+        """Free the connections and threads, now and not once nothing refers to the mesh."""
+        self.lost = True
+        self.leave()
+        self.group = None
+
+
+def _or_world(group: Any) -> Any:
+    return group if group is not None else dist.group.WORLD
+
+
+def mesh_of(parent: Any) -> Mesh | None:
+    """Return the mesh of the ranks of a group, if one was made and can be used.
+
+    A mesh belongs to one default group of torch's: it is not used once that was destroyed, nor in a forked process.
+
+    Raises:
+        BucketpointError: this process was forked from the one that made the mesh.
+    """
+    mesh = _by_ranks.get(process_groups.ranks_of(parent))
+    if mesh is None or not process_groups.is_known(mesh.group):
+        return None
+    if mesh.process != os.getpid():
+        raise BucketpointError(
+            f"This process was forked from rank {dist.get_rank()} (process {mesh.process}), whose process group it "
+            "cannot use",
+            rank=dist.get_rank(),
+            remedy="Save and load in the process that called init_process_group()",
+        )
+    # Another group over the same ranks keeps it, too.
+    _beside[_or_world(parent)] = mesh
+    return None if mesh.lost else mesh
+
+
+def group_beside(parent: Any) -> Any:
+    """Return the gloo group on which background saves run instead of `parent`; None if there is no process group.
+
+    The group is made once and kept: the first call for these ranks is a collective one, and so is the first call after
+    a save on it has failed.
+
+    Raises:
+        BucketpointError: some ranks have not come to make the group.
+    """
+    if not process_groups.is_initialized():
+        return None
+    with _making:
+        mesh = mesh_of(parent)
+        return (mesh if mesh is not None else _make_beside(parent)).group
+
+
+def cut_off(group: Any) -> None:
+    """Close the connections of a group that `group_beside` has returned, after a save on it that failed."""
+    for mesh in list(_by_ranks.values()):
+        if mesh.group is group:
+            mesh.cut()
+
+
+def _make_beside(parent: Any) -> Mesh:
+    ranks, within = process_groups.ranks_of(parent), process_groups.timeout_of(parent)
+    former = _by_ranks.get(ranks)
+    if former is not None and process_groups.is_known(former.group):
+        within = min(within, _ANEW_WITHIN)
+        former.drop()
+    what = "an asynchronous save"
+    number, store = enter_call(ranks, what, "")
+    poll(lambda: store.check(["all"]) or store.check(["failed/1"]), time.monotonic() + within.total_seconds())
+    if not store.check(["all"]):
+        absent = [rank for index, rank in enumerate(ranks) if not store.check([f"here/{index}"])]
+        error = BucketpointError(
+            f"The ranks could not be connected for {what}: within {within.total_seconds():.0f} s, "
+            f"{f'rank {first_of(absent, 16)} did not come' if absent else 'another rank gave up'}",
+            rank=absent[0] if absent else None,
+            remedy="Make the same call on all ranks of the process group; read the error or the log of that rank",
+        )
+        # The others skip this meeting, so that a rank that missed it meets them at its next call.
+        note_failure(store, dist.get_rank(), "late", error)
+        raise error
+    verdict_of(store, ranks, what)
+    return Mesh.make(parent, store, number, within)
+
+
+# -- meetings of the ranks in the job's store --------------------------------------------------------------------------
+
+
+def enter_call(ranks: tuple[int, ...], what: str, mesh: str) -> tuple[int, Any]:
+    """Say in the job's store that this rank begins a call. Return the number of the call, and the store for it.
+
+    Each rank numbers its calls. Numbers of calls that have failed are skipped, so that a rank that missed such a call
+    meets the others again at its next one. The rank that comes last compares what all have said, and writes the verdict
+    at `all`.
+
+    Args:
+        what: name of the call, the same on all ranks.
+        mesh: name of the mesh that this rank has; empty for none.
+    """
+    job, index = process_groups.store_of(ranks), ranks.index(dist.get_rank())
+    for _ in range(_MOST_SKIPPED):
+        number = job.add(f"calls/{index}", 1)
+        if not job.check([f"{number}/failed/1"]):
+            break
+    store = dist.PrefixStore(str(number), job)
+    # Within a sentence, as the error has it.
+    store.set(f"here/{index}", json.dumps([what[:1].lower() + what[1:], mesh]))
+    if store.add("here", 1) == len(ranks):
+        calls = [_two_texts(said) for said in store.multi_get([f"here/{each}" for each in range(len(ranks))])]
+        other = next((at for at, (name, _) in enumerate(calls) if name != calls[0][0]), None)
+        meshes = {name for _, name in calls}
+        differ = f"{calls[0][0]}, but rank {ranks[other]} began {calls[other][0]}" if other is not None else ""
+        store.set("all", json.dumps([differ, meshes.pop() if len(meshes) == 1 else ""]))
+    return number, store
+
+
+def verdict_of(store: Any, ranks: Sequence[int], url: str | None) -> str:
+    """Return the name of the mesh that all ranks have; empty if a new one is to be made.
+
+    Raises:
+        BucketpointError: the ranks have begun different calls.
+    """
+    differ, mesh = _two_texts(store.get("all"))
+    if differ:
+        raise BucketpointError(
+            f"The ranks made different calls: rank {ranks[0]} began {differ}",
+            url=url,
+            remedy="Make the same call on all ranks of the process group",
+        )
+    return mesh
+
+
+def note_failure(store: Any, rank: int, kind: str, error: BucketpointError) -> None:
+    """Note in the store of a call that it has failed. `store_channel` decodes it."""
+    number = store.add("failures", 1)
+    store.set(f"failed/{number}", json.dumps([rank, kind, to_plain(error)]))
+
+
+def poll(until: Callable[[], bool], ends: float, longest_s: float = _LONGEST_POLL_S) -> bool:
+    """Return True once `until` does, False at the end."""
+    pause = _FIRST_POLL_S
+    while not (done := until()) and time.monotonic() < ends:
+        time.sleep(max(min(pause, ends - time.monotonic()), 0))
+        pause = min(2 * pause, longest_s)
+    return done
+
+
+def _two_texts(data: bytes) -> tuple[str, str]:
+    """Decode two texts of the store, in which any process of the network may write: other values become text."""
+    with contextlib.suppress(ValueError):
+        found = decoded(data)
+        if isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found):
+            return found[0], found[1]
+    return f"something else (an unreadable message of {len(data)} bytes)", ""
+
+
+def leave_default_group() -> None:
+    """Let the save that DCP runs on this thread in the background make its collectives on the mesh of all ranks.
+
+    DCP would make them on the default process group, at the same time as training, unless its caller passed another. A
+    writer is not given the group. It is in DCP's wrapper of it, which is a local variable of the functions that call
+    the writer. A checkpoint process saves on its main thread, and shares its default group with nobody.
+    """
+    if not process_groups.is_initialized() or threading.current_thread() is threading.main_thread():
+        return
+    wrapper = _dcp_wrapper()
+    if wrapper is not None:
+        if wrapper.use_dist and wrapper.group in (None, dist.group.WORLD) and dist.get_world_size() > 1:
+            wrapper.group = group_beside(None)
+    elif len(dist.distributed_c10d._world.pg_map) == 1:
+        logger.warning(
+            "an asynchronous save may use the default process group: if its collectives mix with those of training, "
+            "the job hangs or is aborted. Call bucketpoint.async_save, which makes a process group of its own, or pass "
+            'process_group=dist.new_group(backend="gloo"), made once on every rank'
+        )
+
+
+def _dcp_wrapper() -> Any:
+    """Return DCP's wrapper of the process group of the save that this thread runs; None if it is not found."""
+    kind = getattr(dcp_utils, "_DistWrapper", ())
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, kind):
+                return value
+        frame = frame.f_back
+    return None
