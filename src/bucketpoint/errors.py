@@ -264,6 +264,10 @@ class HelperUnavailableError(HelperProcessError):
     remedy_default = 'Choose TransferOptions(background="auto"), which then uploads on threads'
 
 
+_MAX_FAULTS = 100
+"""Most faults of a policy that an error lists."""
+
+
 @dataclass(frozen=True)
 class PolicyFault:
     """One fault in a retention policy.
@@ -298,7 +302,7 @@ class PolicyError(BucketpointError):
         message: as for `BucketpointError`.
 
     Attributes:
-        faults: all faults found, in the order of the file.
+        faults: the first 100 faults found, in the order of the file. The message has the number of all.
         file: the policy's file, or None.
         line, column: position of the first fault; None for Python objects.
     """
@@ -324,7 +328,9 @@ class PolicyError(BucketpointError):
         """
         name = file or "The policy"
         message = f"{name} has {len(faults)} faults" if len(faults) > 1 else f"{name} has a fault"
-        return cls(message, faults=faults, file=file, remedy=faults[0].remedy)
+        if len(faults) > _MAX_FAULTS:
+            message += f", of which the first {_MAX_FAULTS} are listed"
+        return cls(message, faults=faults[:_MAX_FAULTS], file=file, remedy=faults[0].remedy)
 
     @property
     def line(self) -> int | None:

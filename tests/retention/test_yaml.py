@@ -19,6 +19,7 @@ from hypothesis import given
 
 import bucketpoint.retention
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.errors import PolicyError
 from bucketpoint.retention import (
     Await,
@@ -40,6 +41,7 @@ from bucketpoint.retention import (
 )
 from bucketpoint.retention.policy import LEAST_DEBRIS_AGE
 from bucketpoint.retention.schema import SCHEMA_FILE, policy_schema, schema_text
+from bucketpoint.retention.yaml_text import MAX_BYTES
 from retention.cases import every_rules, left, policies, rows_at, seen, universes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,8 +272,20 @@ def test_deep_nesting_is_a_fault_and_no_crash() -> None:
     assert faults("version: 1\nkeep: " + "[" * 5000)[0][2] == "The policy is nested too deeply"
 
 
-def test_a_policy_of_megabytes_is_refused_unread() -> None:
-    assert faults("#" * (2 << 20))[0][2].startswith("2097152 characters")
+def test_refuses_a_policy_of_more_than_64_kib_unread(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    for text in ("#" * (MAX_BYTES + 1), "# " + "é" * (MAX_BYTES // 2)):
+        assert faults(text)[0][2].startswith("The text is longer than 65536 bytes")
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(PolicyError, match="longer than 65536 bytes"):
+            read_policy(file)
+
+
+def test_lists_the_first_100_faults_of_a_policy_and_counts_the_others() -> None:
+    with pytest.raises(PolicyError, match="has 5000 faults, of which the first 100 are listed") as error:
+        from_yaml("version: 1\n" + "".join(f"a{number}: 1\n" for number in range(4999)), environ={})
+    assert len(error.value.faults) == 100
+    assert len(str(error.value)) < 20_000
 
 
 @pytest.mark.parametrize(

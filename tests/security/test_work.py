@@ -7,7 +7,8 @@ import pickle
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.errors import CheckpointDeletedError, MetadataError
+from bucketpoint.format import keys
+from bucketpoint.format.index.derived import fits
 from bucketpoint.format.index.encode import HEAD, MAGIC
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata import codec, plain
 from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.zip_probe import probe_frame
+from bucketpoint.stores import open_store
 from security.corpus import ORDERED, P4, archive, global_, short, text
 
 np = pytest.importorskip("numpy")
@@ -50,6 +55,8 @@ def items() -> dict[str, bytes]:
         P4 + global_("builtins", "range") + b"\x94K\x00" + long4(long) + long4(1 << (8 * (20 << 10))) + b"\x87\x94"
     )
     return {
+        **{f"many of {code!r}": P4 + code * 1_000_000 + b"." for code in (b"}", b"\x8f")},
+        "a memo number for each byte": P4 + b"N" + b"\x94" * 1_000_000 + b".",
         "a shell of many numbers, built often": state
         + b"\x94" * 50_000
         + b"2" * 5_000
@@ -92,6 +99,8 @@ def metadata() -> dict[str, bytes]:
     return {
         "lists in lists in lists": described({}, more=repeated(5, 40)),
         "chunks that tensors share": described({f"{number}": shared for number in range(2_000)}),
+        "chunks that overlap": described({"x": tensor(torch.Size([1]), [chunk] * 2)}),
+        "small objects": P4 + b"}" * 1_000_000 + b".",
         "a shape of long numbers": described({"x": tensor((1 << (8 * (30 << 10)),) * 60, [])}),
         "a long number of a format": described({}).replace(b"K\x01s", long4(1 << 16_000) + b"s"),
     }
@@ -107,21 +116,64 @@ def test_the_work_for_metadata_is_bounded_by_its_length(name: str, read: Callabl
     assert time.process_time() - began <= LIMIT_S * max(len(data) / PIECE, 1)
 
 
-def test_an_index_of_tensors_without_chunks_takes_no_more_memory_than_it_has_items_for() -> None:
-    """Names that compress well: three kilobytes stood for 280,000 tensors of 64 dimensions each."""
-    structure = {"names": ["a"] * 280_000, "properties": [["float32", "strided", False, 0, False]], "transforms": []}
-    facts = {"objects": [], "paths": 0, "bucketpoint": {}, "storage_meta": None, "table": False, "version": []}
-    columns = [1, 64, *[0] * 13]
+def test_refuses_metadata_beyond_the_bound_that_the_caller_sets() -> None:
+    data = described({f"{number}": tensor(torch.Size([1]), []) for number in range(1000)})
+    codec.decode_metadata(data, most=64 * len(data))
+    with pytest.raises(MetadataError, match="more work or memory"):
+        codec.decode_metadata(data, most=18 * len(data))
+
+
+def index_of(names: list[str], items: int, columns: Sequence[int]) -> bytes:
+    """Make an index of which each column is one number."""
+    structure = {"names": names, "properties": [["uint8", "strided", False, 0, False]], "transforms": []}
+    facts = {
+        "objects": [["data/x"]],
+        "paths": 1,
+        "bucketpoint": {},
+        "storage_meta": None,
+        "table": False,
+        "version": [],
+    }
     parts = [
         json.dumps(structure, separators=(",", ":")).encode(),
         b"null",
         b"".join(struct.pack("<Bq", 0, value) for value in columns),
         json.dumps(facts).encode(),
     ]
-    stored = [(zlib.compress(part), len(part)) for part in parts] + [(b"", 0)]
-    head = HEAD.pack(MAGIC, 0, *(number for data, size in stored for number in (len(data), size)))
-    with pytest.raises(MetadataError, match="dimensions"):
-        decode_index(head + b"".join(data for data, _ in stored))
+    stored = [(zlib.compress(part), len(part)) for part in parts] + [(bytes(4 * items), 4 * items)]
+    head = HEAD.pack(MAGIC, items, *(number for data, size in stored for number in (len(data), size)))
+    return head + b"".join(data for data, _ in stored)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        # Names that compress well: three kilobytes stood for 280,000 tensors of 64 dimensions each.
+        (index_of(["a"] * 280_000, 0, [1, 64, *[0] * 13]), "dimensions"),
+        # An item has four bytes: one megabyte stood for 262,144 chunks of 64 dimensions each, 450 MB.
+        (index_of(["a"], 100_000, [1, 64, 100_000, 1, 0, 1, *[0] * 9]), "dimensions"),
+        (index_of(["a"], 2, [1, 1, 2, 1, 0, 1, *[0] * 9]), "more elements"),
+    ],
+    ids=["names", "dimensions", "chunks that overlap"],
+)
+def test_refuses_an_index_of_which_little_stands_for_much(data: bytes, reason: str) -> None:
+    with pytest.raises(MetadataError, match=reason):
+        decode_index(data)
+
+
+def test_writes_no_index_that_a_reader_would_refuse() -> None:
+    column = [torch.tensor([number]) for number in (64, 100_000, 3)]
+    assert not fits(column[0], column[1])
+    assert fits(column[2], column[1])
+
+
+def test_reads_only_the_head_of_a_metadata_object_that_no_writer_made(tmp_path: Path) -> None:
+    store, prefix = open_store(f"file://{tmp_path}")
+    for name, content in {"junk": b"\0" * (1 << 20), "large": b"\x80" * (1 << 20), "small": b"\0" * 100}.items():
+        (tmp_path / name).write_bytes(content)
+    for name, nbytes in {"junk": 128 << 10, "large": 128 << 10, "small": 100}.items():
+        data, info = get_metadata(store, keys.join(prefix, name), max_bytes=1 << 19)
+        assert (len(data), info.size) == (nbytes, (tmp_path / name).stat().st_size)
 
 
 def test_a_frame_whose_tensor_lies_in_no_storage_is_not_taken_apart() -> None:

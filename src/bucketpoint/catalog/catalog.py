@@ -22,7 +22,9 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import StepTemplate
+from bucketpoint.format.index.ref import HEAD_BYTES
 from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
+from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, may_be_metadata
 from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -230,6 +232,21 @@ def committed_info(store: Store, key: str) -> ObjectInfo | None:
     except ObjectNotFoundError:
         return None
     return None if is_marker(head) else info
+
+
+def get_metadata(store: Store, key: str, *, max_bytes: int = MAX_METADATA_BYTES) -> tuple[bytes, ObjectInfo]:
+    """Read a `.metadata` object, and the store's description of it. Two GETs if it is larger than 128 KiB.
+
+    Only the head is read of an object that is larger than `max_bytes`, or that no writer can have made: it cannot be
+    decoded then, and the whole object could fill the memory of a pruner.
+
+    Raises:
+        ObjectNotFoundError: there is none.
+    """
+    head, info = store.get(key, first=HEAD_BYTES)
+    if info.size <= len(head) or info.size > max_bytes or not (is_marker(head) or may_be_metadata(head)):
+        return head, info
+    return store.get(key, max_bytes=max_bytes)
 
 
 def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:

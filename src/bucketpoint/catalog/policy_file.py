@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from bucketpoint.errors import InvalidURLError, PolicyError, PolicyFault
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.retention import RetentionPolicy, from_yaml
+from bucketpoint.retention.yaml_text import MAX_BYTES
 
 
 def policy_of(policy: RetentionPolicy | str | os.PathLike[str]) -> RetentionPolicy:
@@ -27,7 +27,10 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
         PolicyError: the policy is wrong, with every fault and its line and column; or the file cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # One byte more than is allowed: the policy's reader then refuses the text, whatever the file's size.
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8", "strict" if len(raw) <= MAX_BYTES else "replace")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"The policy file cannot be read: {error}", file=os.fspath(path)) from None
     policy = from_yaml(text, environ=os.environ if environ is None else environ, file=os.fspath(path))

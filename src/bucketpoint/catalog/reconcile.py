@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import replace
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.save_log import write_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
@@ -101,7 +101,7 @@ def _write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord
 def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
     """Make the record of a folder's commit from its `.metadata`; None if there is none that can be read."""
     try:
-        data, info = catalog.store.get(catalog.metadata_key(folder))
+        data, info = get_metadata(catalog.store, catalog.metadata_key(folder))
         record = read_record(data, metadata_etag=info.etag)
     except (ObjectNotFoundError, CheckpointDeletedError, MetadataError, UnsafeDataError):
         return None

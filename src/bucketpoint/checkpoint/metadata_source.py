@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bucketpoint.catalog.catalog import newest_folder
+from bucketpoint.catalog.catalog import get_metadata, newest_folder
 from bucketpoint.errors import (
     LISTED,
     AccessDeniedError,
@@ -28,17 +28,11 @@ from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.ref import IndexRef
 from bucketpoint.format.metadata.deletion_marker import is_marker, parse_marker
-from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, extra
 from bucketpoint.stores import ObjectInfo, Store, check_url, this_url
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 
 logger = logging.getLogger(__name__)
-
-MAX_METADATA_BYTES = 16 << 30
-"""Most bytes of a metadata object, far above what any job writes.
-
-A wrong object is refused before it fills the memory.
-"""
 
 _LOOKED_AT = 1000
 _NAMED_AT_MOST = 5
@@ -54,6 +48,7 @@ class MetadataSource:
     prefix: str
     url: str
     attempts: int = READ_ATTEMPTS
+    max_bytes: int = MAX_METADATA_BYTES
 
     def read(self, *, indexed: bool) -> bytes:
         """Read `.metadata`; or, instead of a large one, the index that it names, which says the same in fewer bytes.
@@ -85,6 +80,7 @@ class MetadataSource:
         Raises:
             CheckpointNotFoundError: the object is not there.
             CheckpointDeletedError: the checkpoint was deleted.
+            MetadataError: the object is larger than `max_bytes`.
         """
         return self._first(name, None)
 
@@ -92,8 +88,19 @@ class MetadataSource:
         key = keys.join(self.prefix, name)
         try:
             data, info = retry_transient(
-                lambda: self.store.get(key, max_bytes=MAX_METADATA_BYTES, first=first), attempts=self.attempts
+                lambda: (
+                    self.store.get(key, first=first)
+                    if first is not None
+                    else get_metadata(self.store, key, max_bytes=self.max_bytes)
+                ),
+                attempts=self.attempts,
             )
+            if info.size > self.max_bytes:
+                raise MetadataError(
+                    f"The {name} object has {info.size} bytes, and at most {self.max_bytes} are read",
+                    url=self.url,
+                    remedy="If it is metadata, raise TransferOptions(max_metadata_bytes=...) to 16 times its size",
+                )
         except ObjectNotFoundError:
             raise CheckpointNotFoundError(f"There is no {name} at {this_url(self.store)}", url=self.url) from None
         if first is not None and is_marker(data) and len(data) < info.size:
@@ -106,6 +113,8 @@ class MetadataSource:
     def _index(self, ref: IndexRef) -> bytes | None:
         """Read the index. None if it is missing or not the one that is meant: `.metadata` says the same."""
         key = keys.join(self.prefix, ref.path)
+        if ref.size > self.max_bytes:
+            return None
         try:
             data, _ = retry_transient(lambda: self.store.get(key, max_bytes=ref.size), attempts=self.attempts)
         except (ObjectNotFoundError, AccessDeniedError, CorruptDataError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.convert.journal import Journal
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
@@ -78,7 +79,7 @@ def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: boo
         # An index does not record its writer, so the unchanged objects have to serve as evidence.
         return whole and place.head(INDEX_NAME) is not None
     try:
-        data, _ = place.store.get(place.key(keys.METADATA))
+        data, _ = get_metadata(place.store, place.key(keys.METADATA))
     except ObjectNotFoundError:
         return False
     metadata = decode_metadata(data, url=place.url)

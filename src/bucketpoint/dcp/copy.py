@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import Metadata
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.deletion.fence import LONG_AGO, AttemptFence, Stopwatch
 from bucketpoint.catalog.reconcile import named
 from bucketpoint.catalog.run import catalog_above
@@ -215,7 +215,7 @@ class _Used:
 
 def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
     try:
-        data, committed = store.get(keys.join(prefix, keys.METADATA))
+        data, committed = get_metadata(store, keys.join(prefix, keys.METADATA))
     except ObjectNotFoundError:
         return None
     except AccessDeniedError:

@@ -318,13 +318,16 @@ class BucketReader(Located, StorageReader):
         )
 
     def _source(self) -> MetadataSource:
-        return MetadataSource(*self._open(self._url), str(self._url), self.transfer.read_attempts)
+        # A byte of `.metadata` takes at least 16 bytes of memory.
+        most = self.transfer.max_metadata_bytes >> 4
+        return MetadataSource(*self._open(self._url), str(self._url), self.transfer.read_attempts, most)
 
     def _decode(self, data: bytes) -> Metadata:
         if is_index(data):
             metadata = decode_index(data, url=self._url)
         else:
-            metadata = decode_metadata(data, trusted=self.trusted, url=self._url)
+            most = self.transfer.max_metadata_bytes
+            metadata = decode_metadata(data, trusted=self.trusted, url=self._url, most=most)
         self._commit = commit_read(metadata, data, *self._open(self._url), str(self._url))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

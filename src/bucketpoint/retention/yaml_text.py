@@ -17,8 +17,8 @@ from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
 from bucketpoint.retention.setting_types import Fields, Path, Setting, Shape, shown, wrong
 
-MAX_CHARACTERS = 1 << 20
-"""Most characters of a policy's text. Far above any policy."""
+MAX_BYTES = 64 << 10
+"""Most bytes of a policy's text. The longest example in the documents has 2 kB."""
 
 MAX_DEPTH = 20
 """Deepest nesting that is read. A policy has 6 levels. PyYAML's time grows with the square of the depth."""
@@ -52,8 +52,9 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
     reader = _Reader(environ)
     faults = reader.faults
     try:
-        if len(text) > MAX_CHARACTERS:
-            raise wrong(f"{len(text)} characters are too many for a policy", f"Pass at most {MAX_CHARACTERS}")
+        # A text that is a few bytes too long may have been cut by who read it, so its length is not named.
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+            raise wrong(f"The text is longer than {MAX_BYTES} bytes, too long for a policy", "Name the policy's file")
         policy = POLICY.read(reader.data(_composed(text)), (), faults)
     except PolicyError as error:
         faults += error.faults

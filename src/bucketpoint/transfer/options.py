@@ -67,6 +67,8 @@ class TransferOptions:
         read_attempts: attempts to read a range whose body broke off, the first included.
         hedge: settings for requesting a late range a second time during a load (S3 and GCS). None, the default: never.
             Hedging costs requests, and helps if a few ranges take much longer than the others.
+        max_metadata_bytes: most memory that the metadata of a checkpoint may take in a reader, whoever wrote it; a
+            `.metadata` object of more than a sixteenth of it is not read. 16 GiB: 5 million items.
         nice: niceness (Linux) of the threads that transfer bytes.
         background: who uploads while training goes on. `"process"`: a process of its own, which shares the staging
             memory and not the interpreter's lock; an error where that cannot be. `"thread"`: threads of the trainer.
@@ -88,12 +90,16 @@ class TransferOptions:
     free_gap_bytes: int = 64 << 10
     read_attempts: int = READ_ATTEMPTS
     hedge: Hedge | None = None
+    max_metadata_bytes: int = 16 << 30
     nice: int = 0
     background: Background = "auto"
     background_nice: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("part_bytes", "connections", "max_inflight_bytes", "single_put_bytes", "read_attempts"):
+        for name in (
+            *("part_bytes", "connections", "max_inflight_bytes", "single_put_bytes", "read_attempts"),
+            "max_metadata_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise BucketpointError(f"TransferOptions.{name} must be at least 1, not {getattr(self, name)}")
         for name in ("nice", "background_nice"):

@@ -143,10 +143,12 @@ def tensors(draw: Any) -> tuple[tuple[int, ...], list[Any]]:
         boxes = [((high * y, wide * x), (high, wide)) for y in range(down) for x in range(across)]
         return (high * down, wide * across), boxes
     shape = tuple(draw(st.lists(st.integers(1, 50), min_size=1, max_size=3)))
-    boxes = {}
+    boxes, room = {}, math.prod(shape)
     for _ in range(draw(st.integers(1, 6))):
         offset = tuple(draw(st.integers(0, size)) for size in shape)
-        boxes[offset] = tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offset, strict=True))
+        box = tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offset, strict=True))
+        if offset not in boxes and math.prod(box) <= room:
+            boxes[offset], room = box, room - math.prod(box)
     return shape, list(boxes.items())
 
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import named
@@ -126,7 +126,7 @@ def _uncommit(
     # way, whose objects may be as many and as large.
     if not same or {token for path in listed if (token := keys.token_of(path)) is not None} != tokens:
         try:
-            data = catalog.store.get(committed.key)[0]
+            data = get_metadata(catalog.store, committed.key)[0]
         except ObjectNotFoundError:
             data = b""
         marker = parse_marker(data)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.deletion.delete import put_marker
 from bucketpoint.catalog.deletion.fence import Stopwatch, condemn
 from bucketpoint.errors import (
@@ -136,7 +136,7 @@ def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]
     deleted = False
     for name in [keys.METADATA, *filter(keys.is_rank_metadata, listed)]:
         try:
-            named = (named or set()) | _named_by(catalog.store.get(above + name)[0])
+            named = (named or set()) | _named_by(get_metadata(catalog.store, above + name)[0])
         except ObjectNotFoundError:
             continue
         except CheckpointDeletedError:
@@ -184,7 +184,7 @@ def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> No
         elif able.expiring_delete:
             # The marker is put anew with the present time, so that a save that finds it waits until the signed deletion
             # has expired.
-            old = parse_marker(store.get(marker.key)[0]) or DeletionMarker("", 0.0)
+            old = parse_marker(get_metadata(store, marker.key)[0]) or DeletionMarker("", 0.0)
             remove = put_marker(catalog, able, marker, old.again(catalog.clock()))
             if remove is not None:
                 remove()

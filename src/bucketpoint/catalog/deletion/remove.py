@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata, open_catalog
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.delete import delete_checkpoints
 from bucketpoint.catalog.deletion.fence import Stopwatch
@@ -155,7 +155,7 @@ def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
     message = f"There is no checkpoint at {this_url(catalog.store)}"
     remedy = "Check the URL; `bucketpoint gc --deep` on the run deletes the data of saves that never committed"
     with contextlib.suppress(ObjectNotFoundError):
-        marker = parse_marker(catalog.store.get(catalog.metadata_key(folder))[0])
+        marker = parse_marker(get_metadata(catalog.store, catalog.metadata_key(folder))[0])
         if marker is not None:
             message = marker.text
             remedy = "The next prune, or `bucketpoint gc --deep`, deletes the remaining objects"
@@ -168,7 +168,7 @@ def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:
     if record is not None:
         return replace(one, id=record.token or "", mark=catalog_keys.mark_of(record.metadata_etag))
     try:
-        data, info = catalog.store.get(catalog.metadata_key(one.folder))
+        data, info = get_metadata(catalog.store, catalog.metadata_key(one.folder))
     except ObjectNotFoundError:
         raise _not_there(catalog, one.folder) from None
     # The metadata is damaged. What is left of it may still contain the tokens of its data.

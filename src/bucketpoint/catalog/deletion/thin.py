@@ -6,7 +6,7 @@ import dataclasses
 
 from torch.distributed.checkpoint import Metadata
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.save_log import read_record, write_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, Tombstone
@@ -35,7 +35,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     name = (one.step, one.id)
     key = catalog.metadata_key(one.folder)
     try:
-        data, info = catalog.store.get(key)
+        data, info = get_metadata(catalog.store, key)
         metadata = decode_metadata(data, url=catalog.url_of_folder(one.folder))
         facts = extra(metadata)
         if facts.get("token") not in (None, one.id):

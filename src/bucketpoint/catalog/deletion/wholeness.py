@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.save_log import read_record
 from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
@@ -40,7 +40,7 @@ def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
     folder = newest.folder
     try:
         record = read_record(catalog, newest.key) if newest.key is not None else None
-        data, _ = catalog.store.get(catalog.metadata_key(folder))
+        data, _ = get_metadata(catalog.store, catalog.metadata_key(folder))
     except ObjectNotFoundError:
         return Inspected(newest, f"checkpoint {folder} has no metadata")
     except MetadataError as error:
@@ -83,7 +83,7 @@ def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
     if checkpoint.key is not None:
         return damage(catalog, inspect(catalog, checkpoint))
     try:
-        data, _ = catalog.store.get(catalog.metadata_key(checkpoint.folder))
+        data, _ = get_metadata(catalog.store, catalog.metadata_key(checkpoint.folder))
     except ObjectNotFoundError:
         return f"checkpoint {checkpoint.folder} has no metadata"
     sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}

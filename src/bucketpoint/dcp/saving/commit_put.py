@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import Metadata
 
+from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.catalog.deletion.delete import SIGNED_S
 from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch
 from bucketpoint.catalog.save_log import SaveLog
@@ -164,7 +165,7 @@ class _GoneError(Exception):
 
 def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
     try:
-        return retry_transient(lambda: store.get(key), attempts=COMMIT_ATTEMPTS)
+        return retry_transient(lambda: get_metadata(store, key), attempts=COMMIT_ATTEMPTS)
     except (ObjectNotFoundError, AccessDeniedError) as error:
         # Deleted in between, by a pruner or a person. S3 answers 403 instead of 404 if the caller may not list.
         raise _GoneError(error) from None
@@ -277,7 +278,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     """Commit to a store without conditional writes: look, write, and look again. Two jobs at once may still collide."""
     replaced = None
     try:
-        there, info = request.store.get(key)
+        there, info = get_metadata(request.store, key)
         if not is_marker(there):
             replaced = _to_be_replaced(request, info, there)
     except ObjectNotFoundError:
@@ -289,7 +290,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
 
 
 def _check_ours(request: Commit, key: str, data: bytes) -> None:
-    if request.store.get(key)[0] != data:
+    if get_metadata(request.store, key)[0] != data:
         raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
 
 

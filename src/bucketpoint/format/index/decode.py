@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
-from bucketpoint.format.index.derived import count_blocks, payload_sizes, size_guess, table_places
+from bucketpoint.format.index.derived import count_blocks, fits, payload_sizes, size_guess, table_places
 from bucketpoint.format.index.encode import HEAD, MAGIC, PARTS, largest_part
 from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow
 from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
@@ -39,6 +39,7 @@ class Index:
     Attributes:
         names: of the entries, in order.
         counts, first: for each entry the number of its chunks, and the slot of the first of them.
+        overlaps: True if the chunks of a tensor have more elements than the tensor.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -95,12 +96,13 @@ class Index:
         _require(bool(((dims >= 0) & (dims <= _MAX_DIMS)).all()), "dimensions")
         # Names and numbers may be compressed, but each item has a checksum, and each tensor an item.
         _require(int(dims.sum()) <= _MAX_DIMS * (items + _FREE_ENTRIES), "dimensions")
+        _require(fits(dims, counts), "dimensions")
         _require(bool(((counts >= 0) & (counts <= items)).all()) and int(counts.sum()) == items, "counts")
         _require(bool(((counts == 1) & (dims == 0))[kinds == 0].all()), "bytes entries")
         shapes = decoder.column(int(dims.sum()))
         self.offsets, self.sizes = _boxes(decoder, shapes, Segments.of(counts.repeat_interleave(dims)))
         itemsizes = torch.tensor([0, *(each.dtype.itemsize for each in self._properties)], device=CPU)[kinds]
-        _check_shapes(shapes, dims, itemsizes)
+        nbytes = _check_shapes(shapes, dims, itemsizes)
         self.kinds, self.dims, self.counts, self.shapes = (_array(each) for each in (kinds, dims, counts, shapes))
         self.first = _array(torch.cumsum(counts, 0) - counts)
         self.first_box = _array(torch.cumsum(counts * dims, 0) - counts * dims)
@@ -109,6 +111,10 @@ class Index:
         # From here on, drop each column once it is not needed: all of them together take more memory than the result.
         entries = Segments.of(counts)
         expected = payload_sizes(self.sizes, kinds, dims, entries, itemsizes)
+        # As floats: a sum of integers could overflow.
+        volumes = torch.zeros(total, dtype=torch.float64, device=CPU).index_add_(0, entries.owner, expected.double())
+        self.overlaps = bool((volumes > nbytes * (1 + 1e-9))[kinds != 0].any())
+        del volumes, nbytes
         self._hints = Column(decoder.segmented(entries))
         objects = narrow(decoder.segmented(entries))
         _require(bool(((objects >= 0) & (objects < len(self._paths))).all()), "objects")
@@ -260,7 +266,8 @@ def _properties(dtype: Any, layout: Any, requires_grad: Any, memory_format: Any,
     return properties
 
 
-def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Tensor) -> None:
+def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Tensor) -> torch.Tensor:
+    """Check the shapes, and return the bytes of each tensor as float64."""
     _require(bool((shapes >= 0).all()), "shapes")
     # As floats: a product of integers could overflow and come out below the limit.
     nbytes, first = itemsizes.double(), torch.cumsum(dims, 0) - dims
@@ -268,6 +275,7 @@ def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Ten
         has = dims > axis
         nbytes[has] *= shapes[first[has] + axis]
     _require(bool((nbytes < _MAX_NBYTES).all()), "number of elements")
+    return nbytes
 
 
 def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torch.Tensor, torch.Tensor]:

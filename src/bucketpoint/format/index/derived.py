@@ -10,6 +10,18 @@ BYTES_ENTRY = 0
 """The kind of entries that are not tensors."""
 
 
+MOST_DIMS = 4
+"""Most dimensions of a chunk, on average, in an index of many items. A decoder takes 25 bytes for each dimension."""
+
+_FREE_DIMS = 1 << 18
+
+
+def fits(dims: torch.Tensor, counts: torch.Tensor) -> bool:
+    """Return True if the chunks have so few dimensions that decoding them takes little memory for an item's bytes."""
+    # As floats: hostile counts could overflow.
+    return float((dims.double() * counts).sum()) <= MOST_DIMS * float(counts.sum()) + _FREE_DIMS
+
+
 def payload_sizes(
     sizes: torch.Tensor, kinds: torch.Tensor, dims: torch.Tensor, entries: Segments, itemsizes: torch.Tensor
 ) -> torch.Tensor:

@@ -28,7 +28,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
-from bucketpoint.format.index.derived import BYTES_ENTRY, count_blocks, gaps, payload_sizes, size_guess, table_places
+from bucketpoint.format.index.derived import (
+    BYTES_ENTRY,
+    count_blocks,
+    fits,
+    gaps,
+    payload_sizes,
+    size_guess,
+    table_places,
+)
 from bucketpoint.format.index.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments, over
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE
 from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
@@ -280,6 +288,7 @@ def _columns(
     kinds, dims, counts, shapes, itemsizes = (
         over(column) for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
     )
+    _require(fits(dims, counts))
     entries, axes = Segments.of(counts), Segments.of(counts.repeat_interleave(dims))
     parts = [encode(column) for column in (kinds, dims, counts, shapes)]
     parts += [encode_segments(boxes[0], axes)]

@@ -132,13 +132,16 @@ class Decoder:
         return values.cumsum_(0) if kind == _DELTAS else values
 
     def segmented(self, segments: Segments) -> torch.Tensor:
-        """Read a column that `encode_segments` made."""
+        """Read a column that `encode_segments` made. Do not write to the result, as with `column`."""
         if self._peek() == _CONSTANT:
             return self._constant(len(segments.owner))
         if self._take(1)[0] != _SEGMENTS:
             raise MetadataError("The index has a column of an unknown kind")
         counts, owner = segments.counts, segments.owner
         starts, steps, lasts, bad = (self.column(len(counts)) for _ in range(4))
+        if starts.stride() == (0,) and len(owner) and not (_some(steps) or _some(lasts) or _some(bad)):
+            self.column(0)
+            return starts[:1].expand(len(owner))
         if _some(steps):
             present = counts > 0
             values = _progressions(starts[present], steps[present], counts[present], steps.index_select(0, owner))

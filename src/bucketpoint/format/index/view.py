@@ -32,7 +32,11 @@ def decode_index(data: bytes, *, url: str | None = None) -> Metadata:
         MetadataError: this is not an index, or one that contradicts itself.
     """
     try:
-        return _metadata(Index(bytes(data)))
+        index = Index(bytes(data))
+        if index.overlaps:
+            # They would be read and copied again and again.
+            raise MetadataError("The index has a tensor whose chunks have more elements than the tensor")
+        return _metadata(index)
     except MetadataError as error:
         error.url = url
         raise

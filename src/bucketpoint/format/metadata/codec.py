@@ -32,6 +32,7 @@ from bucketpoint.format.metadata.facts import (
     without_gc,
 )
 from bucketpoint.format.pickles import dcp_metadata
+from bucketpoint.format.pickles.machine import MOST_BYTES
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.version import __version__
 
@@ -117,11 +118,12 @@ class _Sharing:
         return copyreg.__newobj__, (StorageMeta,), state  # type: ignore[attr-defined]
 
 
-def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = None) -> Metadata:
+def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = None, most: int = MOST_BYTES) -> Metadata:
     """Decode an untrusted `.metadata` object, written with any torch from 2.9 to 2.15.
 
     Args:
         trusted: unpickle it, whatever it names. Needed for metadata with classes of the user's own planner.
+        most: most bytes of memory that metadata which is not trusted may take.
 
     Raises:
         UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
@@ -129,7 +131,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
         CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
     """
     if not trusted:
-        found: Metadata = interpreted(bytes(data), dcp_metadata.vocabulary(), url)
+        found: Metadata = interpreted(bytes(data), dcp_metadata.vocabulary(), url, most)
         return found
     refuse_marker(data, url)
     try:

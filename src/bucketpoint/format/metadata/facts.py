@@ -14,13 +14,16 @@ from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerForma
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.format.nested_values import RepetitionError, nested_values
-from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
 from bucketpoint.format.record import CommitRecord, checked_changes
 
 FORMAT_VERSION = 1
 """Version of bucketpoint's part of the metadata. Raised only for changes that readers must know, not for additions."""
+
+MAX_METADATA_BYTES = MOST_BYTES >> 4
+"""Most bytes of a `.metadata` object, far above what any job writes."""
 
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64
@@ -159,15 +162,18 @@ def without_gc() -> Iterator[None]:
         gc.enable()
 
 
-def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
+def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, most: int = MOST_BYTES) -> Any:
     """Interpret a metadata pickle, make objects of the vocabulary's classes and check them.
+
+    Args:
+        most: most bytes of memory that they may take.
 
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
     """
     refuse_marker(data, url)
     with without_gc():
-        metadata = _run(data, vocabulary, url)
+        metadata = _run(data, vocabulary, url, most)
     if type(metadata) is not vocabulary.kinds["Metadata"]:
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     try:
@@ -175,6 +181,11 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None) ->
     except (AttributeError, TypeError) as error:
         raise not_metadata(str(error), url) from None
     return metadata
+
+
+def may_be_metadata(head: bytes) -> bool:
+    """Return True if an object that begins with `head` may be a pickle of protocol 2 or newer, as all writers make."""
+    return head[:1] == b"\x80"
 
 
 def refuse_marker(data: bytes, url: str | None) -> None:
@@ -188,12 +199,12 @@ def refuse_marker(data: bytes, url: str | None) -> None:
         raise CheckpointDeletedError(marker.text, url=url)
 
 
-def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
-    machine, reason, metadata = Machine(data, vocabulary), None, None
+def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None, most: int) -> Any:
+    machine, reason, metadata = Machine(data, vocabulary, most=most), None, None
     try:
         metadata = machine.run()
     except OverspentError:
-        reason = "it takes more work than a pickle of its length may take"
+        reason = "it takes more work or memory than a pickle of its length may take"
     except MalformedPickleError as error:
         reason = str(error)
     names = [name for name in machine.refused if not name.startswith("<")]
@@ -245,7 +256,7 @@ def _check_tensor(fqn: str, entry: Any, kinds: Mapping[str, Any]) -> None:
     if type(entry.properties) is not kinds["TensorProperties"]:
         raise TypeError(f"{fqn} has no tensor properties")
     _check_size(fqn, entry.size, entry.properties.dtype.itemsize)
-    dims = len(entry.size)
+    dims, volume = len(entry.size), 0
     for chunk in entry.chunks:
         if type(chunk) is not kinds["ChunkStorageMetadata"]:
             raise TypeError(f"{fqn} has a chunk that is a {type(chunk).__name__}")
@@ -254,6 +265,10 @@ def _check_tensor(fqn: str, entry: Any, kinds: Mapping[str, Any]) -> None:
         for size, offset, whole in zip(chunk.sizes, chunk.offsets, entry.size, strict=True):
             if size < 0 or offset < 0 or offset + size > whole:
                 raise TypeError(f"a chunk of {fqn} does not lie within the tensor")
+        volume += math.prod(chunk.sizes)
+    # Chunks that overlap would be read and copied again and again. No writer makes them: DCP refuses such a plan.
+    if volume > math.prod(entry.size):
+        raise TypeError(f"the chunks of {fqn} have more elements than the tensor")
 
 
 def _check_size(fqn: str, size: Any, itemsize: int) -> None:

@@ -1,8 +1,9 @@
 """An interpreter of pickle opcodes that builds values of a closed set.
 
 A `Vocabulary` defines the names, and makes or changes the objects that the pickle asks for; nothing is imported or
-called because a pickle names it. Every opcode takes at least one byte, and work beyond that (copies, hashes) is paid
-from an allowance, so that time and memory stay below a multiple of the pickle's length.
+called because a pickle names it. Every opcode takes at least one byte and makes at most 16 bytes for each; what an
+opcode makes beyond that is held against an allowance of memory, and work such as copies and hashes is paid from an
+allowance of work. So time and memory stay below a multiple of the pickle's length, and memory below an absolute bound.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from bucketpoint.format.pickles.opcodes import STEPS
+from bucketpoint.format.pickles.opcodes import DICT_BYTES, STEPS, TUPLE_BYTES
 from bucketpoint.format.pickles.vocabulary import (
     REFUSED,
     Deferred,
@@ -33,6 +34,13 @@ _LONG_TEXT = 64
 _NAMED = 300
 _HASHED_BYTES, _LISTED_BYTES = 16, 8
 _FREE, _MULTIPLE = 1 << 20, 10
+_FREE_MEMORY, _MEMORY_MULTIPLE, _UNCOUNTED_MULTIPLE = 16 << 20, 48, 16
+_SLICE = range(4096)
+_INSTANCE_BYTES, _PAIR_BYTES, _MEMO_BYTES, _STACK_BYTES, _MARK_BYTES = 160, 40, 100, 8, 40
+
+MOST_BYTES = 16 << 30
+"""Default bound on the memory that one pickle may take. An item of `.metadata` takes some 3 kB: 115 to 160 bytes, and
+22 to 25 times as much while they are interpreted."""
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _LEAVES = frozenset({str, bytes, float, bool, complex, type(None), type(Ellipsis), type})
 
@@ -42,6 +50,7 @@ class Machine:
 
     Args:
         paid: bytes that pay for work: the length of the item in which the pickle lies.
+        most: most bytes of memory that the value may take, whatever the pickle's length.
         persistent: returns the object for a persistent id. None: there can be no such ids.
 
     Attributes:
@@ -59,6 +68,7 @@ class Machine:
         *,
         position: int = 0,
         paid: int | None = None,
+        most: int = MOST_BYTES,
         persistent: Callable[[Any], Any] | None = None,
     ) -> None:
         self.data, self.vocabulary, self.position = data, vocabulary, position
@@ -66,7 +76,9 @@ class Machine:
         self.faults: dict[str, None] = {}
         self.named = self.deferred = False
         self._persistent = persistent
-        self._left = _FREE + _MULTIPLE * (len(data) if paid is None else paid)
+        nbytes = len(data) if paid is None else paid
+        self._left = _FREE + _MULTIPLE * nbytes
+        self._memory = min(_FREE_MEMORY + _MEMORY_MULTIPLE * nbytes, most - _UNCOUNTED_MULTIPLE * nbytes)
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -77,22 +89,28 @@ class Machine:
 
         Raises:
             MalformedPickleError: the data is not a pickle, or it breaks off.
-            OverspentError: the pickle asks for more work than its length pays for.
+            OverspentError: the pickle asks for more work or memory than it may take.
         """
         try:
-            return self._run()
+            while not self._ran_slice():
+                # These three grow with every opcode, so they are weighed at times and not at each one.
+                held = _MEMO_BYTES * len(self._memo) + _STACK_BYTES * len(self._stack) + _MARK_BYTES * len(self._marks)
+                if held > self._memory:
+                    raise OverspentError
+            return self._stack.pop()
         except (IndexError, struct.error):
             raise MalformedPickleError("the pickle ends early, or takes more from its stack than there is") from None
         except UnicodeDecodeError:
             raise MalformedPickleError("a text in the pickle is not valid UTF-8") from None
 
-    def _run(self) -> Any:
+    def _ran_slice(self) -> bool:
+        """Run some thousand opcodes. Return True if the last one was STOP, which leaves the value on the stack."""
         # The frequent opcodes are inlined in one loop: metadata of 100,000 items has six million opcodes.
         data, stack, marks, memo, steps = self.data, self._stack, self._marks, self._memo, STEPS
         push, pop = stack.append, stack.pop
         u32 = struct.Struct("<I").unpack_from
         position = self.position
-        while True:
+        for _ in _SLICE:
             code = data[position]
             position += 1
             if code == 0x6A:  # LONG_BINGET
@@ -127,10 +145,13 @@ class Machine:
                 del stack[at:]
                 self.set_items(stack[-1], items)
             elif code == 0x7D:  # EMPTY_DICT
+                self.hold(DICT_BYTES)
                 push({})
             elif code == 0x85:  # TUPLE1
+                self.hold(TUPLE_BYTES)
                 stack[-1] = (stack[-1],)
             elif code == 0x86:  # TUPLE2
+                self.hold(TUPLE_BYTES)
                 value = pop()
                 stack[-1] = (stack[-1], value)
             elif code == 0x52:  # REDUCE
@@ -148,7 +169,7 @@ class Machine:
                 position = stop
             elif code == 0x2E:  # STOP
                 self.position = position
-                return pop()
+                return True
             else:
                 step = steps.get(code)
                 if step is None:
@@ -156,6 +177,8 @@ class Machine:
                 self.position = position
                 step(self)
                 position = self.position
+        self.position = position
+        return False
 
     # -- what calls and changes may use -------------------------------------------------------------------------------
 
@@ -167,6 +190,16 @@ class Machine:
         """
         self._left -= cost
         if self._left < 0:
+            raise OverspentError
+
+    def hold(self, nbytes: int) -> None:
+        """Count memory that an opcode takes beyond 16 bytes for each of its own.
+
+        Raises:
+            OverspentError: the value takes more memory than it may.
+        """
+        self._memory -= nbytes
+        if self._memory < 0:
             raise OverspentError
 
     def pay_for(self, values: Any, *, hashed: bool = False) -> None:
@@ -272,6 +305,11 @@ class Machine:
             raise MalformedPickleError("an opcode needs a mark, and the stack has none")
         return self._marks.pop()
 
+    def make(self, value: Any, nbytes: int) -> None:
+        """Push a new container, which takes `nbytes` beside what is in it."""
+        self.hold(nbytes)
+        self._stack.append(value)
+
     def to_mark(self) -> list[Any]:
         at = self.pop_mark()
         items = self._stack[at:]
@@ -310,6 +348,7 @@ class Machine:
         if type(arguments) is not tuple:
             return self.refuse("<a call whose arguments are not a tuple>")
         self.pay(1 + len(arguments))
+        self.hold(_INSTANCE_BYTES)
         maker = self.vocabulary.makers.get(id(function))
         if maker is not None:
             return self._attempt(maker, *arguments)
@@ -339,6 +378,7 @@ class Machine:
         """Set items of a dictionary: keys and values by turns."""
         if len(items) % 2:
             raise MalformedPickleError("a key has no value")
+        self.hold(_PAIR_BYTES * (len(items) >> 1))
         if type(target) in _MAPPINGS:
             self._attempt(_set_items, target, items)
         elif type(target) is Deferred:
