@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
+from bucketpoint.cli.app import run
+from bucketpoint.cli.exits import NOT_FOUND, OUTPUT_FAILED
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import LocalStore
@@ -95,3 +102,41 @@ def test_hostile_keys_in_errors_tracebacks_and_logs_are_shown_as_text(
     done = program("ls", str(tmp_path / "run"))
     assert SHOWN in done.err
     assert_only_text(done.out + done.err)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["ls", "--help"], ["ls", "--json", "/nowhere"], ["show", "{saved}"]]
+)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EPIPE, errno.EIO])
+def test_exits_with_a_code_of_its_own_if_the_output_is_lost(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1.0)
+
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "flush", fail)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert run([argument.format(saved=tmp_path) for argument in arguments]) == OUTPUT_FAILED
+    said = capsys.readouterr().err
+    # Nobody misses what `head` did not read.
+    assert (os.strerror(code) in said) == (code != errno.EPIPE)
+    monkeypatch.setattr("sys.stderr", stream)
+    assert run(["no such command"]) == OUTPUT_FAILED
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
+def test_writes_nothing_behind_an_output_that_is_lost() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bucketpoint.cli", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (74, "Error: The output cannot be written: No space left on device\n")
+
+
+def test_runs_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert run(["ls", "/nowhere"]) == NOT_FOUND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -9,8 +10,8 @@ from typing import NoReturn
 
 import click
 
-from bucketpoint.cli.exits import INTERRUPTED
-from bucketpoint.cli.terminal import printed_safely
+from bucketpoint.cli.exits import INTERRUPTED, OUTPUT_FAILED
+from bucketpoint.cli.terminal import OutputError, printed_safely
 from bucketpoint.version import __version__
 
 COMMANDS = {
@@ -67,7 +68,8 @@ def app() -> None:
     usual places (AWS_PROFILE, AWS_ENDPOINT_URL, and so on).
 
     Exit codes: 0 success, 1 the command found a problem (damage, a difference, a refusal), 2 wrong usage, 3 not found,
-    4 no permission, 5 the target exists already, 6 the store failed, 70 a bug in bucketpoint, 130 interrupted.
+    4 no permission, 5 the target exists already, 6 the store failed, 70 a bug in bucketpoint, 74 the output cannot be
+    written, 130 interrupted.
     """
 
 
@@ -75,9 +77,20 @@ def app() -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code. Control characters in printed text are escaped."""
     try:
+        return _run(arguments)
+    except OutputError as error:
+        error.show()
+        return error.exit_code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
         # Not click's standalone mode: it exits with the same code for an interrupted program as for one that found
         # damage.
         code = app.main(arguments, prog_name=PROGRAM, standalone_mode=False)
+        click.echo(nl=False)
+    except OutputError:
+        raise
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -88,4 +101,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> NoReturn:
-    sys.exit(run())
+    code = run()
+    if code == OUTPUT_FAILED:
+        # Otherwise Python writes what is left at its end, fails again, and exits with another code.
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            os.dup2(null, stream.fileno())
+    sys.exit(code)

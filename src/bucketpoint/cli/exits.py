@@ -15,6 +15,8 @@ IN_THE_WAY = 5
 STORE_FAILED = 6
 INTERNAL = 70
 """A fault of bucketpoint itself: EX_SOFTWARE in sysexits.h."""
+OUTPUT_FAILED = 74
+"""Standard output is closed, or on a full disk: EX_IOERR in sysexits.h."""
 INTERRUPTED = 130
 """The code that a shell reports for a program that SIGINT ended."""
 

@@ -5,24 +5,56 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
+import click
+
+from bucketpoint.cli.exits import OUTPUT_FAILED
 from bucketpoint.cli.text import printable
 
 _KEPT = "\n\t"
 
 
+class OutputError(click.ClickException):
+    """A standard stream could not be written. The answer of the command is lost, whatever the command found."""
+
+    exit_code = OUTPUT_FAILED
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"The output cannot be written: {error.strerror}")
+        self._quiet = isinstance(error, BrokenPipeError)
+
+    def show(self, file: Any = None) -> None:
+        # Nobody misses what `head` did not read. Standard error may be what could not be written.
+        if not self._quiet:
+            with suppress(OutputError):
+                super().show(file)
+
+
 class PrintableStream:
-    """A text stream that shows control characters as escapes instead of sending them."""
+    """A text stream that shows control characters as escapes instead of sending them.
+
+    Raises:
+        OutputError: the stream could not be written.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
         """The raw stream, under the name that rich looks for: rich draws with control characters, but only its own."""
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(printable(text, keep=_KEPT))
+        try:
+            self.rich_proxied_file.write(printable(text, keep=_KEPT))
+        except OSError as error:
+            raise OutputError(error) from None
         return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.rich_proxied_file.flush()
+        except OSError as error:
+            raise OutputError(error) from None
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -35,7 +67,8 @@ class PrintableStream:
 @contextmanager
 def printed_safely() -> Iterator[None]:
     """Make everything printable that is printed and logged while the block runs."""
-    out, err = (cast("TextIO", PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
+    # A stream that was closed before the program began is None.
+    out, err = (stream and cast("TextIO", PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
     # While a bar is drawn, rich replaces standard error, and log records would bypass the stream above: filter them.
     handler = logging.lastResort
     if handler is not None:
