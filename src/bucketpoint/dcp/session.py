@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.dcp.planning.agreement import Statement
 from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.dcp.stats import SaveTimes
-from bucketpoint.errors import InvalidURLError
+from bucketpoint.errors import BucketpointError, InvalidURLError, first_of
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, accepts_url, open_store, retry
 from bucketpoint.stores import as_url as as_url
@@ -28,6 +29,24 @@ class Located:
 
     schemes: tuple[str, ...] = ()
     """URL schemes that are accepted; empty for any."""
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Any:
+        # `FsspecWriter` and `FsspecReader` pass keywords that they do not know to fsspec's filesystem.
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            unknown = [name for name in keywords if name not in parameters]
+            if "serialization_format" in unknown:
+                raise BucketpointError(
+                    f"{cls.__name__} takes no serialization_format: it writes the format of torch.save",
+                    remedy="Leave it out; `bucketpoint convert --to safetensors` writes safetensors",
+                )
+            if unknown:
+                options = ", ".join(f'"{name}": ...' for name in unknown)
+                raise BucketpointError(
+                    f"{cls.__name__} does not know the argument {first_of(unknown, 5)}",
+                    remedy=f"Pass options of the store as storage_options={{{options}}}",
+                )
+        return super().__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None, fs: Any) -> None:
         self._storage_options = dict(storage_options or {})
