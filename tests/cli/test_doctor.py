@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import time
@@ -77,6 +78,21 @@ def test_a_local_folder_is_fit(tmp_path: Path) -> None:
     found = examine(LocalStore(str(tmp_path)), "", probe_bytes=1 << 20)
     assert found.ok
     assert {by_check(found)[check] for check in [*ACCESS, *CONDITIONS, *MULTIPART, "space"]} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("linked", "status"), [(True, "ok"), (False, "warn")])
+def test_tells_how_a_folder_commits(linked: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not linked:
+        monkeypatch.setattr(os, "link", refuse)
+    diagnosis = examine(LocalStore(str(tmp_path)), "", probe_bytes=0)
+    finding = next(finding for finding in diagnosis.findings if finding.check == "conditional commit")
+    assert finding.status == status
+    assert ("hard link creates" in finding.message) == linked
+    assert diagnosis.ok
     assert list(tmp_path.iterdir()) == []
 
 

@@ -899,20 +899,6 @@ class TestLocal:
         assert outside.get("data")[0] == b"somebody's"
         assert store.get("inside/data")[0] == b"mine"
 
-    def test_a_link_to_a_file_is_read_as_the_file_and_deleted_as_the_link(self, tmp_path: Path) -> None:
-        blobs, store = LocalStore(str(tmp_path / "blobs")), LocalStore(str(tmp_path / "snapshot"))
-        blobs.put("abc", views(b"weights"))
-        store.put("other", views(b"x"))
-        for name in ("deleted", "replaced", "compared"):
-            (tmp_path / "snapshot" / name).symlink_to("../blobs/abc")
-        assert store.get("deleted")[0] == b"weights"
-        assert {info.size for info in store.list("")} == {7, 1}
-        assert store.delete(["deleted"]) == []
-        store.put("replaced", views(b"new"))
-        assert store.delete_if("compared", store.head("compared").etag or "")
-        assert [info.key for info in store.list("")] == ["other", "replaced"]
-        assert blobs.get("abc")[0] == b"weights"
-
     def test_a_key_that_leads_out_of_the_root_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "secret").write_bytes(b"x")
         store = LocalStore(str(tmp_path / "root"))
@@ -923,11 +909,6 @@ class TestLocal:
                     call(key)
             assert [failure.key for failure in store.delete([key])] == [key]
         assert (tmp_path / "secret").read_bytes() == b"x"
-
-    def test_what_is_no_file_is_no_object_and_nobody_waits_for_it(self, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(ObjectNotFoundError):
-            LocalStore(str(tmp_path)).get("pipe")
 
     def test_every_folder_that_a_put_makes_is_on_the_disk_before_it_returns(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

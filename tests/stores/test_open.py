@@ -33,7 +33,7 @@ from bucketpoint.stores.registry import GCS_SCHEMES
 from bucketpoint.stores.s3.client import client_for
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
-    lambda key: not key.endswith("/") and "\0" not in key
+    lambda key: not key.endswith("/") and "\0" not in key and not key[-1].isspace()
 )
 buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", fullmatch=True)
 
@@ -126,6 +126,28 @@ def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(
         assert error.url == url
         for part in (f"does not serve {url.partition(':')[0]}:// URLs", f"begins with {wanted}", "BucketWriter"):
             assert part in str(error)
+
+
+@pytest.mark.parametrize("kind", [S3Writer, S3Reader, GCSWriter, GCSReader, bucketpoint.BucketWriter])
+def test_names_storage_options_for_the_keywords_of_fsspec(kind: Any) -> None:
+    for keywords, remedy in (
+        ({"key": "k", "client_kwargs": {}}, 'storage_options={"key": ..., "client_kwargs": ...}'),
+        ({"overwrite": True, "token": "t"}, 'storage_options={"token": ...}'),
+        ({"serialization_format": None, "key": "k"}, "convert --to safetensors"),
+    ):
+        if "overwrite" in keywords and kind in (S3Reader, GCSReader):
+            continue
+        with pytest.raises(BucketpointError) as caught:
+            kind(**keywords)
+        assert remedy in str(caught.value)
+
+    class Own(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, **keywords: Any) -> None:
+            super().__init__()
+            self.keywords = keywords
+
+    assert pickle.loads(pickle.dumps(kind())).url is None
+    assert Own(key="k").keywords == {"key": "k"}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +271,110 @@ def test_one_slash_behind_file_is_the_path_behind_it(tmp_path: Path, monkeypatch
     assert parse_url(Path("file:///a/b")) == ("file", "/a/b", "")
     with pytest.raises(InvalidURLError):
         open_store("file:")
+
+
+HERE = "{tmp}/run"
+ODD: dict[str, str] = {
+    # rightly read: the folder, or the bucket and the prefix
+    "FILE://{tmp}/run": HERE,
+    "File:{tmp}/run": HERE,
+    "local://{tmp}/run": HERE,
+    "file://localhost{tmp}/run": HERE,
+    "FILE://LocalHost{tmp}/run/": HERE,
+    "file:///{tmp}/run": HERE,
+    "{tmp}//run//": HERE,
+    "{tmp}/other/../run": HERE,
+    "file://{tmp}/./run": HERE,
+    "run": HERE,
+    "./run": HERE,
+    "~/run": HERE,
+    "file://{tmp}/a%20b": "{tmp}/a%20b",
+    "file://{tmp}/a?b=c#d": "{tmp}/a?b=c#d",
+    "{tmp}/a b": "{tmp}/a b",
+    "{tmp}/user@host": "{tmp}/user@host",
+    "S3://bucket/run": "bucket run",
+    "s3a://bucket/run/": "bucket run",
+    "s3://bucket/a//b/../c": "bucket a//b/../c",
+    "s3://bucket/a%20b?c=d#e": "bucket a%20b?c=d#e",
+    "s3://bucket/a\\b": "bucket a\\b",
+    "s3://bucket/ a": "bucket  a",
+    # refused, with this remedy
+    "file://host{tmp}/run": "file:///data/run",
+    "file://127.0.0.1{tmp}/run": "file:///data/run",
+    "file://user@localhost{tmp}/run": "file:///data/run",
+    "file://run": "file:///data/run",
+    "file://./run": "file:///data/run",
+    "file://~/run": "file:///data/run",
+    "file://": "file:///data/run",
+    "file://localhost": "file:///data/run",
+    "local://host/run": "file:///data/run",
+    "file:run": "Pass the path without file:",
+    "file:./run": "Pass the path without file:",
+    " file://{tmp}/run": "Remove it",
+    "file://{tmp}/run\n": "Remove it",
+    "{tmp}/run ": "Remove it",
+    " s3://bucket/run": "Remove it",
+    "\ts3://bucket/run": "Remove it",
+    "s3://bucket/run\r\n": "Remove it",
+    " ": "Remove it",
+    "\ufeffs3://bucket/run": "without quotes",
+    '"s3://bucket/run"': "without quotes",
+    "./s3://bucket/run": "without quotes",
+    "x://bucket/run": "without quotes",
+    "3s://bucket/run": "without quotes",
+    "s3:/bucket/run": "Pass the URL as text",
+    "s3:bucket/run": "Pass s3://bucket/run",
+    "s3:\\bucket\\run": "Pass s3://",
+    "C:\\data\\run": "by slashes",
+    "data\\run": "by slashes",
+    "file://{tmp}\\run": "by slashes",
+    "\\\\host\\share": "by slashes",
+    "s3://bucket\\run": "s3://bucket/prefix",
+    "s3://bucket?versionId=1": "s3://bucket/prefix",
+    "s3://bucket#run": "s3://bucket/prefix",
+    "s3://user@bucket/run": "s3://bucket/prefix",
+    "s3://bucket:9000/run": "endpoint_url",
+    "s3://user:password@bucket/run": "Pass the password in storage_options",
+    "s3://a b/run": "s3://bucket/prefix",
+    "s3://../run": "s3://bucket/prefix",
+    "s3://": "s3://bucket/prefix",
+    "S3:///run": "s3://bucket/prefix",
+    "gs://bu%63ket/run": "gs://bucket/prefix",
+    "": "s3://bucket/prefix",
+    "\0": "s3://bucket/prefix",
+}
+
+
+@pytest.mark.parametrize("given", ODD)
+def test_reads_an_odd_url_rightly_or_refuses_it_with_a_remedy(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    url, expected = given.format(tmp=tmp_path), ODD[given].format(tmp=tmp_path)
+    if accepts_url(url):
+        store, prefix = open_store(url)
+        place = store.root if isinstance(store, LocalStore) else f"{store.bucket} {prefix}"  # type: ignore[attr-defined]
+        assert place == expected
+        if isinstance(store, LocalStore):
+            # The same through a filesystem of the caller, in listings of the run, and as the id of a checkpoint.
+            assert open_store(url, fs=fsspec.filesystem("file"))[0] == store
+            assert open_catalog(url).store == store
+            bucketpoint.save({"w": torch.zeros(1)}, url)
+            assert (Path(expected) / ".metadata").exists()
+        return
+    with pytest.raises(InvalidURLError) as caught:
+        open_store(url)
+    assert expected in (caught.value.remedy or "")
+    assert "password@" not in str(caught.value)
+    for way in (
+        lambda: bucketpoint.save({"w": torch.zeros(1)}, url),
+        lambda: bucketpoint.latest_checkpoint(url),
+        lambda: open_store(url, fs=fsspec.filesystem("file")),
+    ):
+        with pytest.raises((BucketpointError, dcp.CheckpointException)):
+            way()
+    assert list(tmp_path.iterdir()) == []
 
 
 FOLDERS = ("dir/s3//x", "./s3//x", "./s3:x", "/s3//x", "data//x", "s3/x", "s3//", "c:x", "dir/s3:x")

@@ -153,14 +153,14 @@ class Access:
     endpoint_url: str | None = None
 
     def for_url(self, url: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the `storage_options` for one URL. A local path takes none, and only S3 takes an endpoint."""
-        from bucketpoint.stores import parse_url
+        """Return the `storage_options` for one URL. Local paths have one option; only S3 has an endpoint."""
+        from bucketpoint.stores import FOLLOW_LINKS, parse_url
 
         scheme = parse_url(url)[0]
-        if scheme in ("", "file", "local") and "::" not in url:
-            return dict(extra or {})
+        local = scheme in ("", "file", "local") and "::" not in url
+        options = {name: value for name, value in self.options.items() if (name == FOLLOW_LINKS) == local}
         endpoint = {"endpoint_url": self.endpoint_url} if self.endpoint_url and scheme in ("s3", "s3a") else {}
-        return {**self.options, **endpoint, **(extra or {})}
+        return {**options, **endpoint, **(extra or {})}
 
 
 def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[str, Any]:

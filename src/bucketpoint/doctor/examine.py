@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bucketpoint.doctor.bucket import bucket_findings, clock_finding
-from bucketpoint.doctor.fsspec import fsspec_findings
+from bucketpoint.doctor.fsspec import folder_finding, fsspec_findings
 from bucketpoint.doctor.reader import examine_pinned_read, examine_reader
 from bucketpoint.doctor.remedies import lack_of_conditions, needed, removal, unlisted_uploads, without_conditions
 from bucketpoint.doctor.report import UNREACHABLE, Finding, Report, expect, refused
@@ -150,6 +150,8 @@ class _Examination:
             report.add(*fsspec_findings(store, self._at.folder.rstrip("/")))
         elif isinstance(store, FsspecStore):
             report.say("filesystem", "skip", f"conditions were not tried out: what that writes, {_STAYS}")
+        if isinstance(store, LocalStore):
+            report.add(folder_finding(store, self._key("links")))
         self._create_only()
         self._beside(self._if_match())
         examine_pinned_read(report, lambda: store.put(self._key("pinned"), [memoryview(b"x")]))

@@ -1,4 +1,4 @@
-"""Findings about the guarantees of an fsspec filesystem, from the known features of its library and from a trial."""
+"""Findings about the guarantees of folders and fsspec filesystems, from trials and the known features of libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,25 @@ from collections.abc import Iterator
 
 from bucketpoint.doctor.report import Finding
 from bucketpoint.errors import StoreError
-from bucketpoint.stores import FsspecStore
+from bucketpoint.stores import FsspecStore, LocalStore
 
+_LOCKED = (
+    "a checkpoint is replaced and deleted under the lock of its file: safe on one machine, and between machines unless "
+    "one stands still for minutes"
+)
 _CHECKS = "reads what is there, writes, and reads again"
+
+
+def folder_finding(store: LocalStore, key: str) -> Finding:
+    """Return a finding about the guarantees of a folder, after a trial beside `key`."""
+    try:
+        linked = store.has_hard_links(key)
+    except StoreError as error:
+        return Finding("conditional commit", "fail", f"it could not be tried out: {error.message}", error.remedy)
+    if linked:
+        return Finding("conditional commit", "ok", f"a hard link creates a checkpoint, on any machine; {_LOCKED}")
+    message = f"the filesystem has no hard links: {_LOCKED.replace('is replaced', 'is created, replaced')}"
+    return Finding("conditional commit", "warn", message, "Give every job a URL of its own")
 
 
 def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:

@@ -19,12 +19,13 @@ from bucketpoint.stores.fsspec.store import FsspecStore, proven
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.gcs.store import GCSStore
 from bucketpoint.stores.local import LocalStore, this_url
-from bucketpoint.stores.registry import accepts_url, as_url, check_url, open_store, parse_url
+from bucketpoint.stores.registry import FOLLOW_LINKS, accepts_url, as_url, check_url, open_store, parse_url
 from bucketpoint.stores.s3.deletes import proven_deletes
 from bucketpoint.stores.s3.options import S3Options
 from bucketpoint.stores.s3.store import S3Store
 
 __all__ = [
+    "FOLLOW_LINKS",
     "Buffers",
     "Capabilities",
     "CopiesInside",

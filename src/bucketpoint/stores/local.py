@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, ParamSpec, TypeVar
 
 from bucketpoint.errors import (
     AccessDeniedError,
@@ -18,42 +20,76 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
+    ThrottledError,
     TransientStoreError,
     UploadNotFoundError,
 )
+from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.local_folders import (
     HIDDEN,
-    LinkedFolderError,
+    NEW,
+    TEMPORARY,
+    LinkError,
+    beneath,
     enter,
     folder,
     in_folder,
-    locked,
+    open_file,
     prune,
     remove,
     scan,
     split,
     sync,
+    temporary,
 )
+from bucketpoint.stores.local_lock import LockedError, locked
 
 _SMALL_BYTES = 64 << 10
 """Smaller buffers are joined in one system call, and larger ones are read and written directly."""
 
-_TEMPORARY = HIDDEN + "tmp-"
-_LONGEST_NAMED = 100
-"""Bytes of the longest name that the name of a temporary file may quote: the two must fit into a name together."""
-
 _UPLOAD = HIDDEN + "upload-"
 _UPLOAD_TARGET = "target"
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_LONGEST_TARGET = 1 << 14
+"""Bytes of the longest key that an upload may have noted."""
+
+_MOST_LINKS = 8
+_PAGE = 100
+
+_PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE})
+"""Answers that may be others at the next try. NFS gives ESTALE for a file that another client has just replaced."""
+_NOT_OFFERED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
-_NO_LINKS = (
+_NO_FOLDER_LINKS = (
     "Name the target of the link in the URL (only the folder of the URL itself may be a link), or mount the target in "
     "place of the link (mount --bind)"
 )
+_NO_FILE_LINKS = (
+    "If only people whom you trust can write to this folder, as to a cache of your own, pass "
+    'storage_options={"follow_links": True} (--storage-option follow_links=true)'
+)
+_NO_RENAMES = (
+    "This filesystem can neither link nor rename files, so no file of it is ever whole at once. Pass the URL of the "
+    "bucket behind the mount (s3://, gs://), or another folder"
+)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Entry = TypeVar("Entry", ObjectInfo, str)
+
+
+def _retried(request: Callable[P, T]) -> Callable[P, T]:
+    """Repeat a request after failures that may pass, and while another writer holds a lock."""
+
+    @functools.wraps(request)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return retry.run(lambda: request(*args, **kwargs), retry.RetryPolicy())
+
+    return run
 
 
 def this_url(store: Any) -> str:
@@ -69,14 +105,20 @@ class LocalStore:
     existing file is never written to, so an open file does not change, and mtime, size and inode make an ETag. `//` in
     a key names the same file as `/`. Folders are created when needed, and removed when they become empty.
 
-    The root may be a symbolic link. Links to folders below the root are never followed, wherever they lead: listings
-    leave them out, and a key with such a link in its path is refused. A link to a file is read as that file; a write or
-    a deletion replaces or removes the link, not the file.
+    The root may be a symbolic link. Links to folders below the root are never followed, wherever they lead, and a link
+    to a file only if it stays below the root: listings leave all others out, and a key with such a link in its path is
+    refused. A write or a deletion replaces or removes the link, not the file.
+
+    Conditions are checked under the lock of the file (`local_lock`). An object is created by a hard link, which fails
+    if the name exists; where there are no hard links, under the lock, too.
 
     A temporary file, which a killed process may have left, is listed and aborted like a multipart upload.
     """
 
     root: str
+    follow_links: bool = False
+    """Read files through links that leave the root, as caches have them. Anybody who may write there can then have any
+    file read that this process may read."""
 
     @property
     def url(self) -> str:
@@ -97,6 +139,7 @@ class LocalStore:
             conditional_put=True, checksums=False, multipart=True, pinned_reads=True, conditional_delete=True
         )
 
+    @_retried
     def put(
         self,
         key: str,
@@ -109,6 +152,7 @@ class LocalStore:
         with self._errors("put", key):
             return self._publish(key, lambda fd: _write(fd, body), if_none_match=if_none_match, if_match=if_match)
 
+    @_retried
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         with self._errors("get", key), self._opened(key) as (fd, info):
             size = info.size if first is None else min(info.size, first)
@@ -120,46 +164,68 @@ class LocalStore:
             _read(fd, 0, [memoryview(data)], self._url(key))
             return bytes(data), info
 
+    @_retried
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         with self._errors("read", key), self._opened(key) as (fd, info):
             self._check_etag(info, if_match)
             _read(fd, offset, buffers, self._url(key))
 
+    @_retried
     def head(self, key: str) -> ObjectInfo:
         with self._errors("head", key), self._above(key) as (above, name):
-            status = os.stat(name, dir_fd=above)
-            if not stat.S_ISREG(status.st_mode):
-                raise ObjectNotFoundError("no such object", url=self._url(key))
-            return _info(key, status)
+            return _info(key, self._status(key, above, name))
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        return _paged(lambda last: self._listed(prefix, last.key if last else start_after))
+
+    def _listed(self, prefix: str, start_after: str | None) -> Iterator[ObjectInfo]:
         folder = prefix[: prefix.rfind("/") + 1]
         with self._errors("list", prefix), contextlib.suppress(*_ABSENT), self._above(folder) as (above, _):
             for key, where in self._walk(above, folder, prefix):
                 if start_after is None or key > start_after:
-                    with contextlib.suppress(FileNotFoundError):
-                        yield _info(key, os.stat(key.rpartition("/")[2], dir_fd=where))
+                    with contextlib.suppress(FileNotFoundError, LinkError):
+                        yield _info(key, self._status(key, where, key.rpartition("/")[2]))
 
     def list_folders(self, prefix: str) -> Iterator[str]:
+        return _paged(lambda last: self._listed_folders(prefix, last or ""))
+
+    def _listed_folders(self, prefix: str, start_after: str) -> Iterator[str]:
         with self._errors("list", prefix), contextlib.suppress(*_ABSENT), self._above(prefix) as (above, _):
             for name, is_folder in scan(above):
-                if is_folder and next(self._walk(above, prefix, prefix + name), None):
-                    yield prefix + name
+                key = prefix + name
+                if is_folder and key > start_after and self._has_files(above, name):
+                    yield key
+
+    def _has_files(self, above: int, name: str) -> bool:
+        with contextlib.suppress(*_ABSENT), enter(above, name[:-1]) as inner:
+            return next(self._walk(inner, "", ""), None) is not None
+        return False
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
         failures = []
         for key in keys:
             try:
-                self._unlink(key)
-            except _ABSENT:
-                pass
-            except OSError as error:
-                code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-                failures.append(DeleteFailure(key, code, error.strerror or ""))
-                continue
-            prune(self.root, split(key)[0])
+                failure = self._deleted(key)
+            except StoreError as error:
+                failure = DeleteFailure(key, type(error).__name__, error.message)
+            failures += [] if failure is None else [failure]
         return failures
 
+    @_retried
+    def _deleted(self, key: str) -> DeleteFailure | None:
+        try:
+            self._unlink(key)
+        except _ABSENT:
+            pass
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise self._failure(error, "delete", key) from None
+            code = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            return DeleteFailure(key, code, error.strerror or "")
+        prune(self.root, split(key)[0])
+        return None
+
+    @_retried
     def delete_if(self, key: str, etag: str) -> bool:
         with self._errors("delete", key):
             with contextlib.suppress(*_ABSENT):
@@ -169,32 +235,36 @@ class LocalStore:
 
     def _unlink(self, key: str, etag: str | None = None) -> None:
         # Locked without an ETag, too: otherwise the file could be deleted while another writer compares its ETag.
-        with self._above(key) as (above, name), locked(above, needed=etag is not None):
-            if etag is not None and _etag(os.stat(name, dir_fd=above)) != etag:
+        with self._above(key) as (above, name), locked(above, name, needed=etag is not None) as ensure:
+            if etag is not None and _etag(self._status(key, above, name)) != etag:
                 raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            ensure()
             # If the name is a link to a file, the link is removed and the file stays.
             os.unlink(name, dir_fd=above)
 
+    @_retried
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
         with self._errors("copy", source.key), self._opened(source.key) as (fd, info):
             self._check_etag(info, source.etag)
             return self._publish(target, lambda out: _copy(fd, out, info.size))
 
+    @_retried
     def create_multipart(self, key: str) -> str:
         upload_id = secrets.token_hex(8)
 
         def make(above: int) -> None:
-            with open(os.open(_UPLOAD_TARGET, _NEW, 0o666, dir_fd=above), "w", encoding="utf-8") as file:
-                file.write(key)
+            with open(os.open(_UPLOAD_TARGET, NEW, 0o666, dir_fd=above), "wb") as file:
+                file.write(os.fsencode(key))
 
         with self._errors("create_multipart", key):
             in_folder(self.root, self._upload(key, upload_id), make)
         return upload_id
 
+    @_retried
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
-        partial, names = _TEMPORARY + secrets.token_hex(8), self._upload(key, upload_id)
+        partial, names = TEMPORARY + secrets.token_hex(8), self._upload(key, upload_id)
         with self._errors("put_part", key, missing=UploadNotFoundError), folder(self.root, names) as parts:
-            fd = os.open(partial, _NEW, 0o666, dir_fd=parts)
+            fd = os.open(partial, NEW, 0o666, dir_fd=parts)
             try:
                 _write(fd, body)
                 status = os.fstat(fd)
@@ -203,6 +273,7 @@ class LocalStore:
             os.replace(partial, str(number), src_dir_fd=parts, dst_dir_fd=parts)
         return Part(number, status.st_size, _etag(status), crc32c)
 
+    @_retried
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
         ordered = sorted(parts, key=lambda part: part.number)
         *above, upload = self._upload(key, upload_id)
@@ -211,7 +282,7 @@ class LocalStore:
 
                 def write(fd: int) -> None:
                     for part in ordered:
-                        source = os.open(str(part.number), os.O_RDONLY | os.O_CLOEXEC, dir_fd=sent)
+                        source = open_file(str(part.number), sent)
                         try:
                             if _etag(os.fstat(source)) != part.etag:
                                 raise StoreError(
@@ -226,18 +297,23 @@ class LocalStore:
                 remove(upload, outer)
             return info
 
+    @_retried
     def abort_multipart(self, key: str, upload_id: str) -> None:
         *above, upload = self._upload(key, upload_id)
         with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
             with folder(self.root, above) as outer:
                 try:
-                    os.unlink(_temporary(upload_id, split(key)[1]), dir_fd=outer)
+                    os.unlink(temporary(upload_id, split(key)[1]), dir_fd=outer)
                 except FileNotFoundError:
                     remove(upload, outer)
             prune(self.root, above)
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        start = prefix[: prefix.rfind("/") + 1]
+        yield from self._uploads(prefix)
+
+    @_retried
+    def _uploads(self, prefix: str) -> builtins.list[OpenUpload]:
+        start, uploads = prefix[: prefix.rfind("/") + 1], builtins.list[OpenUpload]()
         with self._errors("list_multipart", prefix), contextlib.suppress(*_ABSENT), self._above(start) as (above, _):
             for path, folders, files, fd in os.fwalk(".", dir_fd=above):
                 for name, upload_id, started in _open_uploads(fd, [*folders, *files]):
@@ -245,7 +321,26 @@ class LocalStore:
                     # root may have begun the upload.
                     key = start + os.path.normpath(f"{path}/{name}")
                     if key.startswith(prefix):
-                        yield OpenUpload(key, upload_id, started)
+                        uploads.append(OpenUpload(key, upload_id, started))
+        return uploads
+
+    def has_hard_links(self, key: str) -> bool:
+        """Return True if a trial shows that objects beside this key are created by hard links, not under a lock."""
+
+        def attempt(above: int) -> bool:
+            trial, linked = (TEMPORARY + secrets.token_hex(8) for _ in range(2))
+            os.close(os.open(trial, NEW, 0o666, dir_fd=above))
+            try:
+                os.link(trial, linked, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
+                os.unlink(linked, dir_fd=above)
+            except OSError:
+                return False
+            finally:
+                os.unlink(trial, dir_fd=above)
+            return True
+
+        with self._errors("put", key):
+            return in_folder(self.root, split(key)[0], attempt)
 
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
@@ -254,8 +349,8 @@ class LocalStore:
         self, key: str, write: Callable[[int], None], *, if_none_match: bool = False, if_match: str | None = None
     ) -> ObjectInfo:
         names, name = split(key)
-        temporary = _temporary(secrets.token_hex(8), name)
-        fd = in_folder(self.root, names, lambda above: os.open(temporary, _NEW, 0o666, dir_fd=above))
+        partial = temporary(secrets.token_hex(8), name)
+        fd = in_folder(self.root, names, lambda above: os.open(partial, NEW, 0o666, dir_fd=above))
         with folder(self.root, names) as above:
             try:
                 try:
@@ -265,23 +360,46 @@ class LocalStore:
                     status = os.fstat(fd)
                 finally:
                     os.close(fd)
-                if if_none_match:
-                    try:
-                        os.link(temporary, name, src_dir_fd=above, dst_dir_fd=above)
-                    except FileExistsError:
-                        raise PreconditionFailedError("the object exists", url=self._url(key)) from None
-                else:
-                    with locked(above, needed=if_match is not None):
-                        if if_match is not None and _etag_now(name, above) != if_match:
-                            raise PreconditionFailedError(
-                                "the ETag of the object is not the expected one", url=self._url(key)
-                            )
-                        os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
+                self._name(key, partial, above, if_none_match=if_none_match, if_match=if_match)
                 sync(above)
             finally:
-                with contextlib.suppress(FileNotFoundError):  # os.replace took it
-                    os.unlink(temporary, dir_fd=above)
+                # os.replace took it; or it stays, and is listed as an upload.
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=above)
         return _info(key, status)
+
+    def _name(self, key: str, partial: str, above: int, *, if_none_match: bool, if_match: str | None) -> None:
+        """Give a written file the name of its object."""
+        name = split(key)[1]
+        exists, can_link = PreconditionFailedError("the object exists", url=self._url(key)), True
+        if if_match is None:
+            try:
+                # A link that somebody has put in the place of the file is not followed, either.
+                os.link(partial, name, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
+                return
+            except FileExistsError:
+                if if_none_match:
+                    raise exists from None
+            except OSError as error:
+                if error.errno in (errno.ENOENT, *_PASSING):
+                    raise
+                can_link = False  # gcsfuse, SMB, exFAT
+        with locked(above, name) as ensure:
+            if if_none_match and _is_there(name, above):
+                raise exists
+            if if_match is not None and self._etag_now(key, above, name) != if_match:
+                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            ensure()
+            try:
+                os.replace(partial, name, src_dir_fd=above, dst_dir_fd=above)
+            except OSError as error:
+                if can_link or error.errno not in _NOT_OFFERED:
+                    raise
+                raise StoreError(
+                    f"put failed: the filesystem has no links and no renames: {error.strerror}",
+                    url=self._url(key),
+                    remedy=_NO_RENAMES,
+                ) from None
 
     @contextlib.contextmanager
     def _above(self, key: str) -> Iterator[tuple[int, str]]:
@@ -292,17 +410,38 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, ObjectInfo]]:
-        """Open an object for reading. A link to a file is followed, since some caches keep their files elsewhere."""
-        with self._above(key) as (above, name):
-            # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
+        """Open an object for reading."""
+        fd = self._open(key, _MOST_LINKS)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError(errno.ENOENT, "not a file", name)
-            yield fd, _info(key, status)
+            yield fd, _info(key, os.fstat(fd))
         finally:
             os.close(fd)
+
+    def _open(self, key: str, links: int) -> int:
+        with self._above(key) as (above, name):
+            try:
+                return open_file(name, above, follow=self.follow_links)
+            except LinkError:
+                target = beneath(key, os.readlink(name, dir_fd=above)) if links else None
+        if target is None:
+            raise LinkError(os.path.join(self.root, key))
+        return self._open(target, links - 1)
+
+    def _status(self, key: str, above: int, name: str) -> os.stat_result:
+        """Describe the file that a read of the object would open. Raises FileNotFoundError if it is no file."""
+        status = os.stat(name, dir_fd=above, follow_symlinks=False)
+        if stat.S_ISLNK(status.st_mode):
+            with self._opened(key) as (fd, _):
+                return os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a file", name)
+        return status
+
+    def _etag_now(self, key: str, above: int, name: str) -> str | None:
+        try:
+            return _etag(self._status(key, above, name))
+        except FileNotFoundError:
+            return None
 
     def _check_etag(self, info: ObjectInfo, expected: str | None) -> None:
         if expected is not None and info.etag != expected:
@@ -330,42 +469,63 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
-        failure: StoreError
         try:
             yield
             return
-        except LinkedFolderError as error:
-            failure = StoreError(f"{operation} failed: {error.strerror}", url=self._url(key), remedy=_NO_LINKS)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            failure = missing(f"{operation} failed: no such file", url=self._url(key))
-        except PermissionError as error:
-            failure = AccessDeniedError(f"{operation} failed: {error.strerror}", url=self._url(key), remedy="")
         except OSError as error:
-            retry = error.errno in (errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE)
-            kind = TransientStoreError if retry else StoreError
-            failure = kind(f"{operation} failed: {error.strerror or type(error).__name__}", url=self._url(key))
+            failure = self._failure(error, operation, key, missing)
         raise failure
+
+    def _failure(
+        self, error: OSError, operation: str, key: str, missing: type[StoreError] = ObjectNotFoundError
+    ) -> StoreError:
+        kind: type[StoreError] = TransientStoreError if error.errno in _PASSING else StoreError
+        reason, remedy = error.strerror or type(error).__name__, None
+        if isinstance(error, LinkError):
+            remedy = _NO_FOLDER_LINKS if error.is_folder else _NO_FILE_LINKS
+        elif isinstance(error, LockedError):
+            # Repeated until the deadline, and not only a few times.
+            kind, remedy = ThrottledError, "If no job writes to this folder, delete the lock file"
+        elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            kind, reason = missing, "no such file"
+        elif isinstance(error, PermissionError):
+            kind, remedy = AccessDeniedError, ""
+        return kind(f"{operation} failed: {reason}", url=self._url(key), remedy=remedy)
+
+
+def _paged(listing: Callable[[Entry | None], Iterator[Entry]]) -> Iterator[Entry]:
+    """Yield the entries of a listing that begins after a given entry; after a failure that may pass, begin it again."""
+    last: Entry | None = None
+    entries = listing(None)
+
+    def page() -> list[Entry]:
+        nonlocal entries
+        try:
+            return list(islice(entries, _PAGE))
+        except StoreError:
+            entries = listing(last)
+            raise
+
+    while read := retry.run(page, retry.RetryPolicy()):
+        yield from read
+        last = read[-1]
 
 
 def _open_uploads(fd: int, names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
     """Yield the object's name, the id, and the beginning of each upload, or the last write to each temporary file."""
     for name in sorted(names):
         # It may end meanwhile.
-        with contextlib.suppress(*_ABSENT):
+        with contextlib.suppress(LinkError, *_ABSENT):
             if name.startswith(_UPLOAD):
                 with enter(fd, name) as upload:
-                    target = os.open(_UPLOAD_TARGET, os.O_RDONLY | os.O_CLOEXEC, dir_fd=upload)
-                with open(target, encoding="utf-8") as file:
-                    yield file.read().rpartition("/")[2], name[len(_UPLOAD) :], os.fstat(target).st_mtime
-            elif name.startswith(_TEMPORARY):
-                upload_id, named, of = name[len(_TEMPORARY) :].partition("-")
+                    target = open_file(_UPLOAD_TARGET, upload)
+                with open(target, "rb") as file:
+                    noted, started = os.fsdecode(file.read(_LONGEST_TARGET)), os.fstat(target).st_mtime
+                yield noted.rpartition("/")[2], name[len(_UPLOAD) :], started
+            elif name.startswith(TEMPORARY):
+                upload_id, named, of = name[len(TEMPORARY) :].partition("-")
                 if named:
                     yield of, upload_id, os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
-
-
-def _temporary(upload_id: str, name: str) -> str:
-    """Return the name of the file that is written before it gets the object's name."""
-    return f"{_TEMPORARY}{upload_id}-{name}" if len(os.fsencode(name)) <= _LONGEST_NAMED else _TEMPORARY + upload_id
 
 
 def _write(fd: int, body: Buffers) -> None:
@@ -391,7 +551,7 @@ def _copy(source: int, target: int, size: int) -> None:
         try:
             count = copy_range(source, target, size - done) if copy_range else 0
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            if error.errno not in (errno.EXDEV, *_NOT_OFFERED):
                 raise
             count, copy_range = 0, None
         if not count:
@@ -403,11 +563,12 @@ def _copy(source: int, target: int, size: int) -> None:
         done += count
 
 
-def _etag_now(name: str, above: int) -> str | None:
+def _is_there(name: str, above: int) -> bool:
     try:
-        return _etag(os.stat(name, dir_fd=above))
+        os.stat(name, dir_fd=above, follow_symlinks=False)
     except FileNotFoundError:
-        return None
+        return False
+    return True
 
 
 def _etag(status: os.stat_result) -> str:

@@ -1,11 +1,10 @@
-"""Folders below a root, opened one level at a time from the root, so that no symbolic link is followed."""
+"""Folders and files below a root, opened one level at a time from the root, so that no symbolic link is followed."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,28 @@ HIDDEN = ".bucketpoint-"
 """Prefix of the names of files and folders that are not objects."""
 
 
-class LinkedFolderError(OSError):
-    """A folder below the root is a symbolic link, which may point outside the root."""
+TEMPORARY = HIDDEN + "tmp-"
+_LONGEST_NAMED = 100
+"""Bytes of the longest name that the name of a temporary file may quote: the two must fit into a name together."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(errno.ELOOP, f"{path} is a symbolic link, and no folder below the root may be one", path)
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe would otherwise wait for a writer.
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+_IS_LINK = (errno.ELOOP, errno.EMLINK)
+"""Answers of O_NOFOLLOW for a link: FreeBSD has another one."""
+
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+"""Answers of filesystems that cannot sync folders, such as some on FUSE."""
+
+
+class LinkError(OSError):
+    """A name below the root is a symbolic link that is not followed, because it may lead out of the root."""
+
+    def __init__(self, path: str, *, is_folder: bool = False) -> None:
+        why = "no folder below the root may be one" if is_folder else "it leads out of the root"
+        super().__init__(errno.ELOOP, f"{path} is a symbolic link, and {why}", path)
+        self.is_folder = is_folder
 
 
 def split(key: str) -> tuple[builtins.list[str], str]:
@@ -44,6 +60,45 @@ def split(key: str) -> tuple[builtins.list[str], str]:
     return names, name or "."
 
 
+def temporary(upload_id: str, name: str) -> str:
+    """Return the name of a file that is written before it gets the object's name, or that locks the object."""
+    return f"{TEMPORARY}{upload_id}-{name}" if len(os.fsencode(name)) <= _LONGEST_NAMED else TEMPORARY + upload_id
+
+
+def open_file(name: str, above: int, *, follow: bool = False) -> int:
+    """Open a file for reading. A pipe, a device or a folder counts as missing, and nobody waits for it.
+
+    Args:
+        follow: follow links, wherever they lead. Otherwise a link raises LinkError.
+    """
+    try:
+        fd = os.open(name, _READ | (0 if follow else os.O_NOFOLLOW), dir_fd=above)
+    except OSError as error:
+        if follow or error.errno not in _IS_LINK:
+            raise
+        raise LinkError(name) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a file", name)
+    return fd
+
+
+def beneath(key: str, target: str) -> str | None:
+    """Return the key that a link at `key` leads to; None if the link leaves the root.
+
+    No folder below the root is a link, so `..` leads to the folder above.
+    """
+    names = split(key)[0]
+    for part in target.split("/"):
+        if part == ".." and names:
+            names.pop()
+        elif part == "..":
+            return None
+        elif part not in ("", "."):
+            names.append(part)
+    return None if target.startswith("/") else "/".join(names)
+
+
 @contextlib.contextmanager
 def folder(root: str, names: Sequence[str], *, make: bool = False) -> Iterator[int]:
     """Open the folder `names` below the root. The root itself may be a link, and its path may contain links.
@@ -52,7 +107,7 @@ def folder(root: str, names: Sequence[str], *, make: bool = False) -> Iterator[i
         make: create missing folders. Each one is synced to the disk before anything is put in it.
 
     Raises:
-        LinkedFolderError: one of the names is a link.
+        LinkError: one of the names is a link.
         FileNotFoundError, NotADirectoryError: one of the names does not exist, or is a file.
     """
     if make:
@@ -99,7 +154,7 @@ def _entered(above: int, name: str, path: str, *, make: bool) -> int:
             raise
     except OSError:
         if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
-            raise LinkedFolderError(path) from None
+            raise LinkError(path, is_folder=True) from None
         raise
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=above)
@@ -126,26 +181,9 @@ def sync(fd: int) -> None:
     own = os.open(".", _LIST, dir_fd=fd)
     try:
         os.fsync(own)
-    finally:
-        os.close(own)
-
-
-@contextlib.contextmanager
-def locked(fd: int, *, needed: bool) -> Iterator[None]:
-    """Lock a folder (with `flock` on the folder itself), so that no other writer changes it while an ETag is compared.
-
-    Args:
-        needed: raise if the filesystem cannot lock. Otherwise go on without the lock.
-    """
-    own = os.open(".", _LIST, dir_fd=fd)
-    try:
-        try:
-            fcntl.flock(own, fcntl.LOCK_EX)
-        except OSError:
-            # Some network filesystems cannot lock. A plain put works without the lock; only a condition needs it.
-            if needed:
-                raise
-        yield
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(own)
 
@@ -153,19 +191,15 @@ def locked(fd: int, *, needed: bool) -> Iterator[None]:
 def scan(fd: int) -> builtins.list[tuple[str, bool]]:
     """List a folder in key order: pairs of name and is-folder, the names of folders with a slash at the end.
 
-    Links to folders are left out, because their contents belong to another folder.
+    A link counts as a file, wherever it leads: the contents of a folder behind it belong to another folder.
     """
     own = os.open(".", _LIST, dir_fd=fd)
     try:
         with os.scandir(own) as entries:
-            listed = [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+            listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     finally:
         os.close(own)
-    return sorted(
-        (name + "/" if is_dir else name, is_dir)
-        for name, is_dir, is_link in listed
-        if not name.startswith(HIDDEN) and not (is_dir and is_link)
-    )
+    return sorted((name + "/" if is_dir else name, is_dir) for name, is_dir in listed if not name.startswith(HIDDEN))
 
 
 def prune(root: str, names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import fsspec.core
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from bucketpoint.errors import BucketpointError, InvalidURLError
@@ -26,6 +27,9 @@ from bucketpoint.stores.s3.store import S3Store
 
 S3_SCHEMES = ("s3", "s3a")
 GCS_SCHEMES = ("gs", "gcs")
+
+FOLLOW_LINKS = "follow_links"
+"""The storage option of local folders."""
 
 # Commands that install the library for a scheme: fsspec knows the scheme, but does not depend on the library.
 _INSTALL = {
@@ -49,7 +53,9 @@ _MISTYPED = re.compile(
     re.IGNORECASE,
 )
 _LOCAL_SCHEMES = ("file", "local")
-# RFC 8089 allows one slash: `file:/path` is the same path as `file:///path`.
+# RFC 8089 allows one slash, and the host `localhost`: `file:/path` and `file://localhost/path` are `file:///path`.
+_LOCALHOST = re.compile(rf"^({'|'.join(_LOCAL_SCHEMES)})://localhost(?=/)", re.IGNORECASE)
+_HOST = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)})://([^/]*)(?=/|$)", re.IGNORECASE)
 _LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
 
 # An access point of S3, whose ARN has a slash or a colon before the name. A bucket with a slash would end at the slash.
@@ -63,6 +69,9 @@ _AMAZON = re.compile(
     re.IGNORECASE,
 )
 
+# Services restrict the names of buckets further. Other characters are a user, a port, a query or a mistyped slash.
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|arn:.+", re.DOTALL)
+
 # A bucket and a key without a scheme: `bucket/run`.
 _BARE = re.compile(r"[a-z0-9][a-z0-9.-]+[a-z0-9]/.")
 
@@ -73,12 +82,12 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     The root of an `s3://` or `gs://` URL is the bucket, and the key prefix is the rest, unchanged: nothing is decoded,
     `?` and `#` are ordinary characters, and `//` is kept. Only slashes at the end are dropped: `prefix/` and `prefix`
     are the same checkpoint. The root of an access point is its ARN with a colon before the name, whichever form the URL
-    has. With any other scheme the whole path is the root, and the key prefix is empty. `file:/path` is the same as
-    `file:///path`.
+    has. With any other scheme the whole path is the root, and the key prefix is empty. `file:/path` and
+    `file://localhost/path` are the same as `file:///path`.
 
     Raises:
-        InvalidURLError: the URL names no bucket, is empty, holds a password or a zero byte, or has lost a slash in a
-            `Path`.
+        InvalidURLError: the URL names no bucket or another host's folder, is empty, holds a password or a zero byte,
+            has white space around it, or has lost a slash in a `Path`.
     """
     text = _in_one_form(os.fspath(url))
     _refuse_mistaken(text)
@@ -98,6 +107,12 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise _without_bucket(text, scheme)
+    if not _BUCKET.fullmatch(bucket):
+        raise InvalidURLError(
+            f"{bucket!r} is no name of a bucket",
+            url=text,
+            remedy=f"Pass {scheme}://bucket/prefix; the host and the port of a service go into endpoint_url",
+        )
     return scheme, bucket, key.rstrip("/")
 
 
@@ -138,7 +153,8 @@ def open_store(
 
     Args:
         storage_options: options of fsspec's filesystem for this scheme. For S3: the options of s3fs, and the names of
-            `S3Options`. For GCS: the options of gcsfs, and the names of `GCSOptions`.
+            `S3Options`. For GCS: the options of gcsfs, and the names of `GCSOptions`. For a local folder:
+            `follow_links`, to read files through links that leave the folder.
         fs: a filesystem object of the caller, which then serves the URL whatever the URL's scheme.
         schemes: the schemes that are accepted; empty accepts any scheme, and paths without a scheme.
 
@@ -147,23 +163,27 @@ def open_store(
         BucketpointError: an option is not known.
     """
     if fs is not None:
-        _refuse_mistaken(os.fspath(url))
-        if schemes and parse_url(url)[0]:
+        url = _in_one_form(os.fspath(url))
+        scheme, root, _ = parse_url(url)
+        if scheme and schemes:
             _check_scheme(url, schemes)
-        return _store_on(fs, fs._strip_protocol(os.fspath(url))), ""
+        # fsspec knows the schemes of folders in lower case only.
+        path = fs._strip_protocol(root if scheme in _LOCAL_SCHEMES else url)
+        return _store_on(fs, path, _follows_links(dict(storage_options or {}))), ""
     scheme, root, prefix = _check_scheme(url, schemes)
     if scheme in S3_SCHEMES:
         return S3Store(root, S3Options.from_storage_options(storage_options)), prefix
     if scheme in GCS_SCHEMES and _has_gcs():
         return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
-    if scheme in ("", *_LOCAL_SCHEMES) and not storage_options and "::" not in root:
-        return LocalStore(_absolute(root)), ""
-    failure: BucketpointError
     options = dict(storage_options or {})
+    follows = scheme in ("", *_LOCAL_SCHEMES) and _follows_links(options)
+    if scheme in ("", *_LOCAL_SCHEMES) and not options and "::" not in root:
+        return LocalStore(_absolute(root), follows), ""
+    failure: BucketpointError
     try:
         filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
         driver_of(filesystem).bound_retries(filesystem)
-        return _store_on(filesystem, path), ""
+        return _store_on(filesystem, path, follows), ""
     except (ImportError, TypeError, ValueError) as error:
         reason = hide(clean(str(error)), options)
         # fsspec knows some schemes only if the library for them is installed.
@@ -208,8 +228,10 @@ def _shown(url: str | os.PathLike[str]) -> str:
 
 
 def _in_one_form(url: str) -> str:
-    """Return a URL with the ARN of an access point, if any, in the form whose root contains no slash."""
-    return _ACCESS_POINT.sub(r"\1:", url)
+    """Return a URL without the host `localhost` of a folder, and with the ARN of an access point, if any, in the form
+    whose root contains no slash.
+    """
+    return _ACCESS_POINT.sub(r"\1:", _LOCALHOST.sub(r"\1://", url))
 
 
 def _is_known(scheme: str) -> bool:
@@ -238,13 +260,32 @@ def _refuse_mistaken(url: str) -> None:
         raise InvalidURLError(
             f"this is a local path and looks like a mistyped {scheme}:// URL",
             url=url,
-            remedy=f"Pass {mistyped[1]}{scheme}://{url[mistyped.end() :]}; put ./ before the path of a local folder",
+            remedy="Pass the path without file:"
+            if scheme.lower() in _LOCAL_SCHEMES
+            else f"Pass {mistyped[1]}{scheme}://{url[mistyped.end() :]}; put ./ before the path of a local folder",
         )
     if holds_password(url):
         raise InvalidURLError(
             "the URL holds a password",
             url=without_password(url),
             remedy="Pass the password in storage_options: URLs are logged, and are stored in the checkpoint",
+        )
+    if url != url.strip():
+        raise InvalidURLError("there is white space before or behind the URL", url=repr(url), remedy="Remove it")
+    host, local = _HOST.match(url), first is None or first[1].lower() in _LOCAL_SCHEMES
+    if host is not None and (host[2] or host.end() == len(url)):
+        raise InvalidURLError(
+            f"the URL names the host {host[2]!r}, and no folder of this machine" if host[2] else "the URL has no path",
+            url=url,
+            remedy="Pass three slashes before an absolute path (file:///data/run), and a relative path without file://",
+        )
+    if local and "\\" in url:
+        raise InvalidURLError("the path holds a backslash", url=url, remedy="Separate the folders by slashes")
+    if first is None and "://" in url:
+        raise InvalidURLError(
+            "this is a local path and holds ://, but begins with no scheme",
+            url=url,
+            remedy="Pass s3://bucket/prefix, without quotes or other characters before it",
         )
 
 
@@ -256,15 +297,27 @@ def _has_gcs() -> bool:
         return False
 
 
-def _store_on(fs: Any, path: str) -> Store:
-    # Exactly this class: a subclass may keep its files elsewhere.
-    if type(fs) is LocalFileSystem:
-        return LocalStore(_absolute(path))
+def _store_on(fs: Any, path: str, follow_links: bool) -> Store:
+    # Exactly these classes: a subclass may keep its files elsewhere.
+    inner, inner_path = fs, path
+    while type(inner) is DirFileSystem:
+        inner, inner_path = inner.fs, inner._join(inner_path)
+    if type(inner) is LocalFileSystem:
+        return LocalStore(_absolute(inner_path), follow_links)
     return FsspecStore(fs, path.rstrip("/") or "/")
 
 
+def _follows_links(options: dict[str, Any]) -> bool:
+    """Take the option of local folders out of the options of fsspec."""
+    follows = options.pop(FOLLOW_LINKS, False)
+    if not isinstance(follows, bool):
+        raise BucketpointError(f"{FOLLOW_LINKS} in storage_options must be True or False, not {follows!r}")
+    return follows
+
+
 def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    # POSIX keeps two slashes at the beginning, which are one here.
+    return "/" + os.path.abspath(os.path.expanduser(path)).lstrip("/")
 
 
 def _check_scheme(url: str | os.PathLike[str], schemes: Sequence[str]) -> tuple[str, str, str]:

@@ -1,0 +1,186 @@
+"""The lock of one file in a folder: a file beside it, which only those can create who may write to the folder.
+
+Whoever creates the lock file holds the lock, and deletes the file to release it. So the lock works on every filesystem
+that creates files exclusively, also where `flock` does not work (Lustre, NFS) or is open to every reader.
+
+A lock whose holder has died is broken. On the holder's machine `/proc` tells if it has. From elsewhere (another
+machine, another container) the lock counts as abandoned after `ABANDONED_S`, by the filesystem's time. A holder changes
+the file only within `HELD_S` of taking the lock, and refuses later. So two writers can collide only if one of them is
+suspended for minutes between its last look at the clock and the system call that follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+from bucketpoint.stores.local_folders import NEW, TEMPORARY, open_file, temporary
+
+HELD_S = 30.0
+"""Seconds after which the holder of a lock no longer relies on it."""
+ABANDONED_S = 240.0
+"""Age at which a lock is broken if its holder cannot be looked for. Shorter than the deadline of a request."""
+
+_WAIT_S = 0.5
+"""Seconds to wait for a lock in one attempt. The retry loop of the request waits on."""
+_LONGEST_PAUSE_S = 0.02
+_LONGEST_CONTENT = 200
+_RELEASES = 3
+
+
+class LockedError(OSError):
+    """Another writer holds the lock of the file."""
+
+    def __init__(self, lock: str, holder: str) -> None:
+        super().__init__(errno.EBUSY, f"another writer{holder} holds its lock, the file {lock}", lock)
+
+
+@contextlib.contextmanager
+def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[], None]]:
+    """Lock the file `name` in the folder `above`, so that no other writer replaces or deletes it meanwhile.
+
+    Args:
+        needed: raise if no lock file can be created (a full disk). Otherwise go on without the lock.
+
+    Yields:
+        a function to call right before the change. Raises OSError if the lock has been held for too long.
+    """
+    began, token = _now(), None
+    try:
+        token = _acquire(above, name)
+    except LockedError:
+        raise
+    except OSError:
+        # A plain deletion works without the lock, and may be what frees the disk; only a condition needs the lock.
+        if needed:
+            raise
+
+    def ensure() -> None:
+        if token is not None and _now() - began > HELD_S:
+            raise OSError(errno.EAGAIN, "the process was suspended while it held the lock of the file", name)
+
+    try:
+        yield ensure
+    finally:
+        if token is not None:
+            _release(above, temporary("lock", name), token, broken=_now() - began > HELD_S)
+
+
+def _acquire(above: int, name: str, of: str = "") -> str:
+    """Create the lock file, and return its token. With `of`: the right to remove the lock with that token."""
+    lock, token = temporary("lock" + of, name), secrets.token_hex(6)
+    ends = time.monotonic() + _WAIT_S
+    while not _created(above, lock, f"{token} {_process()}"):
+        holder = ""
+        with contextlib.suppress(FileNotFoundError):
+            held, holder, dead = _look(above, lock)
+            if dead:
+                # Only one process at a time removes it: the slower of two would remove the lock of the faster one.
+                breaking = _acquire(above, name, of + held)
+                try:
+                    if _look(above, lock)[0] == held:
+                        os.unlink(lock, dir_fd=above)
+                finally:
+                    _release(above, temporary("lock" + of + held, name), breaking)
+                continue
+        if time.monotonic() >= ends:
+            raise LockedError(lock, holder)
+        time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
+    return token
+
+
+def _created(above: int, lock: str, content: str) -> bool:
+    try:
+        fd = os.open(lock, NEW, 0o666, dir_fd=above)
+    except FileExistsError:
+        return False
+    try:
+        # On a full disk the lock has no content: then only its age tells if its holder has died.
+        with contextlib.suppress(OSError):
+            os.write(fd, content.encode())
+    finally:
+        # gcsfuse creates the file at this point, and raises if another machine was faster.
+        os.close(fd)
+    return True
+
+
+def _release(above: int, lock: str, token: str, *, broken: bool = False) -> None:
+    for _ in range(_RELEASES):
+        with contextlib.suppress(OSError):
+            if not broken or _look(above, lock)[0] == token:
+                os.unlink(lock, dir_fd=above)
+            return
+
+
+def _look(above: int, lock: str) -> tuple[str, str, bool]:
+    """Return the token of a lock, its holder for messages, and True if the holder has died."""
+    try:
+        with open(open_file(lock, above), "rb") as file:
+            status = os.fstat(file.fileno())
+            token, *owner = file.read(_LONGEST_CONTENT).decode("ascii", "replace").split()
+    except (OSError, ValueError):
+        # Not readable, empty, or no file at all. Raises FileNotFoundError if the lock was released.
+        status, token, owner = os.stat(lock, dir_fd=above, follow_symlinks=False), "", []
+    alive = _is_alive(owner)
+    if alive is None:
+        alive = _time_of(above) - status.st_mtime < ABANDONED_S
+    shown = f" (process {owner[2]} of this machine)" if owner[:2] == _process().split()[:2] else ""
+    return token if token.isalnum() else f"{status.st_ino:x}x{status.st_mtime_ns:x}", shown, not alive
+
+
+def _is_alive(owner: list[str]) -> bool | None:
+    """Return True if the process that `_process` has described runs; None if it cannot be looked for from here."""
+    boot, namespace, *_ = [*_process().split(), "", ""]
+    if not boot or owner[:2] != [boot, namespace] or len(owner) != 4 or not owner[2].isdecimal():
+        return None
+    try:
+        return _start_of(owner[2]) == owner[3]
+    except FileNotFoundError:
+        pass
+    try:
+        os.kill(int(owner[2]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return None  # /proc hides the processes of other users
+
+
+def _process() -> str:
+    """Describe this process: the boot of the machine, the namespace of process ids, process id and start time."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        namespace = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+        return f"{boot} {namespace} {os.getpid()} {_start_of('self')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _start_of(process: str) -> str:
+    """Return the start time of a process that runs; empty if it has ended, and its parent has not noticed yet."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _time_of(above: int) -> float:
+    """Return the filesystem's time: that of a file that is created now."""
+    name = TEMPORARY + secrets.token_hex(8)
+    fd = os.open(name, NEW, 0o666, dir_fd=above)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=above)
+
+
+def _now() -> float:
+    # CLOCK_MONOTONIC stands still while a laptop sleeps, and CLOCK_BOOTTIME does not. Only Linux has it.
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
