@@ -44,7 +44,7 @@ from bucketpoint.format.index.decode import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.metadata.facts import extra, token_of
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, retry
 from bucketpoint.transfer import (
@@ -328,7 +328,7 @@ class BucketReader(Located, StorageReader):
         else:
             most = self.transfer.max_metadata_bytes
             metadata = decode_metadata(data, trusted=self.trusted, url=self._url, most=most)
-        self._commit = commit_read(metadata, data, *self._open(self._url), str(self._url))
+        self._commit = commit_read(token_of(metadata), data, *self._open(self._url), str(self._url))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -337,6 +337,8 @@ class BucketReader(Located, StorageReader):
 
     def _read_of_rank(self, rank: int) -> Metadata:
         metadata = self._decode(self._source().get(keys.rank_metadata(rank))[0])
+        # Each rank has its own token and its own metadata, so that only the place can be compared.
+        self._commit = commit_read(None, b"", *self._open(self._url), str(self._url))
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(

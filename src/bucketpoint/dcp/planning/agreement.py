@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from bucketpoint.dcp.planning.columnar.assignments import LazyItems
 from bucketpoint.errors import RanksDisagreeError, first_of
-from bucketpoint.format.metadata.facts import token_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
 
@@ -157,14 +156,14 @@ class CommitRead:
     shown: str
 
 
-def commit_read(metadata: Metadata, data: bytes, store: Store, prefix: str, url: str) -> CommitRead:
-    """Make the statement of this rank on the metadata that it has decoded from `data`.
+def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: str) -> CommitRead:
+    """Make the statement of this rank on metadata of a save with a token, or else with the bytes `data`.
 
     A save of `BucketWriter` has a token that no other save has, wherever its objects were copied. Metadata of another
     writer may be the same in two saves, so there the place counts too.
     """
     place, end = _place(store, prefix, url)
-    commit = token_of(metadata) or f"{place.hex()}-{hashlib.blake2b(data, digest_size=8).hexdigest()}"
+    commit = token or f"{place.hex()}-{hashlib.blake2b(data, digest_size=8).hexdigest()}"
     return CommitRead(commit, f"{end!r} (commit {commit[-_COMMIT_CHARS:]})")
 
 
