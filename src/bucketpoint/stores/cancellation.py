@@ -1,23 +1,33 @@
 """Cancellation of requests under way whose answers are no longer needed.
 
 If a server accepts a connection and never answers, the thread that reads from it is blocked in the kernel, where it
-cannot check a flag. So a request is cancelled by shutting down its connection.
+cannot check a flag. So a request is cancelled by shutting down its connection. What has no connection of ours, such as
+a look-up of credentials or of a host's name, runs on a thread that is given up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+from bucketpoint.errors import EndpointError
+
+T = TypeVar("T")
 
 _LEAST_S = 0.05
+_POLL_S = 0.1
 
 _current: ContextVar[RequestCanceller | None] = ContextVar("bucketpoint_cut", default=None)
+
+_caller: ContextVar[int | None] = ContextVar("bucketpoint_caller", default=None)
+"""The thread that waits for this one, in `give_up_when_cut`."""
 
 
 class RequestCanceller:
@@ -32,6 +42,7 @@ class RequestCanceller:
         self._made = threading.Event()
         self._lock = threading.Lock()
         self._held: dict[int, Any] = {}
+        self._called: dict[int, str] = {}
 
     @property
     def is_made(self) -> bool:
@@ -63,18 +74,72 @@ class RequestCanceller:
         finally:
             _current.reset(token)
 
+    @property
+    def called(self) -> str | None:
+        """Name of the call of `give_up_when_cut` that goes on for longest."""
+        return next(iter(dict(self._called).values()), None)
+
     def left_s(self) -> float:
         return max(self._ends - time.monotonic(), _LEAST_S)
 
     def hold(self, connection: Any) -> None:
         """Remember `connection` as the one that carries the current thread's request."""
         with self._lock:
-            self._held[threading.get_ident()] = connection
+            self._held[_caller.get() or threading.get_ident()] = connection
 
 
 def current_cut() -> RequestCanceller | None:
     """Return the `RequestCanceller` of the current thread's requests, or None."""
     return _current.get()
+
+
+def give_up_when_cut(call: Callable[[], T], what: str) -> T:
+    """Call a function that may block where nothing of ours can wake it, but no longer than the current work goes on.
+
+    If there is a `RequestCanceller` it runs on another thread. Once the canceller is made, that thread is left to
+    itself: the function must not write into the caller's memory.
+
+    Args:
+        what: name of the call, for the error.
+
+    Raises:
+        EndpointError: the work was cut off first.
+    """
+    cut = _current.get()
+    if cut is None or _caller.get() is not None:
+        return call()
+    outcome: list[tuple[T | None, BaseException | None]] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:  # noqa: BLE001 (raised by the caller)
+            outcome.append((None, error))
+        finally:
+            done.set()
+
+    here, context = threading.get_ident(), contextvars.copy_context()
+    context.run(_caller.set, here)
+    threading.Thread(target=context.run, args=(run,), name="bucketpoint-request", daemon=True).start()
+    cut._called[here] = what
+    try:
+        while not done.wait(_POLL_S):
+            if cut.is_made:
+                raise EndpointError(
+                    f"{what} had not ended when the work was cut off",
+                    remedy="Check the network, its names (DNS) and the source of credentials, or allow more time",
+                )
+    finally:
+        del cut._called[here]
+    value, error = outcome.pop()
+    try:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+    finally:
+        # Otherwise the error and this frame, which its traceback holds, keep each other alive.
+        del error
 
 
 def make_cuttable(manager: Any) -> None:

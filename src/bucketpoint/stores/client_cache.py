@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from bucketpoint.stores.cancellation import give_up_when_cut
+
 _PROXIES_AND_AUTHORITIES = (
     "ALL_PROXY",
     "CURL_CA_BUNDLE",
@@ -97,10 +99,14 @@ class ClientCache(Generic[C]):
         key = self.key(options, pin)
         client = self._clients.get(key)
         if client is None:
-            with self._lock:
-                client = self._clients.get(key)
-                if client is None:
-                    client = self._clients[key] = self.build(options)
+            client = give_up_when_cut(lambda: self._built(key, options), "making the client")
+        return client
+
+    def _built(self, key: tuple[Any, ...], options: Any) -> C:
+        with self._lock:
+            client = self._clients.get(key)
+            if client is None:
+                client = self._clients[key] = self.build(options)
         return client
 
     def close(self, options: Any, pin: FirstEnvironment | None = None) -> None:

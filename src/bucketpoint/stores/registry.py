@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -15,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores.base import Store
+from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.fsspec.services import driver_of
 from bucketpoint.stores.fsspec.store import FsspecStore
 from bucketpoint.stores.gcs.client import INSTALL
@@ -181,7 +183,8 @@ def open_store(
         return LocalStore(_absolute(root), follows), ""
     failure: BucketpointError
     try:
-        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
+        make = functools.partial(fsspec.core.url_to_fs, os.fspath(url), **options)
+        filesystem, path = give_up_when_cut(make, f"making the filesystem of {scheme}:// URLs")
         driver_of(filesystem).bound_retries(filesystem)
         return _store_on(filesystem, path, follows), ""
     except (ImportError, TypeError, ValueError) as error:

@@ -50,7 +50,7 @@ def save(
         state: as for `dcp.save`.
         url: URL of the checkpoint, such as `"s3://bucket/run/step-500"`, or a `Path` of a local folder.
         deadline_s: seconds from the call until the last rank has raised. Requests to S3 and GCS are cut off by then;
-            requests through fsspec end by the timeouts of fsspec.
+            calls of other filesystems, and look-ups of names and credentials, go on without the caller.
         overwrite, storage_options, fs, transfer, progress, retention: as for `BucketWriter`.
         planner: a `SavePlanner` that you keep from save to save; by default one for this save alone.
         process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The call uses the

@@ -256,6 +256,8 @@ class CollectiveCall:
             if self._stopped is not None or self._leaving:
                 return
             self._stopped, self._stage_then = kind, self._stage
+            if self._stage and self.cut.called:
+                self._stage_then += f" ({self.cut.called} had not ended)"
             self._changed.notify_all()
         self.cut.make()
         mesh = self.mesh

@@ -9,11 +9,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import datetime
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec.spec import AbstractFileSystem
 
@@ -21,12 +22,14 @@ from bucketpoint.errors import (
     BucketNotFoundError,
     BucketpointError,
     CorruptDataError,
+    EndpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
     UploadNotFoundError,
 )
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range, Store
+from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.fsspec.conditions import Probed, known, probe
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
@@ -49,6 +52,19 @@ _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", 
 
 # Conditions that the service does not check are checked in this process, under this lock: one writer at a time.
 _one_writer = threading.Lock()
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _given_up(method: F) -> F:
+    """Wrap a method that calls the filesystem: nothing can cancel a request that its library makes."""
+
+    @functools.wraps(method)
+    def call(self: FsspecStore, *args: Any, **kwargs: Any) -> Any:
+        return give_up_when_cut(lambda: method(self, *args, **kwargs), f"{method.__name__.strip('_')} of {self.url}")
+
+    return call  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -116,6 +132,7 @@ class FsspecStore:
         probe(self, prefix)
         return self.capabilities
 
+    @_given_up
     def put(
         self,
         key: str,
@@ -146,16 +163,19 @@ class FsspecStore:
                 reply = self.driver.write(*target, crc32c)
             return self._written(key, len(data), reply, crc32c)
 
+    @_given_up
     def create_unseen(self, key: str, data: bytes) -> None:
         """Create an object by the service's condition alone, for the probe."""
         with self._errors("put", key, missing=self._above):
             self._written(key, len(data), self.driver.create(self.fs, self._path(key), data, None))
 
+    @_given_up
     def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
         """Replace an object by the service's condition alone, for the probe."""
         with self._errors("put", key):
             self._written(key, len(data), self.driver.replace(self.fs, self._path(key), data, etag, None))
 
+    @_given_up
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         info = self.head(key)
         part = first is not None and info.size > first
@@ -176,7 +196,10 @@ class FsspecStore:
         self._check_etag(key, if_match)
         with self._errors("get", key):
             try:
-                data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
+                # Not the whole method is given up: it writes into the caller's memory.
+                data = memoryview(self._cat(key, offset, offset + size))
+            except EndpointError:
+                raise
             except Exception:
                 # Some services answer "bad request" to a range beyond the end, but also to many other faults.
                 info = self._find(key)
@@ -189,6 +212,11 @@ class FsspecStore:
         self._check_etag(key, if_match)
         scatter(data, buffers)
 
+    @_given_up
+    def _cat(self, key: str, start: int, end: int) -> Any:
+        return self.fs.cat_file(self._path(key), start=start, end=end)
+
+    @_given_up
     def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
         """Read many ranges on the event loop of the filesystem: see `ManyRanges`."""
         if not ranges:
@@ -199,6 +227,7 @@ class FsspecStore:
             bodies = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
         return [self._read(one, data) for one, data in zip(ranges, bodies, strict=True)]
 
+    @_given_up
     def head(self, key: str) -> ObjectInfo:
         with self._errors("head", key):
             info = self._find(key)
@@ -209,13 +238,17 @@ class FsspecStore:
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         folder = prefix[: prefix.rfind("/") + 1]
         with self._errors("list", prefix):
-            self.fs.invalidate_cache()
-            files = files_below(self.fs, self._path(folder))
+            files = self._files(folder)
         above = len(self._path(""))
         for name, info in sorted(files.items()):
             key = name[above:]
             if key.startswith(prefix) and (start_after is None or key > start_after) and not is_hidden(key):
                 yield _info(key, info)
+
+    @_given_up
+    def _files(self, folder: str) -> dict[str, Any]:
+        self.fs.invalidate_cache()
+        return files_below(self.fs, self._path(folder))
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         # Not by `ls`, which lists empty folders, too, on filesystems with real folders.
@@ -227,6 +260,7 @@ class FsspecStore:
                 seen = folder
                 yield folder
 
+    @_given_up
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
         failures = []
         with self._errors("delete", keys[0] if keys else ""):
@@ -237,6 +271,7 @@ class FsspecStore:
                 failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
         return failures
 
+    @_given_up
     def delete_if(self, key: str, etag: str) -> bool:
         with self._errors("delete", key), _one_writer:
             info = self._find(key)
@@ -247,6 +282,7 @@ class FsspecStore:
                 self.fs.rm_file(self._path(key))
         return True
 
+    @_given_up
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
         before = self.head(source.key)
         self._match(before, source.etag)
@@ -267,10 +303,12 @@ class FsspecStore:
                 self.fs.rm_file(self._path(target))
             raise
 
+    @_given_up
     def create_multipart(self, key: str) -> str:
         with self._errors("create_multipart", key, missing=self._above):
             return self.driver.begin(self.fs, self._path(key))
 
+    @_given_up
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
         data = b"".join(body)
         if self.driver.checks:
@@ -280,12 +318,14 @@ class FsspecStore:
             etag = self.driver.send(self.fs, self._path(key), upload_id, number, data, crc32c)
         return Part(number, len(data), etag, crc32c)
 
+    @_given_up
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
         ordered = sorted(parts, key=lambda part: part.number)
         with self._errors("complete_multipart", key, missing=UploadNotFoundError):
             reply = self.driver.complete(self.fs, self._path(key), upload_id, ordered)
             return self._written(key, sum(part.size for part in ordered), reply)
 
+    @_given_up
     def abort_multipart(self, key: str, upload_id: str) -> None:
         with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
             self.driver.abort(self.fs, self._path(key), upload_id)
@@ -334,6 +374,7 @@ class FsspecStore:
         info = self._describe(key)
         return None if info is None else _info(key, info)
 
+    @_given_up
     def _describe(self, key: str) -> WriteReply | None:
         self.fs.invalidate_cache(self._path(key))
         try:

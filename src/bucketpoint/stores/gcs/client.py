@@ -6,6 +6,7 @@ bucketpoint's own bodies: the library's calls copy the bytes that they send and 
 
 from __future__ import annotations
 
+import functools
 import os
 import ssl
 import warnings
@@ -16,7 +17,7 @@ from urllib.parse import urlencode, urlsplit
 
 from bucketpoint.errors import CredentialsError, EndpointError
 from bucketpoint.stores import retry
-from bucketpoint.stores.cancellation import make_cuttable
+from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
 from bucketpoint.stores.gcs.errors import failure_of, failures, translate, translated
 from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS, GCSOptions
@@ -96,7 +97,8 @@ class GCSClient:
         target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
 
         def send() -> Any:
-            reply = self.session.request(
+            request = functools.partial(
+                self.session.request,
                 method,
                 target,
                 data=body,
@@ -106,6 +108,7 @@ class GCSClient:
                 # The API has no redirects, and following one would send the credentials to another server.
                 allow_redirects=False,
             )
+            reply = give_up_when_cut(request, operation)
             if reply.status_code < 300:
                 return reply
             failure = failure_of(reply.status_code, reply.content, operation, url)[0]

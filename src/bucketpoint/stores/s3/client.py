@@ -18,7 +18,7 @@ from botocore.config import Config
 from botocore.utils import get_environ_proxies
 
 from bucketpoint.errors import BucketpointError, EndpointError
-from bucketpoint.stores.cancellation import make_cuttable
+from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
@@ -62,7 +62,8 @@ class S3Client:
 
     def call(self, operation: str, **parameters: Any) -> Any:
         method = getattr(self.api, botocore.xform_name(operation))
-        return method(**{**self.parameters[operation], **parameters})
+        given = {**self.parameters[operation], **parameters}
+        return give_up_when_cut(lambda: method(**given), operation)
 
     def close(self) -> None:
         """Close idle connections. The client stays usable."""
@@ -110,7 +111,7 @@ def client_for(options: S3Options, pin: FirstEnvironment | None = None) -> S3Cli
 
 def renew_client(options: S3Options, stale: S3Client, pin: FirstEnvironment | None = None) -> bool:
     """Replace a client whose credentials were refused: see `_S3Clients.renew`."""
-    return _clients.renew(options, stale, pin)
+    return give_up_when_cut(lambda: _clients.renew(options, stale, pin), "fetching new credentials")
 
 
 def close_client(options: S3Options, pin: FirstEnvironment | None = None) -> None:

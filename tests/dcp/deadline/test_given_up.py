@@ -1,0 +1,84 @@
+"""A deadline ends what no connection of ours carries: look-ups of names and credentials, and calls of a filesystem."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+import bucketpoint as bp
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.stores.s3.options import S3Options
+
+
+@pytest.fixture
+def stuck() -> Iterator[threading.Event]:
+    """An event that nobody sets before the test has ended."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def saved(url: str, **where: Any) -> None:
+    bp.save({"w": torch.ones(4)}, url, deadline_s=1, **where)
+
+
+def check(caught: pytest.ExceptionInfo[BucketpointError], what: str) -> None:
+    assert re.search(rf"was not complete after 1 s: rank 0 was .*{what}.* had not ended", str(caught.value))
+
+
+@pytest.mark.parametrize("method", ["__init__", "info", "pipe_file", "cat_file"])
+def test_ends_a_call_of_a_filesystem_that_does_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event, method: str
+) -> None:
+    class Stuck(LocalFileSystem):
+        protocol = f"stuck{method.strip('_').replace('_', '')}"
+        cachable = False
+
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> str:
+            return str(path).rpartition("://")[2]
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stuck.wait()
+        raise OSError("too late")
+
+    fsspec.register_implementation(Stuck.protocol, Stuck, clobber=True)
+    url = f"{Stuck.protocol}://{tmp_path}/a"
+    if method == "cat_file":
+        saved(url, storage_options={"auto_mkdir": True})
+    monkeypatch.setattr(Stuck, method, wait)
+    with pytest.raises(BucketpointError) as caught:
+        if method == "cat_file":
+            bp.load({"w": torch.zeros(4)}, url, deadline_s=1, storage_options={"auto_mkdir": True})
+        else:
+            saved(url, storage_options={"auto_mkdir": True})
+    check(caught, "stuck")
+
+
+@pytest.mark.parametrize("where", ["socket.getaddrinfo", "botocore.session.Session.get_credentials"])
+def test_ends_a_look_up_that_does_not_return(
+    monkeypatch: pytest.MonkeyPatch, stuck: threading.Event, where: str
+) -> None:
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        stuck.wait()
+        raise OSError("too late")
+
+    monkeypatch.setattr(where, wait)
+    options = {"endpoint_url": "http://nowhere.invalid:9", "key": "a", "secret": "b"}
+    if "credentials" in where:
+        options = {"endpoint_url": "http://nowhere.invalid:10"}
+    with pytest.raises(BucketpointError) as caught:
+        saved("s3://bucket/a", storage_options=options)
+    check(caught, "GetObject|making the client")
+    monkeypatch.undo()
+    stuck.set()
+    s3_client.close_client(S3Options.from_storage_options(options))
