@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import utils as dcp_utils
 
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import decoded, to_plain
-from bucketpoint.errors import BucketpointError, first_of
+from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -217,11 +217,11 @@ def verdict_of(store: Any, ranks: Sequence[int], url: str | None) -> str:
     """Return the name of the mesh that all ranks have; empty if a new one is to be made.
 
     Raises:
-        BucketpointError: the ranks have begun different calls.
+        RanksDisagreeError: the ranks have begun different calls.
     """
     differ, mesh = _two_texts(store.get("all"))
     if differ:
-        raise BucketpointError(
+        raise RanksDisagreeError(
             f"The ranks made different calls: rank {ranks[0]} began {differ}",
             url=url,
             remedy="Make the same call on all ranks of the process group",

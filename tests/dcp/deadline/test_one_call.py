@@ -143,6 +143,7 @@ def test_a_rank_that_never_comes_is_named_and_is_with_the_others_again_at_its_ne
 def test_ranks_that_do_different_things_are_told_at_once(two_ranks: Ranks, tmp_path: Path) -> None:
     for error in two_ranks.run(scenarios.save_to_different, f"file://{tmp_path}/step"):
         assert error is not None
+        assert error[0] == "RanksDisagreeError"
         assert "The ranks made different calls" in error[1]
         assert "rank 0 began the save of " in error[1]
         assert "step-0, but rank 1 began the save of " in error[1]
