@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint import staging as torch_staging
 
 import bucketpoint
-from bucketpoint import BucketpointError, BucketWriter
+from bucketpoint import BucketpointError, BucketWriter, Stager, StagingOptions
 from bucketpoint.dcp import meshes, process_groups
 from dcp.saving.async_scenarios import SLOW_S, SlowFileSystem, Training, assert_holds, wait
 
@@ -196,10 +197,31 @@ def two_halves_of_the_job(rank: int, world: int, root: str) -> None:
         assert_holds(f"{root}/alone", 8)
 
 
+class FailsToStage(Stager):
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        failed: Future[Any] = Future()
+        failed.set_exception(OSError("no memory left"))
+        return failed
+
+
+def fail_to_stage_once(rank: int, world: int, root: str) -> str:
+    """Rank 1 cannot copy its state in the background; then all save again. Returns the error of the first save."""
+    stager = FailsToStage(StagingOptions(use_async_staging=True)) if rank == 1 else None
+    handle = bucketpoint.async_save(Training(rank, world).run(1), checkpoint_id=f"{root}/1", async_stager=stager)
+    error = handle.exception()
+    bucketpoint.async_save(Training(rank, world).run(2), checkpoint_id=f"{root}/2").result()
+    assert_holds(f"{root}/2", 2, world)
+    return f"{type(error).__name__}: {error}"
+
+
 def stock_save_beside_training(rank: int, world: int, root: str, stages: str) -> int:
     """Stock `dcp.async_save` without a group, and training that talks on the default group for as long as it takes."""
     writer = BucketWriter(fs=SlowFileSystem(SLOW_S))
-    stager = DefaultStager(StagingOptions(False, False, False, False)) if stages == "torch" else None
+    stager = (
+        torch_staging.DefaultStager(torch_staging.StagingOptions(False, False, False, False))
+        if stages == "torch"
+        else None
+    )
     training, reduced = Training(rank, world), 0
     for step in range(2):
         before = messages()

@@ -66,6 +66,12 @@ def test_makes_one_mesh_for_calls_of_all_kinds_and_another_after_a_failure(fresh
     assert fresh_ranks.run(scenarios.calls_of_all_kinds, str(tmp_path)) == [[1, 2]] * 2
 
 
+def test_ends_the_save_of_all_ranks_if_one_cannot_stage_and_saves_again(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks.run(scenarios.fail_to_stage_once, str(tmp_path))
+    assert "RuntimeError" in first
+    assert "no memory left" in second
+
+
 def test_connects_ranks_of_a_large_group_when_they_first_talk(four_ranks: Ranks, tmp_path: Path) -> None:
     for made, text in four_ranks.run(scenarios.calls_of_a_large_group, str(tmp_path)):
         assert made == ["bucketpoint_lazy_gloo"] * 2
