@@ -359,6 +359,7 @@ def test_reads_an_odd_url_rightly_or_refuses_it_with_a_remedy(
         if isinstance(store, LocalStore):
             # The same through a filesystem of the caller, in listings of the run, and as the id of a checkpoint.
             assert open_store(url, fs=fsspec.filesystem("file"))[0] == store
+            assert open_store(url, storage_options={"auto_mkdir": True})[0] == store
             assert open_catalog(url).store == store
             bucketpoint.save({"w": torch.zeros(1)}, url)
             assert (Path(expected) / ".metadata").exists()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import secrets
@@ -153,11 +154,16 @@ def _is_alive(owner: list[str]) -> bool | None:
 
 def _process() -> str:
     """Describe this process: the boot of the machine, the namespace of process ids, process id and start time."""
+    return _described(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _described(process: int) -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         namespace = f"{os.stat('/proc/self/ns/pid').st_ino:x}"
-        return f"{boot} {namespace} {os.getpid()} {_start_of('self')}"
+        return f"{boot} {namespace} {process} {_start_of('self')}"
     except OSError:  # not Linux
         return ""
 

@@ -169,7 +169,6 @@ def open_store(
         scheme, root, _ = parse_url(url)
         if scheme and schemes:
             _check_scheme(url, schemes)
-        # fsspec knows the schemes of folders in lower case only.
         path = fs._strip_protocol(root if scheme in _LOCAL_SCHEMES else url)
         return _store_on(fs, path, _follows_links(dict(storage_options or {}))), ""
     scheme, root, prefix = _check_scheme(url, schemes)
@@ -178,12 +177,14 @@ def open_store(
     if scheme in GCS_SCHEMES and _has_gcs():
         return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
     options = dict(storage_options or {})
-    follows = scheme in ("", *_LOCAL_SCHEMES) and _follows_links(options)
-    if scheme in ("", *_LOCAL_SCHEMES) and not options and "::" not in root:
+    local = scheme in ("", *_LOCAL_SCHEMES) and "::" not in root
+    follows = local and _follows_links(options)
+    if local and not options:
         return LocalStore(_absolute(root), follows), ""
     failure: BucketpointError
     try:
-        make = functools.partial(fsspec.core.url_to_fs, os.fspath(url), **options)
+        # fsspec knows the schemes of folders in lower case only, and no hosts in their URLs.
+        make = functools.partial(fsspec.core.url_to_fs, root if local else os.fspath(url), **options)
         filesystem, path = give_up_when_cut(make, f"making the filesystem of {scheme}:// URLs")
         driver_of(filesystem).bound_retries(filesystem)
         return _store_on(filesystem, path, follows), ""

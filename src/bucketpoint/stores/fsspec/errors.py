@@ -33,7 +33,7 @@ _PASSING = (TimeoutError, ConnectionError)
 
 # s3fs translates InternalError, RequestTimeout and SlowDown to such numbers. Only Linux has EREMOTEIO.
 _PASSING_NUMBERS = frozenset(
-    {errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EBUSY)}
+    {errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, getattr(errno, "EREMOTEIO", errno.EBUSY)}
 )
 _UNREACHABLE_NUMBERS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
