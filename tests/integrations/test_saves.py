@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from bucketpoint import BucketpointError, BucketWriter
 from bucketpoint.integrations.saves import Saves
+from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
+from manager.agree_scenarios import committed, failing_copy, full_disk, said
 
 
 def test_ctrl_c_in_a_wait_does_not_hide_that_the_save_fails(tmp_path: Path) -> None:
@@ -25,3 +29,40 @@ def test_ctrl_c_in_a_wait_does_not_hide_that_the_save_fails(tmp_path: Path) -> N
         saves.wait()
     # It is raised once.
     saves.wait()
+
+
+def save_where_one_rank_fails(rank: int, world: int, root: str) -> Any:
+    """Rank 1 cannot make its state at save 1, and cannot copy it at save 2; save 3 fails for all, and rank 0 knows."""
+    saves = Saves(BucketWriter())
+
+    def make() -> dict[str, Any]:
+        return {"weight": torch.ones(3)}
+
+    def no_state() -> dict[str, Any]:
+        raise ValueError("no state")
+
+    def save(step: int, make: Callable[[], dict[str, Any]] = make) -> str:
+        return said(lambda: saves.save(f"{root}/step-{step}", make))
+
+    outcomes = [save(1, no_state if rank == 1 else make)]
+    with failing_copy(rank == 1):
+        outcomes.append(save(2))
+    with full_disk(True):
+        outcomes.append(save(3))
+        assert saves._last is not None
+        saves._last.wait()
+    if rank == 0:
+        assert said(saves.wait) != "done"
+    outcomes += [save(4), said(saves.wait)]
+    return outcomes, committed(root)
+
+
+def test_raises_on_all_ranks_and_goes_on_with_the_next_save(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        results = ranks.run(save_where_one_rank_fails, str(tmp_path))
+    finally:
+        ranks.close()
+    no_state = "BucketpointError: Rank 1 failed: ValueError: no state"
+    no_copy = "StagingError: Copying the state to host memory failed: no room"
+    assert results == [([no_state, no_copy, "done", "done", "done"], ["step-4"])] * 2

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException, Metadata, StorageWriter
 from torch.distributed.checkpoint import SavePlanner as TorchSavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import meshes, process_groups, program_end
@@ -29,6 +28,7 @@ from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.spans import end_save, note_failure
 from bucketpoint.dcp.stats import SaveStats, SaveTimes
+from bucketpoint.dcp.watched_stager import WatchedStager
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.changes import Changes
@@ -56,6 +56,8 @@ class SaveHandle(Future[Metadata]):
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
         self._at_end: program_end.LastSave | None = None
+        # The program has received the outcome: nothing raises the error of the save again.
+        self._told = False
         # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
         # keeps the caller's group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
@@ -73,6 +75,10 @@ class SaveHandle(Future[Metadata]):
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self.failure() else "committed"
         return f"SaveHandle({self.url}, {state})"
+
+    def _unstaged(self) -> BaseException | None:
+        """Return the error if the state could not be copied, as far as that is known yet. Never blocks."""
+        return self.staged.exception() if self.staged.done() else None
 
     @property
     def committed(self) -> Future[Metadata]:
@@ -106,16 +112,20 @@ class SaveHandle(Future[Metadata]):
     def result(self, timeout: float | None = None) -> Metadata:
         """Wait for the commit and return the checkpoint's metadata. Raises the error of a save that failed."""
         try:
-            return super().result(timeout)
-        finally:
-            self._note_outcome_known()
+            metadata = super().result(timeout)
+        except BaseException as error:
+            # A timeout, or Ctrl-C in the wait, is not the error of the save.
+            if error is self.failure():
+                self._note_told()
+            raise
+        self._note_told()
+        return metadata
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save and return the error if it failed; None if the checkpoint is committed."""
-        try:
-            return super().exception(timeout)
-        finally:
-            self._note_outcome_known()
+        error = super().exception(timeout)
+        self._note_told()
+        return error
 
     def failure(self) -> BaseException | None:
         """Return the error if the save has failed; None while it runs and once it is committed.
@@ -128,9 +138,10 @@ class SaveHandle(Future[Metadata]):
         """Wait at most `timeout` seconds for the end of the save. Return True if it has ended, in success or not."""
         return bool(concurrent.futures.wait([self], timeout).done)
 
-    def _note_outcome_known(self) -> None:
-        """Clear the failure noted for the exit status: the program knows the outcome and decides by itself."""
-        if self.done() and self._at_end is not None:
+    def _note_told(self) -> None:
+        """Note that the program has received the outcome, and decides by itself what its exit status is."""
+        self._told = True
+        if self._at_end is not None:
             self._at_end.failure = None
 
     def _copied(self, staged: Any) -> None:
@@ -156,7 +167,7 @@ class SaveHandle(Future[Metadata]):
         self._parent_group = self._group = None
         if self._at_end is not None:
             # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
-            self._at_end.failure = None if error is None else str(error)
+            self._at_end.failure = None if error is None or self._told else str(error)
         if error is None:
             try:
                 # Before the result is there: a program that ends after `result()` has been told of the commit.
@@ -240,9 +251,45 @@ def async_save(
         Exception` catches; DCP's `CheckpointException` is their cause.
 
     Raises:
-        StagingError: the state cannot be copied; nothing was begun.
+        StagingError: the state cannot be copied. On other ranks the handle raises it: no rank waits for this one.
         InvalidURLError: neither `checkpoint_id` nor the writer names a URL.
         BucketpointError: there are several ranks and no process group; or an argument has a wrong type.
+    """
+    handle = begin_save(
+        state_dict,
+        checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        async_checkpointer_type=async_checkpointer_type,
+        async_stager=async_stager,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+        on_commit=on_commit,
+    )
+    error = handle._unstaged()
+    if error is not None:
+        handle._note_told()
+        raise error
+    return handle
+
+
+def begin_save(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: TorchSavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    on_commit: OnCommit | None = None,
+) -> SaveHandle:
+    """Begin a save as `async_save`, but return a handle if the state cannot be copied, too: `_unstaged` is the error.
+
+    That save fails on all ranks in their first collective. A process that saves alone raises the error instead.
     """
     begun_s = time.monotonic()
     check_types(state=state_dict)
@@ -273,14 +320,16 @@ def async_save(
         handle._group = group
     if group is None or not use_collectives or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
+    alone = group is None or not use_collectives or dist.get_world_size(group) == 1
+    watched = WatchedStager(stager, handle, None if alone else dist.get_rank(group))
     begun = dcp.async_save(
-        state_dict,
+        watched.state_of(state_dict),
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
         planner=planner if planner is not None else SavePlanner.with_plans(plans),
         process_group=group,
         async_checkpointer_type=async_checkpointer_type,
-        async_stager=_Watched(stager, handle),
+        async_stager=watched,
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
@@ -291,39 +340,6 @@ def async_save(
     handle._blocked_s = time.monotonic() - begun_s
     upload.add_done_callback(handle._ended)
     return handle
-
-
-class _Watched(AsyncStager):
-    """Wrapper of the stager for one save: it reports to the handle when the copy is complete or has failed."""
-
-    def __init__(self, stager: Any, handle: SaveHandle) -> None:
-        self._stager = stager
-        self._handle = handle
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return bool(self._stager.should_synchronize_after_execute)
-
-    def stage(self, state_dict: dict[str, Any]) -> Any:
-        staged = self._stager.stage(state_dict)
-        if isinstance(staged, Future):
-            staged.add_done_callback(self._staged)
-        else:
-            self._handle._copied(staged)
-        return staged
-
-    def synchronize_staging(self) -> None:
-        self._stager.synchronize_staging()
-
-    def close(self) -> None:
-        """Do nothing: the owner of the wrapped stager closes it."""
-
-    def _staged(self, staging: Future[Any]) -> None:
-        error = staging.exception()
-        if error is not None:
-            self._handle.staged.set_exception(error)
-        else:
-            self._handle._copied(staging.result())
 
 
 def as_ours(

@@ -18,8 +18,9 @@ from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.saves import Saves
+from bucketpoint.integrations.saves import Saves, job_ranks
 from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of
+from bucketpoint.manager.loading import with_states
 
 try:
     from accelerate import Accelerator
@@ -98,7 +99,7 @@ def save_state(
         StagingError: the state cannot be copied.
     """
     saves: Saves = vars(accelerator).setdefault("_bucketpoint_saves", Saves(BucketWriter()))
-    handle = saves.save(url, accelerator_state(accelerator), storage_writer=storage_writer, **options)
+    handle = saves.save(url, lambda: accelerator_state(accelerator), storage_writer=storage_writer, **options)
     accelerator.project_configuration.iteration += 1
     return handle
 
@@ -142,14 +143,20 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
         CheckpointNotFoundError: there is no whole checkpoint at the URL.
         MismatchError: the state and the checkpoint do not fit.
     """
-    reader = storage_reader or BucketReader(url)
-    metadata = reader.read_metadata()
-    state = _state_of(accelerator, loading=True)
-    for name, value in list(state.items()):
-        if isinstance(value, OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
-            del state[name]
+
+    def prepared() -> tuple[BucketReader, dict[str, Any], ResumePlanner]:
+        reader = storage_reader or BucketReader(url)
+        metadata = reader.read_metadata()
+        state = _state_of(accelerator, loading=True)
+        for name, value in list(state.items()):
+            if isinstance(value, OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
+                del state[name]
+        return reader, with_states(state), ResumePlanner(state)
+
+    call = f"load_state({url!r})"
+    reader, state, planner = job_ranks(call).together(call, prepared)
     try:
-        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=ResumePlanner(state))
+        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=planner)
     except CheckpointException as raised:
         raise as_ours(raised, url) from raised
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import glob
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import torch
 
 from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load, rank_state
+from bucketpoint.dcp import BucketWriter, SaveHandle, load, rank_state
 from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
 from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.saves import job_ranks
 from bucketpoint.integrations.training_state import with_state
+from bucketpoint.manager.running import begin_together
 
 try:
     import ray.train
@@ -84,21 +87,16 @@ def report(
         mode = CheckpointUploadMode.ASYNC if under_way else CheckpointUploadMode.SYNC
         ray.train.report(dict(metrics), checkpoint_upload_mode=mode)
         return None
-    if step is None:
-        raise BucketpointError(
-            "A state was reported without a step", remedy="Give report(..., step=) its training step"
-        )
-    if storage_writer is not None and storage_options is not None:
-        raise BucketpointError(
-            "report() has a writer and options of a store",
-            remedy="Give the options to the writer: S3Writer(storage_options=...)",
-        )
-    for key, value in state.items():
-        if _in_container(value) and any(hasattr(leaf, "state_dict") for leaf in _leaves(value)):
-            raise BucketpointError(
-                f"{key!r} of the state holds models or other objects in a list or dict: no load would find their state",
-                remedy="Give each a key of its own: {'generator': model, 'critic': other}",
-            )
+
+    def checked() -> tuple[dict[str, Any], BucketWriter]:
+        _check_report(state, step, storage_writer, storage_options)
+        writer = storage_writer or BucketWriter(storage_options=storage_options)
+        return {**state, **with_state(state, _ONE_MODEL), **_noted_empty_dicts(state)}, writer
+
+    # Before Ray's own collective, in which the other workers would wait for one that has failed.
+    call = f"report(step={step})"
+    ranks = job_ranks(call)
+    saved, writer = ranks.together(call, checked)
     context = ray.train.get_context()
     storage = context.get_storage()
     # The time keeps a save apart from one of the same step that was committed just before a worker died: Ray does not
@@ -106,11 +104,10 @@ def report(
     name = broadcast_from_rank_zero(f"{storage.make_default_checkpoint_dir_name()}_step-{step}")
     checkpoint = Checkpoint(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
     url = checkpoint_url(checkpoint)
-    writer = storage_writer or BucketWriter(storage_options=storage_options)
-    saved = {**state, **with_state(state, _ONE_MODEL), **_noted_empty_dicts(state)}
-    handle = async_save(saved, checkpoint_id=url, storage_writer=writer, **options)
-    handle.staged.result()
+    handle = begin_together(ranks, call, saved, url, storage_writer=writer, **options)
     _saves[:] = [handle]
+    # A copy that fails beside training is raised by Ray, as the save then fails on all workers.
+    concurrent.futures.wait([handle.staged])
 
     def committed(reported: Checkpoint, _name: str) -> Checkpoint:
         handle.result()
@@ -128,6 +125,29 @@ def report(
         delete_local_checkpoint_after_upload=False,
     )
     return handle
+
+
+def _check_report(
+    state: Mapping[str, Any],
+    step: int | None,
+    storage_writer: BucketWriter | None,
+    storage_options: Mapping[str, Any] | None,
+) -> None:
+    if step is None:
+        raise BucketpointError(
+            "A state was reported without a step", remedy="Give report(..., step=) its training step"
+        )
+    if storage_writer is not None and storage_options is not None:
+        raise BucketpointError(
+            "report() has a writer and options of a store",
+            remedy="Give the options to the writer: S3Writer(storage_options=...)",
+        )
+    for key, value in state.items():
+        if _in_container(value) and any(hasattr(leaf, "state_dict") for leaf in _leaves(value)):
+            raise BucketpointError(
+                f"{key!r} of the state holds models or other objects in a list or dict: no load would find their state",
+                remedy="Give each a key of its own: {'generator': model, 'critic': other}",
+            )
 
 
 def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None = None) -> str | None:
@@ -177,7 +197,8 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
         )
     if newest is None:
         return None
-    found = with_state(state, _ONE_MODEL, loading=True)
+    call = "restore()"
+    found = job_ranks(call).together(call, lambda: with_state(state, _ONE_MODEL, loading=True))
     loaded = {name: found.get(name, value) for name, value in state.items() if name not in plain}
     load(loaded, newest, storage_options=storage_options, planner=ResumePlanner(found))
     state.update({name: value for name, value in loaded.items() if name not in found}, **plain)

@@ -1,10 +1,62 @@
-"""Saves of one training program, one after another."""
+"""Saves of one training program, one after another, and the ranks that begin each of them together."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from bucketpoint.dcp import BucketWriter, SaveHandle, async_save
+import torch.distributed as dist
+
+from bucketpoint.dcp import BucketWriter, SaveHandle
+from bucketpoint.dcp.process_groups import is_initialized
+from bucketpoint.errors import BucketpointError
+from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.running import begin_together
+
+logger = logging.getLogger(__name__)
+
+_ranks: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+"""For torch's default group, the ranks of the job with their connections, which all integrations share."""
+
+
+def job_ranks(what: str) -> Ranks:
+    """Return all ranks of the job, connected. The first call is a collective one.
+
+    Args:
+        what: the call, for messages; the same on all ranks.
+    """
+    if not is_initialized():
+        return Ranks(what)
+    world: Any = dist.group.WORLD
+    if world not in _ranks:
+        ranks = Ranks(what)
+        ranks.connect(what)
+        _ranks[world] = ranks
+    return _ranks[world]
+
+
+def state_or_failure(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a state, or one whose save fails on all ranks with the error of this one, for `CheckpointManager.save`."""
+    try:
+        return make()
+    except Exception as error:  # noqa: BLE001 (raised by the save, once the other ranks know)
+        return {"failed": _Unmade(error)}
+
+
+class _Unmade:
+    """An object whose state could not be made."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise self._error
 
 
 class Saves:
@@ -23,35 +75,58 @@ class Saves:
         return {"_writer": self._writer, "_last": None}
 
     def save(
-        self, url: str, state: dict[str, Any], *, storage_writer: BucketWriter | None = None, **options: Any
+        self,
+        url: str,
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        *,
+        storage_writer: BucketWriter | None = None,
+        **options: Any,
     ) -> SaveHandle:
-        """Wait for the save before, and begin the next. Return once training may change the state.
+        """Wait for the save before, and begin the next. Return once training may change the state. All ranks.
 
         Args:
+            state: the state, or a function that makes it.
             options: as for `async_save`.
 
         Raises:
-            BucketpointError: the save before this one failed.
-            StagingError: the state cannot be copied.
+            BucketpointError: the save before this one failed, and the program has not received its error on any rank;
+                or the state of a rank cannot be made.
+            StagingError: the state of a rank cannot be copied.
         """
-        self.wait()
-        handle = async_save(state, checkpoint_id=url, storage_writer=storage_writer or self._writer, **options)
-        handle.staged.result()
+        call = f"the save of {url}"
+        ranks = job_ranks(call)
+        self._settle(ranks, call)
+        writer = storage_writer or self._writer
+        handle = begin_together(ranks, call, state, url, storage_writer=writer, **options)
         self._last = handle
+        # A copy that fails beside training is raised by the next wait, as the save then fails on all ranks.
+        concurrent.futures.wait([handle.staged])
         return handle
 
     def wait(self) -> None:
         """Wait until the last save is committed.
 
         Raises:
-            BucketpointError: it failed.
+            BucketpointError: it failed, and the program has not received its error.
         """
         last = self._last
-        if last is None:
-            return
-        try:
+        if last is not None and not (last.done() and last._told):
             last.result()
-        finally:
-            # Ctrl-C ends the wait, and not the save: the next wait must still learn how that ends.
-            if last.done():
-                self._last = None
+
+    def _settle(self, ranks: Ranks, call: str) -> None:
+        """Wait for the last save, and raise its error on all ranks, unless a rank has received it."""
+        last = self._last
+        if last is not None:
+            last.wait()
+        error = last.failure() if last is not None else None
+        told = last is not None and last._told
+        failed, received = ranks.most([int(error is not None), int(error is not None and told)], call)
+        self._last = None
+        if not failed or told:
+            return
+        if last is not None:
+            last._note_told()
+        error = error or BucketpointError("The last save failed on another rank")
+        if not received:
+            raise error
+        logger.warning("the last save has failed: %s", error)

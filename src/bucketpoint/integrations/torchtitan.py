@@ -24,18 +24,20 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.prune_worker import worker_of
 from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import BucketWriter, SavePlanner, async_save
+from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.errors import BucketpointError
-from bucketpoint.manager.loading import LoadOutcome, attempt
+from bucketpoint.manager.loading import LoadOutcome, attempt, with_states
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.restoring import restored
+from bucketpoint.manager.running import begin_together, may_be_warned
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.retention.row import FULL, WEIGHTS
@@ -90,13 +92,19 @@ class BucketpointManager(CheckpointManager):
         super().__init__(replace(config, keep_latest_k=0), **parts)
         if not self.enable:
             return
-        ranks = Ranks(timeout=_COLLECTIVE_TIMEOUT)
-        policy = ranks.on_coordinator(lambda: _policy_of(config))
-        self._ranks, self._policy, self._fresh = ranks, policy, config.fresh
+        ranks = self._ranks = Ranks()
+        ranks.connect("CheckpointManager()", collectives=_COLLECTIVE_TIMEOUT)
+        policy = self._policy = ranks.on_coordinator(lambda: _policy_of(config), "CheckpointManager()")
+        ranks.limit(policy.save.in_flight.timeout)
+        self._fresh = config.fresh
         self._exports = self.folder
         # A remote folder from the command line wins over the root in the policy file.
         self.folder = self.folder if filesystem.is_remote(self.folder) else policy.root or self.folder
-        self._catalog = open_run(policy, self.folder)
+
+        def prepared() -> tuple[Catalog, Any]:
+            return open_run(policy, self.folder), _named(config.on_commit)
+
+        self._catalog, self._on_commit = ranks.together("CheckpointManager()", prepared)
         self._planner = SavePlanner()
         if self.async_mode != AsyncMode.DISABLED:
             # The base class makes torch's stager only if there is none, and closes whichever there is.
@@ -105,8 +113,8 @@ class BucketpointManager(CheckpointManager):
         self._pruner = worker_of(self._catalog, policy)
         self._uploads = Uploads(TransferOptions())
         self._earlier_saves = EarlierSaves()
-        self._on_commit = _named(config.on_commit)
         self._triggers = Triggers(policy.save, ranks)
+        self._committed = False
         logger.info("checkpoints are saved to and loaded from %s by bucketpoint", self._catalog.url)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -139,24 +147,25 @@ class BucketpointManager(CheckpointManager):
         writer = BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, pruner=self._pruner))
         writer.uploads, writer.earlier_saves = self._uploads, self._earlier_saves
         saving: dict[str, Any] = {
-            "checkpoint_id": checkpoint_id,
             # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps
             # again.
             "storage_writer": writer,
             "planner": self._planner,
-            "process_group": self._ranks.group,
         }
         self._triggers.saved()
+        call = f"the save of {checkpoint_id}"
         if async_mode == AsyncMode.DISABLED:
+            made = self._ranks.together(call, lambda: with_states(state_dict))
             try:
-                dcp.save(state_dict, **saving)
+                dcp.save(made, checkpoint_id=checkpoint_id, process_group=self._ranks.group, **saving)
             except CheckpointException as raised:
                 # torchtitan ends a run by `except Exception`, which does not catch CheckpointException.
                 raise as_ours(raised, checkpoint_id) from raised
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        handle: Any = async_save(state_dict, async_stager=self.stager, on_commit=self._on_commit, **saving)
+        saving.update(async_stager=self.stager, on_commit=self._on_commit)
+        handle: Any = begin_together(self._ranks, call, state_dict, checkpoint_id, **saving)
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             return AsyncSaveResponse(staging_completion=handle.staged, upload_completion=handle)
         return handle
@@ -164,7 +173,14 @@ class BucketpointManager(CheckpointManager):
     def _wait_for_saving(self) -> None:
         # Cleared first, so that a failure is raised once and `close` goes on.
         saving, self.save_future = self.save_future, None
+        if self._policy.save.on_failure == "warn" and isinstance(saving, SaveHandle):
+            saving.wait()
+            error = saving.failure()
+            if error is not None and may_be_warned(error, committed=self._committed):
+                logger.error("%s was not saved, and training goes on (on_failure: warn): %s", saving.url, error)
+                return
         saving.result()
+        self._committed = True
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -191,7 +207,8 @@ class BucketpointManager(CheckpointManager):
     def _try(self, step: int, url: str) -> LoadOutcome:
         begun = time.monotonic()
         logger.info("loading %s", url)
-        outcome = self._attempt(self._states_to_load(step == SEED_STEP), url)
+        states = self._ranks.together("the load of a checkpoint", lambda: self._states_to_load(step == SEED_STEP))
+        outcome = self._attempt(states, url)
         if outcome.loaded:
             logger.info("loaded %s in %.2f s", url, time.monotonic() - begun)
         return outcome
@@ -200,7 +217,7 @@ class BucketpointManager(CheckpointManager):
         outcome = attempt(states, url, self._ranks)
         if outcome.loaded:
             # torchtitan flattens the states of a model, so DCP cannot hand them to the model by itself.
-            self.states[MODEL].load_state_dict(states)
+            self._ranks.together("the load of a model", lambda: self.states[MODEL].load_state_dict(states))
         return outcome
 
     def _begin(self) -> bool:

@@ -6,6 +6,7 @@ number of processes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -19,6 +20,7 @@ from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, load, saved_ranks
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
 from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.saves import job_ranks, state_or_failure
 from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, policy_for
 from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.manager.manager import CheckpointManager
@@ -223,13 +225,18 @@ class BucketTrainerMixin:
             # A signal has asked for it, before the end of the epoch.
             self._manager.report(step, metrics)
             return
-        state = self._state_to_save() if not self.args.save_only_model else {"model": ModelState(self.model_wrapped)}
-        if self.is_world_process_zero():
-            self._note_callbacks()
-            state["trainer"] = {"state": json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True)}
-        handle = self._manager.save(step, state, metrics=metrics)
+
+        def made() -> dict[str, Any]:
+            whole = not self.args.save_only_model
+            state = self._state_to_save() if whole else {"model": ModelState(self.model_wrapped)}
+            if self.is_world_process_zero():
+                self._note_callbacks()
+                state["trainer"] = {"state": json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True)}
+            return state
+
+        handle = self._manager.save(step, state_or_failure(made), metrics=metrics)
         if handle is not None:
-            handle.staged.result()
+            concurrent.futures.wait([handle.staged])
             self._saved_step = step
 
     def _state_to_save(self: Any, *, loading: bool = False) -> dict[str, Any]:
@@ -268,18 +275,24 @@ class BucketTrainerMixin:
         if url is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        reader = BucketReader(url, **self._reading())
-        metadata = reader.read_metadata()
-        if not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata):
-            raise BucketpointError(
-                "Training cannot go on from a checkpoint of the model only",
-                url=url,
-                remedy="Save without save_only_model=True, or begin another run with the model: see export_pretrained",
-            )
-        state = self._state_to_save(loading=True)
-        state[_GENERATORS] = OfThisRank(self._random)
-        if self.args.process_index not in saved_ranks(metadata, _GENERATORS):
-            del state[_GENERATORS]
+
+        def prepared() -> dict[str, Any]:
+            metadata = BucketReader(url, **self._reading()).read_metadata()
+            if not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata):
+                raise BucketpointError(
+                    "Training cannot go on from a checkpoint of the model only",
+                    url=url,
+                    remedy="Save without save_only_model=True, or begin another run with the model: see "
+                    "export_pretrained",
+                )
+            state: dict[str, Any] = self._state_to_save(loading=True)
+            state[_GENERATORS] = OfThisRank(self._random)
+            if self.args.process_index not in saved_ranks(metadata, _GENERATORS):
+                del state[_GENERATORS]
+            return state
+
+        call = f"the load of {url}"
+        state = job_ranks(call).together(call, prepared)
         try:
             load(state, url, planner=ResumePlanner(state), **self._reading())
         except CorruptDataError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from bucketpoint.dcp import BucketReader, LoadPlanner
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import (
-    BucketpointError,
     CheckpointNotFoundError,
     CorruptDataError,
     MetadataError,
@@ -21,10 +21,15 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     UnsafeDataError,
 )
+from bucketpoint.manager.meeting import as_failure
 from bucketpoint.manager.ranks import Ranks
 
 DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
 """Errors that the checkpoint causes, and not the store, the state or the network: another checkpoint may load."""
+
+_CALL = "the load of restore()"
+_RANKS = 1 << 24
+"""More than there are ranks: a code and a rank in one number, of which all ranks learn the largest."""
 
 _LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
 
@@ -34,7 +39,7 @@ class LoadOutcome:
     """Outcome of one attempt to load, on which all ranks agree.
 
     Attributes:
-        error: the error of this rank, or a general one if only other ranks failed; None if the state was loaded.
+        error: the error of this rank, or else of the rank that decided the outcome; None if the state was loaded.
         damaged: True if the checkpoint is at fault: no rank failed for another reason.
         doubtful: True if the metadata was read and not understood. It may be damaged, or may be what was saved.
         refused: True if it was not understood because it names what the allow-list refuses, or has the format of a
@@ -65,23 +70,31 @@ class _WithState:
         self._of.load_state_dict(state)
 
 
+def with_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state to load into whose objects have made their `state_dict`, which may fail, before any collective.
+
+    In DCP's order: a `state_dict` may be a collective call, and the keys may come in another order on each rank.
+    """
+    values = {name: state[name] for name in sorted(state)}
+    return {name: _WithState(value) if isinstance(value, Stateful) else value for name, value in values.items()}
+
+
 def attempt(
     state: dict[str, Any], url: str | os.PathLike[str], ranks: Ranks, *, planner: Any = None, **reading: Any
 ) -> LoadOutcome:
     """Load `url` into `state` on all ranks. A failed attempt may leave part of the checkpoint's data in `state`."""
-    reader = BucketReader(cooperative="auto" if ranks.world > 1 else "off", process_group=ranks.group, **reading)
+
+    def prepared() -> tuple[BucketReader, dict[str, Any]]:
+        how = "auto" if ranks.world > 1 else "off"
+        reader = BucketReader(cooperative=how, process_group=ranks.group, **reading)
+        return reader, with_states(state)
+
     error: BaseException | None = None
-    held: dict[str, Any] = {}
     try:
-        # In DCP's order: a `state_dict` may be a collective call, and the keys may come in another order on each rank.
-        for name in sorted(state):
-            value = state[name]
-            held[name] = _WithState(value) if isinstance(value, Stateful) else value
-    except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
-        error = raised
-    # Before DCP's collectives, in which the other ranks would wait for one that has failed.
-    if ranks.most([int(error is not None)]) != [0]:
-        return LoadOutcome(error or BucketpointError("Another rank has no state to load into", url=str(url)))
+        # Before DCP's collectives, in which the other ranks would wait for one that has failed.
+        reader, held = ranks.together(_CALL, prepared)
+    except Exception as raised:  # noqa: BLE001 (raised by the caller)
+        return LoadOutcome(raised)
     try:
         dcp.load(
             held,
@@ -94,13 +107,18 @@ def attempt(
         error = as_ours(raised, str(url), "The load", before=DAMAGE)
     except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
         error = raised
-    (code,) = ranks.most([_code(error)])
+    worst = _code(error) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
+    # Some ranks read more than others.
+    (worst,) = ranks.most([worst], _CALL, limit_s=ranks.load_s)
+    code, place = divmod(worst, _RANKS)
     if code == _LOADED:
         state.update({name: value for name, value in held.items() if not isinstance(value, _WithState)})
         return LoadOutcome()
-    error = error or BucketpointError("Another rank could not load the checkpoint", url=str(url))
+    index = ranks.world - place
+    mine = as_failure(error, ranks.global_rank) if error is not None and index == ranks.rank else None
+    failure = ranks.shared(index, mine, _CALL)
     return LoadOutcome(
-        error, damaged=code != _FAILED, doubtful=code in (_UNREADABLE, _REFUSED), refused=code == _REFUSED
+        error or failure, damaged=code != _FAILED, doubtful=code in (_UNREADABLE, _REFUSED), refused=code == _REFUSED
     )
 
 

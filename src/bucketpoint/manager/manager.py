@@ -16,23 +16,24 @@ from typing import Any
 from typing_extensions import Self
 
 from bucketpoint.catalog import notes
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner, async_save
+from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner
 from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.stale import OnStale
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import Unchanged
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.manager.at_exit import close_at_exit
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, restored
-from bucketpoint.manager.running import Running, note_end
+from bucketpoint.manager.running import Running, begin_together, may_be_warned, note_end
 from bucketpoint.manager.status import ManagerStatus, Standing
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
@@ -43,7 +44,7 @@ from bucketpoint.transfer import TransferOptions
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Least timeout of the manager's collectives, in which ranks wait for each other's uploads: torch's default."""
+"""Least timeout of the collectives of loads, in which ranks wait for each other's reads: torch's default."""
 
 
 class CheckpointManager:
@@ -88,26 +89,31 @@ class CheckpointManager:
         check_finite: bool = False,
         on_commit: OnCommit | None = None,
     ) -> None:
-        check_types(policy=policy, transfer=transfer)
-        policy = self.policy = policy_of(policy)
-        self.catalog = open_run(policy, root, storage_options=storage_options, fs=fs)
-        refuse_other_root(policy, self.catalog, storage_options=storage_options, fs=fs)
+        def prepared() -> tuple[RetentionPolicy, Catalog, Stager, Uploads]:
+            check_types(policy=policy, transfer=transfer)
+            read = policy_of(policy)
+            catalog = open_run(read, root, storage_options=storage_options, fs=fs)
+            refuse_other_root(read, catalog, storage_options=storage_options, fs=fs)
+            return read, catalog, Stager(staging), Uploads(transfer or TransferOptions())
+
+        self._ranks = Ranks(members=process_group)
+        made = self._ranks.together("CheckpointManager()", prepared)
+        self.policy, self.catalog, self._stager, self._uploads = made
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
         self._trusted = trusted
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
         self._grace_s = grace_s
-        self._ranks = Ranks(process_group, timeout=max(_COLLECTIVE_TIMEOUT, 2 * policy.save.in_flight.timeout))
+        save = self.policy.save
+        self._ranks.connect("CheckpointManager()", timeout=save.in_flight.timeout, collectives=_COLLECTIVE_TIMEOUT)
         # Each rank reads its own copy of the policy's file. Ranks that save at other steps would wait for each other
-        # until the group's timeout.
-        self._ranks.refuse_unless_same("`save:` of the policy", policy.save)
-        self._stager = Stager(staging)
-        self._uploads = Uploads(transfer or TransferOptions())
+        # until the timeout.
+        self._ranks.refuse_unless_same("`save:` of the policy", save, "CheckpointManager()")
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged, "on_stale": on_stale}
         self._writer_arguments = {**self._store_arguments, **own, "check_finite": check_finite}
         self._earlier_saves = EarlierSaves()
         self._saving: dict[str, Any] = {"planner": SavePlanner(), "async_stager": self._stager, "on_commit": on_commit}
-        self._triggers = Triggers(policy.save, self._ranks)
-        self.pruning = PruneWorker(self.catalog, policy)
+        self._triggers = Triggers(save, self._ranks)
+        self.pruning = PruneWorker(self.catalog, self.policy)
         """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
         self._running: Running | None = None
         self._replacing = Replacing(self.catalog, self.pruning)
@@ -157,17 +163,26 @@ class CheckpointManager:
                 `"keep"` leaves them alone (they stay the latest), `"discard"` gives them a tombstone once this save is
                 committed. `restore(..., rollback=True)` discards them for all later saves.
 
+        What fails on one rank is raised on all of them. With `on_failure: warn` in the policy a save that fails is
+        logged and counted instead: the call that would raise its error returns None, or makes the next save.
+
         Raises:
-            BucketpointError: the save before this one failed, and no call has raised that error yet; or it is still
-                under way, after the policy's timeout or with `when_busy: error`; or there are newer checkpoints; or an
-                argument is wrong, such as a metric that is no number.
+            BucketpointError: the save before this one failed, and the program has not received that error on any rank;
+                or it is still under way, after the policy's timeout or with `when_busy: error`; or there are newer
+                checkpoints; or an argument is wrong, such as a metric that is no number; or the state of a rank cannot
+                be made; or a rank did not make this call within the policy's timeout.
             CheckpointExistsError: this step is committed.
-            StagingError: the state cannot be copied.
+            StagingError: the state of a rank cannot be copied.
         """
         self._refuse_if_closed()
-        check_types(state=state)
-        step = whole_step(step)
-        if not self._make_room(step):
+        call = f"save({step!r})"
+
+        def checked() -> int:
+            check_types(state=state)
+            return whole_step(step)
+
+        step = self._ranks.together(call, checked)
+        if not self._make_room(step, call):
             return None
         url = self.catalog.url_of(step)
 
@@ -175,21 +190,31 @@ class CheckpointManager:
             known = notes.checked_metrics(metrics or {})
             return known, self._replacing.allowed(step, overwrite=overwrite, newer=newer)
 
-        known, replaces = self._ranks.on_coordinator(admitted)
-        # Whatever fails from here on must take back what this save was to discard.
         try:
+            known, replaces = self._ranks.on_coordinator(admitted, call)
+        except StoreError as error:
+            self._not_saved(step, error)
+            return None
+
+        def writer_of_save() -> BucketWriter:
             log = SaveLog(self.catalog, kind, known, pruner=self.pruning, **self._facts)
             writer = BucketWriter(url, overwrite=bool(replaces), log=log, **self._writer_arguments)
             writer.uploads, writer.earlier_saves = self._uploads, self._earlier_saves
             if isinstance(replaces, frozenset):
                 writer.replaces_only = replaces
-            handle = async_save(
-                state,
-                checkpoint_id=url,
-                storage_writer=writer,
-                process_group=self._ranks.group,
-                **self._saving,
-            )
+            return writer
+
+        # Whatever fails from here on must take back what this save was to discard.
+        try:
+            saving = {"storage_writer": self._ranks.together(call, writer_of_save), **self._saving}
+        except BaseException:
+            self._replacing.failed()
+            raise
+        try:
+            handle = begin_together(self._ranks, call, state, url, **saving)
+        except Exception as error:  # noqa: BLE001 (the state's own errors, in a process alone)
+            self._not_saved(step, error)
+            return None
         except BaseException:
             self._replacing.failed()
             raise
@@ -198,24 +223,33 @@ class CheckpointManager:
         handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self._running))
         return handle
 
-    def _make_room(self, step: int) -> bool:
-        """Return True if a save may begin: the last one has ended without failure. All ranks get the same answer."""
+    def _make_room(self, step: int, call: str) -> bool:
+        """Return True if a save may begin: the last one has ended, and is not to raise. All ranks: the same answer."""
         running, how = self._running, self.policy.save.in_flight
         if running is None:
             return True
+        timeout_s = how.timeout.total_seconds()
         pressing = step == self._triggers.pressing
         when_busy = "wait" if pressing else how.when_busy
         if when_busy == "wait":
-            running.wait(how.timeout.total_seconds())
-        busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed and not running.reported)])
+            running.wait(timeout_s)
+        error = running.handle.failure()
+        fatal = error is not None and not self._warns(error)
+        here = [not running.handle.done(), error is not None, running.received, fatal]
+        # Each rank may have waited for the save as long as it may, before it waits for the others.
+        limit_s = 3 * timeout_s if when_busy == "wait" else None
+        busy, failed, received, raises = self._ranks.most(list(map(int, here)), call, limit_s=limit_s)
         if failed or not busy:
             # On other ranks the save may still be on its way to the same failure. And a save that has ended may not
             # have noted its outcome yet, which must not come after what the next save notes.
-            running.wait(how.timeout.total_seconds())
+            running.wait(timeout_s)
             self._running = None
             # An error would end a pressing job without its last checkpoint. That of the save before is logged.
-            if failed and not pressing:
-                raise running.error
+            if raises and not received and not pressing:
+                raise running.receive()
+            if failed and not running.received:
+                running.receive()
+                logger.warning("the save of step %d has failed: %s", running.step, running.error)
             return True
         if when_busy == "skip":
             self.skipped += 1
@@ -226,6 +260,28 @@ class CheckpointManager:
             url=running.handle.url,
             remedy="Save less often, or set save: {in_flight: {when_busy: skip}}",
         )
+
+    def _not_saved(self, step: int, error: Exception) -> None:
+        """Count a save that failed before it was under way, and raise its error unless the policy warns."""
+        self._replacing.failed()
+        self._standing.lost()
+        if not self._warns(error):
+            raise error
+        self._warn(step, error)
+
+    def _warns(self, error: BaseException) -> bool:
+        """Return True if training goes on after this error of a save."""
+        return self.policy.save.on_failure == "warn" and may_be_warned(error, committed=self._standing.committed > 0)
+
+    def _warn(self, step: int, error: BaseException) -> None:
+        """Log the failure of a save if training goes on after it."""
+        if self._ranks.is_coordinator and self._warns(error):
+            logger.error(
+                "step %d was not saved, and training goes on (on_failure: warn); %s: %s",
+                step,
+                self._standing.at_risk(),
+                error,
+            )
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -263,12 +319,18 @@ class CheckpointManager:
             UnsafeDataError: the checkpoint was saved with types that the allow-list refuses.
         """
         self._refuse_if_closed()
-        check_types(state=state)
-        which = which if isinstance(which, str) else whole_step(which)
+        call = f"restore({which!r})"
+
+        def checked() -> str | int:
+            check_types(state=state)
+            return which if isinstance(which, str) else whole_step(which)
+
+        which = self._ranks.together(call, checked)
         if rollback and self._running is not None:
             # The running save may commit a newer step, which must then be given up too.
-            self._running.wait(self.policy.save.in_flight.timeout.total_seconds())
-            if self._ranks.most([int(not self._running.handle.done())])[0]:
+            timeout_s = self.policy.save.in_flight.timeout.total_seconds()
+            self._running.wait(timeout_s)
+            if self._ranks.most([int(not self._running.handle.done())], call, limit_s=3 * timeout_s)[0]:
                 raise BucketpointError(
                     f"The run cannot be rolled back while the save of step {self._running.step} is still running",
                     url=self._running.handle.url,
@@ -300,7 +362,8 @@ class CheckpointManager:
         All ranks; only the coordinator asks the store.
         """
         return self._ranks.on_coordinator(
-            lambda: [checkpoint.step for checkpoint in self.catalog.with_unrecorded(self.catalog.steps()).full]
+            lambda: [checkpoint.step for checkpoint in self.catalog.with_unrecorded(self.catalog.steps()).full],
+            "steps()",
         )
 
     def status(self) -> ManagerStatus:
@@ -310,10 +373,15 @@ class CheckpointManager:
         return self._standing.status(self._running, self.pruning, skipped=self.skipped)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes."""
+        """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes, and raises."""
         step = whole_step(step)
         if self._ranks.is_coordinator:
-            notes.report(self.catalog, step, metrics)
+            try:
+                notes.report(self.catalog, step, metrics)
+            except StoreError as error:
+                if not self._warns(error):
+                    raise
+                logger.error("the metrics of step %d are lost (on_failure: warn): %s", step, error)
 
     def pin(self, step: int, *, reason: str = "") -> None:
         """Keep a step whatever the policy says. Only the coordinator writes.
@@ -352,7 +420,8 @@ class CheckpointManager:
         """Wait for the save under way, at most `timeout` seconds. Return True if it has ended, or if there is none.
 
         Raises:
-            BucketpointError: the save failed.
+            BucketpointError: the save failed, the program has not received its error on this rank, and the policy does
+                not warn.
         """
         running = self._running
         if running is None:
@@ -361,9 +430,8 @@ class CheckpointManager:
             return False
         # The save is forgotten only when all ranks agree on its end, in `_make_room`: each rank may wait for another
         # time.
-        if running.failed and not running.reported:
-            running.reported = True
-            raise running.error
+        if running.failed and not running.received and not self._warns(running.error):
+            raise running.receive()
         return True
 
     def close(self) -> None:
@@ -372,8 +440,10 @@ class CheckpointManager:
         After SIGTERM `close` waits no longer than `grace_s` allows. The coordinator then logs that the last save is
         committed.
 
+        If the policy warns of failed saves, and the last save failed, the exit status of the program is 120.
+
         Raises:
-            BucketpointError: the last save failed, or was not committed in time.
+            BucketpointError: the last save failed, as `wait` raises it, or was not committed in time.
         """
         if self._closed:
             return
@@ -406,7 +476,14 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except BucketpointError as failure:
+            # The exception that ends training is the one to raise.
+            logger.error("the last save failed: %s", failure)
 
     def _left_s(self) -> float | None:
         """Return the seconds until the scheduler's SIGKILL; None for no limit."""

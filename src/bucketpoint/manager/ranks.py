@@ -1,7 +1,10 @@
-"""The ranks that use one manager together: a gloo group of their own, and the values that they agree on."""
+"""The ranks that use one manager together: a gloo group of their own, on which they agree before they go on."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,75 +14,329 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.errors import RanksDisagreeError
+from bucketpoint.errors import BucketpointError, RanksDisagreeError
+from bucketpoint.manager.meeting import PATIENCE_S, Presence, as_failure, late, log_missing, meet, other_calls
 
 T = TypeVar("T")
+
+_SLOTS = 8
+"""Numbers that one agreement compares. All agreements are of one size, so that two different ones can meet: gloo ends
+the process on which messages of two sizes meet."""
+
+_CALL_BYTES = 200
+_NOTES_AFTER_S = 1.0
+_ANSWERS_WITHIN_S = 3.0
 
 
 class Ranks:
     """All ranks of a group, or this process alone if torch.distributed is not initialised.
 
+    What can fail on one rank is done in `together`, after which all ranks go on or all raise. A rank that waits for
+    others logs after 10 s who has not come, and raises at the timeout an error that names them.
+
     The group is a new gloo group, so that no collective of training can mix with the manager's. Saves beside training
     use another one, which all saves and loads of these ranks share, because the manager's ranks communicate while a
-    save is under way. Constructing `Ranks` is a collective call.
+    save is under way. Both are made by `connect`; before it, `together` meets in the job's store. After a wait that has
+    failed the first group is made anew.
 
     Args:
+        what: name of what uses the ranks, for messages.
         members: torch's group of the ranks; None for all ranks of the job.
-        timeout: longest time that a rank waits for another in one collective.
+
+    Attributes:
+        group: group on which the ranks agree; None before `connect`, and without torch.distributed.
+        load_s: longest time that a rank waits for the end of a load on the others.
 
     Raises:
         BucketpointError: there are several ranks and no process group.
     """
 
-    def __init__(self, members: Any = None, *, timeout: timedelta) -> None:
+    def __init__(self, what: str = "A checkpoint manager", members: Any = None) -> None:
+        process_groups.refuse_a_rank_alone(what)
         self.group: Any = None
-        self.rank, self.world = 0, 1
-        process_groups.refuse_a_rank_alone("A checkpoint manager")
-        if process_groups.is_initialized():
-            self.group = process_groups.new_group(members, timeout)
-            # Made now, while all ranks are here, and not at the first save.
-            meshes.group_beside(self.group)
-            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._ranks = process_groups.ranks_of(members)
+        self.world = len(self._ranks)
+        self.rank = self._ranks.index(process_groups.this_rank()) if self.world > 1 else 0
+        self._timeout_s = process_groups.timeout_of(members).total_seconds() if self.world > 1 else 0.0
+        self._come_s = self._timeout_s
+        self.load_s = 0.0
+        self._save_group: Any = None
+        self._connects = False
+        self._calls = 0
+
+    def connect(self, what: str, *, timeout: timedelta | None = None, collectives: timedelta | None = None) -> None:
+        """Make the groups. A collective call.
+
+        Args:
+            timeout: longest time that a rank waits for the others; by default that of the members' group, which is the
+                limit of waits for ranks that have not come in any case.
+            collectives: longest time that a rank waits in a load, in which others may read more than it does.
+        """
+        if not process_groups.is_initialized():
+            return
+        self._connects = True
+        if timeout is not None:
+            self.limit(timeout)
+        self.load_s = max(2 * self._timeout_s, collectives.total_seconds() if collectives is not None else 0.0)
+        self._reconnect(what)
+
+    def limit(self, timeout: timedelta) -> None:
+        """Set the longest time that a rank waits for the others. The same on all ranks."""
+        self._timeout_s = timeout.total_seconds()
+        self._come_s = min(self._come_s, self._timeout_s)
+
+    @property
+    def save_group(self) -> Any:
+        """The group to give to `async_save`, which makes its own beside it. Unlike `group` it never changes."""
+        return self._save_group
+
+    @property
+    def global_rank(self) -> int:
+        return self._ranks[self.rank]
 
     @property
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def on_coordinator(self, find: Callable[[], T]) -> T:
+    @property
+    def limit_s(self) -> float:
+        """The longest time that a rank waits for the others' work, in seconds."""
+        return self._timeout_s
+
+    def together(self, what: str, attempt: Callable[[], T]) -> T:
+        """Do on each rank what can fail on one, and go on once all have done it. A collective call.
+
+        Args:
+            what: the call, as a program spells it, the same on all ranks.
+
+        Raises:
+            BucketpointError: on all ranks, the failure of the first rank that has failed, with its rank. Errors of
+                other libraries are raised as their text, with the error as the cause on the rank itself.
+            BaseException: on a rank that was interrupted, what has interrupted it.
+        """
+        if self._connects and self.group is None:
+            # The attempt may look at the group.
+            self._reconnect(what)
+        result, error = _tried(attempt)
+        if self.world == 1:
+            if error is not None:
+                raise error
+        elif self.group is None:
+            try:
+                meet(self._ranks, what, error, self._come_s)
+            except BucketpointError:
+                if error is not None and not isinstance(error, Exception):
+                    raise error from None
+                raise
+        else:
+            (failed,) = self.most([0 if error is None else self.world - self.rank], what)
+            self._raise_from(self.world - failed if failed else None, error, what)
+        return result  # type: ignore[return-value]
+
+    def on_coordinator(self, find: Callable[[], T], what: str) -> T:
         """Run `find` on the coordinator alone. Return its result, or raise its error, on every rank."""
         if self.world == 1:
             return find()
-        return process_groups.on_rank_zero(find, self.rank, self._broadcast)
+        result, error = _tried(find) if self.is_coordinator else (None, None)
+        failure = as_failure(error, self.global_rank) if error is not None else None
+        shared, failure = self.shared(0, (result, failure), what)
+        _raise(failure, error)
+        return shared  # type: ignore[no-any-return]
 
-    def _broadcast(self, value: Any) -> Any:
-        held = [value]
-        dist.broadcast_object_list(held, group_src=0, group=self.group)
-        return held[0]
+    def most(self, numbers: Sequence[int], what: str, *, limit_s: float | None = None) -> list[int]:
+        """Return the largest value of each number among all ranks. A collective call.
 
-    def most(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest value of each number among all ranks."""
+        Args:
+            limit_s: seconds to wait for the others; by default as long as for ranks that have not come.
+
+        Raises:
+            BucketpointError: ranks have not come in time, or were lost.
+            RanksDisagreeError: the ranks make different calls at the same time.
+        """
         if self.world == 1:
             return list(numbers)
-        agreed = torch.tensor(list(numbers), dtype=torch.int64)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in agreed.tolist()]
+        assert len(numbers) <= _SLOTS
+        if self.group is None:
+            assert self._connects
+            self._reconnect(what)
+        call = zlib.crc32(what.encode())
+        agreed = torch.tensor([call, -call, *numbers, *[0] * (_SLOTS - len(numbers))], dtype=torch.int64, device="cpu")
+        self._run(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group, async_op=True), what, limit_s)
+        first, second, *most = agreed.tolist()
+        if first != -second:
+            raise other_calls(self._ranks, self._calls_made(what))
+        return [int(number) for number in most[: len(numbers)]]
 
-    def refuse_unless_same(self, what: str, value: object) -> None:
+    def refuse_unless_same(self, name: str, value: object, what: str) -> None:
         """Compare a value, by its text, with those of the other ranks.
 
         Raises:
             RanksDisagreeError: they are not all the same. Raised on every rank.
         """
         digest = zlib.crc32(repr(value).encode())
-        if self.most([digest, -digest]) != [digest, -digest]:
+        if self.most([digest, -digest], what) != [digest, -digest]:
             raise RanksDisagreeError(
-                f"{what} is not the same on all ranks. On rank {self.rank} it is {value!r}"[:500],
+                f"{name} is not the same on all ranks. On rank {self.rank} it is {value!r}"[:500],
                 remedy="Give every rank the same policy",
             )
 
     def close(self) -> None:
-        """Leave the group. Not a collective call."""
-        if self.group is not None:
-            process_groups.leave(self.group)
-        self.group = None
+        """Leave the groups. Not a collective call."""
+        for group in (self.group, self._save_group):
+            if group is not None:
+                process_groups.leave(group)
+        self.group = self._save_group = None
         self.world = 1
+
+    # -- on a group ---------------------------------------------------------------------------------------------------
+
+    def _reconnect(self, what: str) -> None:
+        name = meet(self._ranks, what, None, self._come_s)
+        self._store = dist.PrefixStore(name, process_groups.store_of(self._ranks))
+        self._calls = 0
+        store, within = dist.PrefixStore("group", self._store), timedelta(seconds=2 * self._timeout_s)
+        self.group = process_groups.connect(self._ranks, store, name, within)
+        if self._save_group is None:
+            self._save_group = self.group
+            # Made now, while all ranks are here, and not at the first save. Its collectives wait as long as this
+            # group's do now.
+            meshes.group_beside(self.group)
+        process_groups.backend_of(self.group)._set_default_timeout(timedelta(seconds=self.load_s))
+
+    def _raise_from(self, index: int | None, error: BaseException | None, what: str) -> None:
+        """Raise the failure of a rank, by its place among the ranks, on all of them; return for None."""
+        if index is None:
+            return
+        mine = as_failure(error, self.global_rank) if error is not None and index == self.rank else None
+        _raise(self.shared(index, mine, what), error)
+
+    def shared(self, index: int, value: Any, what: str) -> Any:
+        """Return on all ranks the value of one. A collective call.
+
+        Args:
+            index: place of that rank among the ranks of the group; its value is an error or plain data.
+        """
+        if self.world == 1:
+            return value
+        mine = index == self.rank
+        data = torch.frombuffer(bytearray(_pickled(value)), dtype=torch.uint8) if mine else None
+        (length,) = self.most([data.numel() if data is not None else 0], what, limit_s=self._timeout_s)
+        held = data if data is not None else torch.empty(length, dtype=torch.uint8, device="cpu")
+        self._run(lambda: dist.broadcast(held, group_src=index, group=self.group, async_op=True), what, self._timeout_s)
+        return value if mine else pickle.loads(held.numpy().tobytes())
+
+    def _calls_made(self, what: str) -> list[str]:
+        mine = torch.zeros(_CALL_BYTES, dtype=torch.uint8, device="cpu")
+        text = what.encode()[:_CALL_BYTES]
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        made = [torch.zeros_like(mine) for _ in self._ranks]
+        self._run(lambda: dist.all_gather(made, mine, group=self.group, async_op=True), what, None)
+        return [each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in made]
+
+    def _run(self, begin: Callable[[], Any], what: str, limit_s: float | None) -> None:
+        """Run a collective of the group, and give the group up if it does not succeed."""
+        self._calls += 1
+        here = Presence(self._ranks, dist.PrefixStore(f"calls/{self._calls}", self._store), self.rank)
+        try:
+            try:
+                work = begin()
+            except RuntimeError as error:
+                raise self._broken(here, what) from error
+            self._wait(work, here, what, self._come_s if limit_s is None else limit_s)
+        except BucketpointError:
+            # The collective may still wait for the others, and a later one must not be taken for it.
+            self._give_up()
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception):
+                failure = BucketpointError(f"{what} cannot go on: the job's key-value store does not answer: {error}")
+                self._give_up()
+                raise failure from error
+            self._note_end(f"{what} was interrupted by {type(error).__name__}")
+            self._give_up()
+            raise
+
+    def _wait(self, work: Any, here: Presence, what: str, limit_s: float) -> None:
+        begun, noted, said = time.monotonic(), False, False
+        while True:
+            waited = time.monotonic() - begun
+            until = _NOTES_AFTER_S if not noted else PATIENCE_S if not said else limit_s
+            try:
+                work.wait(timedelta(seconds=max(min(until, waited + PATIENCE_S, limit_s) - waited, 0.001)))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    # It may have ended just behind the timeout.
+                    try:
+                        work.wait()
+                        return
+                    except RuntimeError:
+                        raise self._broken(here, what) from error
+            waited = time.monotonic() - begun
+            if not noted:
+                # Only now, so that the collectives that nobody waits for ask nothing of the store.
+                noted = True
+                here.note(what)
+            if waited >= limit_s:
+                failure = late(what, here.missing(), waited)
+                self._note_end(failure.message)
+                raise failure
+            if waited >= PATIENCE_S and not said:
+                said = True
+                log_missing(what, here.missing(), waited)
+
+    def _note_end(self, message: str) -> None:
+        """Note for the others, whose connections to this rank close, why it gives the group up."""
+        self._store.set("end", json.dumps({"rank": self.global_rank, "message": message}))
+
+    def _broken(self, here: Presence, what: str) -> BucketpointError:
+        """Return the error of a collective whose connections were closed: another rank has given up, or is dead."""
+        here.note(what)
+        stop = time.monotonic() + _ANSWERS_WITHIN_S
+        while not self._store.check(["end"]) and time.monotonic() < stop and here.missing():
+            time.sleep(0.1)
+        if self._store.check(["end"]):
+            told = json.loads(self._store.get("end"))
+            return BucketpointError(
+                f"{what} cannot go on: rank {int(told['rank'])} has given up. There: {told['message']}"[:1000],
+                rank=int(told["rank"]),
+                remedy="Make each call on all ranks, at the same point of the program",
+            )
+        return late(what, here.missing(), 0.0, dead=True)
+
+    def _give_up(self) -> None:
+        group, self.group = self.group, None
+        if group is None:
+            return
+        meshes.Mesh(group, "", timedelta()).cut()
+        if group is not self._save_group:
+            process_groups.leave(group)
+
+
+def _raise(failure: BucketpointError | None, error: BaseException | None) -> None:
+    """Raise the failure that all ranks raise, unless this rank was interrupted by an error of its own."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    if failure is not None and failure is not error and error is not None:
+        raise failure from error
+    if failure is not None:
+        raise failure
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        failure = value[1] if isinstance(value, tuple) else value
+        if not isinstance(failure, BucketpointError):
+            raise
+        # The others must get an answer.
+        plain = BucketpointError(f"{type(failure).__name__}: {failure.message} ({error})", rank=failure.rank)
+        return pickle.dumps((None, plain) if isinstance(value, tuple) else plain)
+
+
+def _tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return attempt(), None
+    except BaseException as error:  # noqa: BLE001 (raised once the other ranks know)
+        return None, error

@@ -25,6 +25,8 @@ from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
 
+_CALL = "restore()"
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -71,7 +73,8 @@ def restored(
     gone_back = [discard for discard in pruner.given_up if not discard.damaged]
     try:
         checkpoints = ranks.on_coordinator(
-            lambda: restore_candidates(catalog, policy, which, metric, given_up=among(gone_back))
+            lambda: restore_candidates(catalog, policy, which, metric, given_up=among(gone_back)),
+            _CALL,
         )
     except CheckpointNotFoundError as error:
         if fresh and not named:
@@ -89,7 +92,7 @@ def restored(
         outcome = load(step, url)
         if outcome.error is None:
             if rollback:
-                given_up += ranks.on_coordinator(functools.partial(_newer, catalog, step))
+                given_up += ranks.on_coordinator(functools.partial(_newer, catalog, step), _CALL)
             if ranks.is_coordinator:
                 _note(catalog, step)
                 # A rollback holds until the next commit, unless the run goes on from what it has given up.
@@ -101,7 +104,7 @@ def restored(
         # Metadata that is not understood counts as damage only if it is not what was saved: a checkpoint that may be
         # whole must never be given up.
         may_be_whole = functools.partial(_may_be_whole, catalog, checkpoint, outcome.refused)
-        whole = outcome.doubtful and ranks.on_coordinator(may_be_whole)
+        whole = outcome.doubtful and ranks.on_coordinator(may_be_whole, _CALL)
         if whole and not fresh:
             raise outcome.error
         logger.error("step %d cannot be loaded, so an older checkpoint is tried: %s", step, outcome.error)

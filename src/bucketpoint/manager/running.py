@@ -1,14 +1,48 @@
-"""The save under way of a manager, as one rank sees it."""
+"""The save under way of a manager, as one rank sees it, and what its failure does to training."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from bucketpoint.dcp import SaveHandle
-from bucketpoint.errors import BucketpointError
+from bucketpoint.dcp.async_save import begin_save
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    BucketpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    CredentialsError,
+    InvalidURLError,
+    OtherRunError,
+    PolicyError,
+    RanksDisagreeError,
+    StaleStateError,
+    WrongRegionError,
+)
+from bucketpoint.manager.ranks import Ranks
+
+_NEVER_WARNED = (
+    RanksDisagreeError,
+    CommitConflictError,
+    CheckpointExistsError,
+    OtherRunError,
+    InvalidURLError,
+    BucketNotFoundError,
+    WrongRegionError,
+    PolicyError,
+    StaleStateError,
+)
+"""Errors that no later save can be without: of the program, of its configuration, or of a second job in the run."""
+
+_OUTAGES_ONCE_COMMITTED = (AccessDeniedError, CredentialsError)
+"""Errors of a configuration that has never worked; after a commit they are outages, such as an expired token."""
 
 
 @dataclass
@@ -17,7 +51,6 @@ class Running:
 
     Attributes:
         full: the checkpoint is one that a job can resume from.
-        reported: True if the program has received the save's error on this rank.
         settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
             its callbacks, so its end alone does not say that.
     """
@@ -25,7 +58,6 @@ class Running:
     step: int
     handle: SaveHandle
     full: bool = True
-    reported: bool = False
     settled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -34,23 +66,73 @@ class Running:
         return self.handle.failure() is not None
 
     @property
+    def received(self) -> bool:
+        """True if the program has received the save's error on this rank."""
+        return self.failed and self.handle._told
+
+    @property
     def error(self) -> BaseException:
         """The error of the save, of this rank or of another."""
-        error = self.handle.exception() if self.handle.done() else None
+        error = self.handle.failure()
         return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
+
+    def receive(self) -> BaseException:
+        """Return the error to raise, and note that the program has received it: it is raised once."""
+        self.handle._note_told()
+        return self.error
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
         return self.handle.wait(timeout) and self.settled.wait(timeout)
 
 
+def begin_together(
+    ranks: Ranks, what: str, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], url: str, **options: Any
+) -> SaveHandle:
+    """Begin a save on all ranks, or raise on all of them the error of the one that could not make or copy its state.
+
+    Args:
+        what: the call, as a program spells it.
+        state: the state, or a function that makes it.
+        options: as for `async_save`.
+
+    Raises:
+        BucketpointError: a rank could not make or copy its state. No save is under way on any rank.
+    """
+
+    def made() -> dict[str, Any]:
+        given = state() if callable(state) else state
+        return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in given.items()}
+
+    plain = ranks.together(what, made)
+    handle = begin_save(plain, checkpoint_id=url, process_group=ranks.save_group, **options)
+    (failed,) = ranks.most([int(handle._unstaged() is not None)], what)
+    if not failed:
+        return handle
+    # It fails as soon as the ranks meet in it.
+    handle.wait(ranks.limit_s)
+    handle._note_told()
+    raise handle.failure() or BucketpointError("The state of a rank could not be copied", url=url)
+
+
+def may_be_warned(error: BaseException, *, committed: bool) -> bool:
+    """Return True for an error of a save after which training can go on under `on_failure: warn`.
+
+    Args:
+        committed: the run's saves have worked before in this process.
+    """
+    never = _NEVER_WARNED if committed else (*_NEVER_WARNED, *_OUTAGES_ONCE_COMMITTED)
+    return isinstance(error, Exception) and not isinstance(error, never)
+
+
 def note_end(manager: weakref.ref[Any], running: Running, handle: SaveHandle) -> None:
     """Tell the manager of a save how it ended, if there is one still."""
-    alive = manager()
-    if alive is not None and handle.failure() is None:
+    alive, error = manager(), handle.failure()
+    if alive is not None and error is None:
         alive._standing.saved(running.step, handle.begun_s, full=running.full)
         alive._replacing.committed(running.step)
     elif alive is not None:
         alive._standing.lost()
         alive._replacing.failed()
+        alive._warn(running.step, error)
     running.settled.set()

@@ -47,6 +47,7 @@ class Standing:
         self._lock = threading.Lock()
         self.newest: tuple[int, float] | None = None
         self.committed = self.failed = 0
+        self._failed_in_a_row = 0
 
     def status(self, running: Running | None, pruning: PruneWorker, *, skipped: int) -> ManagerStatus:
         """Return the status now.
@@ -81,6 +82,7 @@ class Standing:
         """
         with self._lock:
             self.committed += 1
+            self._failed_in_a_row = 0
             if full and (self.newest is None or began > self.newest[1]):
                 self.newest = step, began
 
@@ -88,3 +90,13 @@ class Standing:
         """Note a save that failed."""
         with self._lock:
             self.failed += 1
+            self._failed_in_a_row += 1
+
+    def at_risk(self) -> str:
+        """Return for a log line how many saves have failed in a row, and what a crash now would lose."""
+        newest, failed = self.newest, self._failed_in_a_row
+        in_a_row = f"{failed} saves have failed in a row" if failed > 1 else "the save before it was committed"
+        if newest is None:
+            return f"{in_a_row if failed > 1 else 'it is the first save'}, and nothing has been committed yet"
+        minutes = (time.monotonic() - newest[1]) / 60
+        return f"{in_a_row}, and the newest checkpoint, of step {newest[0]}, is {minutes:.0f} min old"

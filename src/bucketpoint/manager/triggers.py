@@ -18,6 +18,8 @@ SIGNALS = {
 }
 """Signals by the names that a policy has for them."""
 
+_CALL = "should_save()"
+
 
 class Signals:
     """Handlers that note signals instead of acting on them, and pass them on to the previous handlers.
@@ -118,11 +120,12 @@ class Triggers:
         if not self._minutes and not listened:
             return []
         waited = time.monotonic() - self._last_save
-        mine = [int(self._ranks.is_coordinator and waited >= 60 * minutes) for minutes in self._minutes]
-        mine += [int(name in self._signals.seen) for name in listened]
-        agreed = self._ranks.most(mine)
-        reasons = [f"every {minutes} minutes" for minutes, due in zip(self._minutes, agreed, strict=False) if due]
-        for name, seen in zip(listened, agreed[len(self._minutes) :], strict=True):
+        # Of one rank's clock only, so that the largest number is the coordinator's.
+        due = [self._ranks.is_coordinator and waited >= 60 * minutes for minutes in self._minutes]
+        bits = sum(1 << place for place, is_due in enumerate(due) if is_due)
+        (bits, *signals) = self._ranks.most([bits, *(int(name in self._signals.seen) for name in listened)], _CALL)
+        reasons = [f"every {minutes} minutes" for place, minutes in enumerate(self._minutes) if bits >> place & 1]
+        for name, seen in zip(listened, signals, strict=True):
             came = self._signals.seen.pop(name, time.monotonic()) if seen else None
             # Only the first SIGTERM asks for a save.
             if came is None or (name == "sigterm" and self.stop_asked is not None):

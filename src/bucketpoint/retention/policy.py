@@ -111,6 +111,11 @@ class Save(Checked):
     in_flight: Annotated[InFlight, Fields(InFlight), "what happens while an earlier save is on its way"] = field(
         default_factory=InFlight
     )
+    on_failure: Annotated[
+        Literal["raise", "warn"],
+        OneOf(("raise", "warn")),
+        "a failed save raises; or is logged and counted, and training goes on",
+    ] = "raise"
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.strategies import BucketStrategy
+from bucketpoint.integrations.saves import state_or_failure
 from bucketpoint.integrations.trainer_policy import fitting_metrics
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
@@ -157,7 +159,8 @@ class BucketCheckpoint(Checkpoint):
     def _save(self, trainer: Any) -> None:
         assert self.manager is not None
         step = trainer.global_step
-        state = trainer.strategy.saved_state(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        dump = trainer._checkpoint_connector.dump_checkpoint
+        state = state_or_failure(lambda: trainer.strategy.saved_state(dump(weights_only=False)))
         metrics = self._metrics(trainer)
         validated_step, names = self._validated
         if validated_step != step:
@@ -165,7 +168,7 @@ class BucketCheckpoint(Checkpoint):
             metrics = {name: value for name, value in metrics.items() if name not in names}
         handle = self.manager.save(step, state, metrics=metrics)
         if handle is not None:
-            handle.staged.result()
+            concurrent.futures.wait([handle.staged])
             self._saved_step = step
 
     def _metrics(self, trainer: Any) -> dict[str, float]:

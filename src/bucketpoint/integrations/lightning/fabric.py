@@ -61,18 +61,22 @@ class FabricBucketStrategy:
                 "A save takes no storage_options",
                 remedy=f"Give them to the strategy: {type(self).__name__}(storage_options=...)",
             )
-        _refuse_reserved(state)
-        tensors = with_state(state, _ONE_MODEL)
-        saved: dict[str, Any] = {name: value.state_dict() for name, value in tensors.items()}
-        rest = {name: value for name, value in state.items() if name not in tensors}
-        values = {name: value.state_dict() if _has_state(value) else value for name, value in rest.items()}
-        for name, wanted in (filter or {}).items():
-            of = saved if name in saved else values
-            if isinstance(of[name], dict):
-                of[name] = {key: value for key, value in of[name].items() if wanted(key, value)}
-        if self.is_global_zero:
-            saved[_REST] = Pickled(values)
-        self._saves.save(os.fspath(self.broadcast(path)), saved)
+
+        def made() -> dict[str, Any]:
+            _refuse_reserved(state)
+            tensors = with_state(state, _ONE_MODEL)
+            saved: dict[str, Any] = {name: value.state_dict() for name, value in tensors.items()}
+            rest = {name: value for name, value in state.items() if name not in tensors}
+            values = {name: value.state_dict() if _has_state(value) else value for name, value in rest.items()}
+            for name, wanted in (filter or {}).items():
+                of = saved if name in saved else values
+                if isinstance(of[name], dict):
+                    of[name] = {key: value for key, value in of[name].items() if wanted(key, value)}
+            if self.is_global_zero:
+                saved[_REST] = Pickled(values)
+            return saved
+
+        self._saves.save(os.fspath(self.broadcast(path)), made)
 
     def load_checkpoint(
         self: Any,

@@ -108,7 +108,7 @@ class BucketStrategy:
                 "trainer.save_checkpoint(storage_options=...) is not supported",
                 remedy=f"Give them to the strategy: {type(self).__name__}(storage_options=...)",
             )
-        self._saves.save(os.fspath(self.broadcast(filepath)), self.saved_state(checkpoint))
+        self._saves.save(os.fspath(self.broadcast(filepath)), lambda: self.saved_state(checkpoint))
 
     def saved_state(self: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint of `trainer._checkpoint_connector.dump_checkpoint` as a state for DCP. All ranks."""

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
+from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.dcp.meshes import group_beside
 from bucketpoint.format import keys
 from bucketpoint.integrations.megatron.stand_in import url_of
+from bucketpoint.integrations.saves import job_ranks
+from bucketpoint.manager.running import begin_together
 from bucketpoint.stores import open_store
 
 _POLL_S = 0.05
@@ -60,13 +61,16 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
             BucketpointError: nothing was committed.
         """
         url = url_of(checkpoint_dir)
+        call = f"the save of {url}"
+        ranks = job_ranks(call)
+        state = ranks.together(call, lambda: self._state(sharded_state_dict))
         try:
             dcp.save(
-                self._state(sharded_state_dict),
+                state,
                 checkpoint_id=url,
                 storage_writer=self._writer,
                 planner=self._planner(checkpoint_dir),
-                process_group=group_beside(None),
+                process_group=ranks.group,
             )
         except CheckpointException as raised:
             raise as_ours(raised, url) from raised
@@ -80,14 +84,17 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
             the error of a save that failed.
         """
         _, modules = torch_dist.get_async_strategy(async_strategy)
-        handle = async_save(
-            self._state(sharded_state_dict),
-            checkpoint_id=url_of(checkpoint_dir),
+        url = url_of(checkpoint_dir)
+        call = f"the save of {url}"
+        handle = begin_together(
+            job_ranks(call),
+            call,
+            lambda: self._state(sharded_state_dict),
+            url,
             storage_writer=self._writer,
             planner=self._planner(checkpoint_dir),
             async_stager=_Stager(self._writer),
         )
-        handle.staged.result()
         return modules["AsyncRequest"](_wait_for_end, (_sign_of(handle), os.getpid()), [handle.result])
 
     def _state(self, sharded_state_dict: Any) -> dict[str, Any]:

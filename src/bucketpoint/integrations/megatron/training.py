@@ -18,6 +18,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.megatron.loading import COMMON, BucketLoadStrategy
 from bucketpoint.integrations.megatron.saving import BucketSaveStrategy
 from bucketpoint.integrations.megatron.stand_in import let_stand, write_side_files
+from bucketpoint.integrations.saves import job_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,18 @@ def let_stand_for(
             url=url,
             remedy="Install megatron-core with its extra mlm",
         ) from error
-    root = Path(folder)
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        _prepare(root, url, BucketLoadStrategy(storage_options=storage_options, trusted=trusted), storage_options)
+
+    def prepare() -> None:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            strategy = BucketLoadStrategy(storage_options=storage_options, trusted=trusted)
+            _prepare(Path(folder), url, strategy, storage_options)
+
     if dist.is_initialized():
-        # Otherwise the ranks wait for each other when `pretrain` makes the process group.
-        dist.barrier()
+        call = f"let_stand_for(..., {url!r})"
+        job_ranks(call).together(call, prepare)
+    else:
+        # The ranks wait for each other when `pretrain` makes the process group.
+        prepare()
     let_stand(os.fspath(folder).rstrip("/"), url)
     saving: dict[str, Any] = {"storage_writer": storage_writer, "storage_options": storage_options}
     loading: dict[str, Any] = {"storage_options": storage_options, "trusted": trusted}

@@ -1,0 +1,131 @@
+"""The stager of one save: it tells the save's handle of the copy, and all ranks of one that cannot be made.
+
+A rank that raised before DCP's first collective would leave the others waiting in it until the group's timeout. So the
+state of such a rank is replaced by one whose save fails there, on all ranks, with the error of that rank.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import math
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.stateful import Stateful
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.staging import Lease, StagedState
+
+
+class WatchedStager(AsyncStager):
+    """Wrapper of the stager for one save: it reports to the handle when the copy is complete or has failed.
+
+    Args:
+        handle: the `SaveHandle` of the save.
+        rank: rank of the save, whose other ranks learn of a failure in DCP's first collective; None to raise it here.
+    """
+
+    def __init__(self, stager: Any, handle: Any, rank: int | None) -> None:
+        self._stager = stager
+        self._handle = handle
+        self._rank = rank
+        self._unmade: BaseException | None = None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._unmade is None and bool(self._stager.should_synchronize_after_execute)
+
+    def state_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with the values of its stateful objects, as DCP would ask for them next."""
+        try:
+            return {
+                name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state_dict.items()
+            }
+        except Exception as error:
+            if self._rank is None:
+                raise
+            self._unmade = error
+            return {}
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        try:
+            if self._unmade is not None:
+                raise self._unmade
+            staged = self._stager.stage(state_dict)
+        except Exception as error:
+            if self._rank is None:
+                raise
+            self._unmade = error
+            return self._failed(error, _turn())
+        if not isinstance(staged, Future):
+            self._handle._copied(staged)
+            return staged
+        if self._rank is None:
+            staged.add_done_callback(self._staged)
+            return staged
+        # The copy may still fail, and then the save needs the place in the order of saves that it has now.
+        place, copied = _turn(), Future[Any]()
+        staged.add_done_callback(functools.partial(self._pass_on, place, copied))
+        return copied
+
+    def synchronize_staging(self) -> None:
+        self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        """Do nothing: the owner of the wrapped stager closes it."""
+
+    def _staged(self, staging: Future[Any]) -> None:
+        error = staging.exception()
+        if error is not None:
+            self._handle.staged.set_exception(error)
+        else:
+            self._handle._copied(staging.result())
+
+    def _pass_on(self, place: Lease, copied: Future[Any], staging: Future[Any]) -> None:
+        error = concurrent.futures.CancelledError() if staging.cancelled() else staging.exception()
+        if error is None:
+            place.end()
+            self._handle._copied(staging.result())
+            copied.set_result(staging.result())
+        else:
+            copied.set_result(self._failed(error, place))
+
+    def _failed(self, error: BaseException, place: Lease) -> StagedState:
+        assert self._rank is not None
+        self._handle.staged.set_exception(error)
+        self._handle._lease = place
+        return _failed_state(error, place, self._rank)
+
+
+class _Failed:
+    """A value that raises the failure of its rank as soon as a planner, of any class, asks what it consists of."""
+
+    def __init__(self, error: BucketpointError) -> None:
+        self._error = error
+
+    def __create_write_items__(self, name: str, value: Any) -> NoReturn:
+        raise self._error
+
+
+def _failed_state(error: BaseException, lease: Lease, rank: int) -> StagedState:
+    """Return a state whose save fails on all ranks in DCP's first collective, with the error of this rank.
+
+    Args:
+        lease: turn of the save, taken on the thread that asked for it.
+    """
+    if isinstance(error, BucketpointError):
+        failure = error
+    else:
+        # DCP pickles it to every rank, where a foreign error may not unpickle.
+        failure = BucketpointError(f"The state of a rank cannot be saved: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+    failure.rank = rank if failure.rank is None else failure.rank
+    lease.copied()
+    return StagedState({"bucketpoint_failed": _Failed(failure)}, lease)
+
+
+def _turn() -> Lease:
+    """Return a place in the order of this thread's saves, for a save that may come to have no staged state."""
+    return Lease(unread_timeout_s=math.inf)

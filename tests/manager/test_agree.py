@@ -1,0 +1,149 @@
+"""Ranks of a manager of which one fails, is late, or never comes; and errors of saves, which are delivered once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Save
+from dcp.ranks import Ranks
+from manager import agree_scenarios as scenarios
+from manager.manager_scenarios import policy, state
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("bad", "beside"), [(0, False), (1, False), (1, True)])
+def test_raises_on_all_ranks_where_one_cannot_make_or_copy_its_state(
+    ranks: Ranks, root: str, bad: int, beside: bool
+) -> None:
+    for outcomes, committed in ranks.run(scenarios.save_where_one_rank_fails, root, bad, beside):
+        assert committed == ["step-1", "step-5"]
+        assert outcomes[0] == outcomes[4] == "done"
+        assert outcomes[1] == f"BucketpointError: Rank {bad} failed: RuntimeError: no state"
+        assert outcomes[2] == "StagingError: Copying the state to host memory failed: no room"
+        assert outcomes[3].startswith("StagingError: ")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_tells_the_handles_of_other_ranks_of_a_copy_that_failed(ranks: Ranks, root: str, beside: bool) -> None:
+    failure = "StagingError: Copying the state to host memory failed: no room"
+    assert ranks.run(scenarios.async_save_where_one_rank_fails, root, beside) == [(failure, ["step-2"])] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_refuses_a_policy_that_one_rank_cannot_read_on_all_ranks(ranks: Ranks, root: str, bad: int) -> None:
+    outcomes = ranks.run(scenarios.construct_without_a_policy, root, bad)
+    assert [steps for _, steps in outcomes] == [[], []]
+    assert outcomes[bad][0].startswith("PolicyError: ")
+    assert outcomes[1 - bad][0].startswith(f"BucketpointError: Rank {bad} failed: PolicyError: ")
+
+
+def test_names_the_ranks_that_never_came_to_a_save(ranks: Ranks, root: str) -> None:
+    (first, lines, committed), (second, _, _) = ranks.run(scenarios.save_on_one_rank, root)
+    assert first == "BucketpointError: save(1) was given up after 2 s: rank 1 never came"
+    assert lines == ["save(1) has waited for 0 s: rank 1 has not come"]
+    assert second == f"BucketpointError: steps() cannot go on: rank 0 has given up. There: {first.partition(': ')[2]}"
+    assert committed == ["step-2"]
+
+
+def test_refuses_different_calls_on_the_ranks(ranks: Ranks, root: str) -> None:
+    refused = (
+        "RanksDisagreeError: The ranks make different calls at the same time: rank 0: save(1); rank 1: should_save()"
+    )
+    assert ranks.run(scenarios.make_different_calls, root) == [(refused, ["step-2"])] * 2
+
+
+def test_tells_the_other_ranks_of_one_that_was_interrupted(ranks: Ranks, root: str) -> None:
+    told = ("Rank 1 failed: KeyboardInterrupt: ", ["step-2"])
+    assert ranks.run(scenarios.interrupt_one_rank, root) == [told, ("interrupted", ["step-2"])]
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_goes_on_together_or_raises_on_all_ranks(ranks: Ranks, root: str, connected: bool) -> None:
+    first, second = ranks.run(scenarios.fail_in_together, root, connected)
+    assert first[0] == ("BucketpointError: of rank 1" if connected else "BucketpointError: Rank 1 failed: of rank 1")
+    assert second[0] == "BucketpointError: of rank 1"
+    assert (first[1], second[1]) == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["result", "exception", "wait"])
+def test_makes_the_next_save_once_a_rank_has_received_the_error(ranks: Ranks, root: str, how: str) -> None:
+    (first, committed), (second, _) = ranks.run(scenarios.receive_an_error, root, how)
+    assert first == ["done" if how == "exception" else "BucketpointError", "done", "done"]
+    assert second == ["done", "done"]
+    assert committed == ["step-2", "step-3"]
+
+
+def test_raises_an_error_once_that_nobody_has_received(ranks: Ranks, root: str) -> None:
+    (first, committed), (second, _) = ranks.run(scenarios.receive_an_error, root, "nobody")
+    assert first == ["done", "BucketpointError", "done"]
+    assert second == ["BucketpointError", "done"]
+    assert committed == ["step-3"]
+
+
+def test_close_raises_no_error_that_the_program_has_received(root: str) -> None:
+    manager = CheckpointManager(root, policy=policy())
+    with scenarios.full_disk(True):
+        handle = manager.save(1, state(1))
+        assert handle is not None
+        with pytest.raises(BucketpointError, match="disk is full"):
+            handle.result()
+    manager.close()
+
+
+def test_the_error_that_ends_training_is_raised_and_that_of_the_save_logged(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        scenarios.full_disk(True),
+        CheckpointManager(root, policy=policy()) as manager,
+    ):
+        handle = manager.save(1, state(1))
+        assert handle is not None
+        handle.wait()
+        1 / 0  # noqa: B018 (the error of a training loop)
+    assert "the last save failed: " in caplog.text
+
+
+def test_goes_on_after_failed_saves_where_the_policy_warns(ranks: Ranks, root: str) -> None:
+    (made, counts, lines, committed), other = ranks.run(scenarios.go_on_after_failures, root)
+    assert made == other[0] == [True, True, False, True]
+    assert counts == other[1] == (2, 2)
+    assert committed == ["step-1", "step-4"]
+    warned = [line for line in lines if "training goes on" in line]
+    assert [line.partition(" was")[0] for line in warned] == ["step 2", "step 3"]
+    assert "the save before it was committed, and the newest checkpoint, of step 1, is 0 min old" in warned[0]
+    assert "2 saves have failed in a row" in warned[1]
+
+
+def test_raises_a_disagreement_of_the_ranks_even_where_the_policy_warns(ranks: Ranks, root: str) -> None:
+    assert ranks.run(scenarios.disagree_under_warn, root) == ["raised"] * 2
+
+
+def test_a_program_whose_last_save_fails_under_warn_does_not_end_with_success(root: str) -> None:
+    with scenarios.full_disk(True), CheckpointManager(root, policy=policy(save=Save(on_failure="warn"))) as manager:
+        handle = manager.save(1, state(1))
+        assert handle is not None
+    assert handle._at_end is not None
+    assert "disk is full" in str(handle._at_end.failure)
+    # The exit status of this test's own process is another matter.
+    handle.exception()
+    assert handle._at_end.failure is None
