@@ -26,9 +26,9 @@ from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.saving.watched_stager import WatchedStager
 from bucketpoint.dcp.spans import end_save, note_failure
 from bucketpoint.dcp.stats import SaveStats, SaveTimes
-from bucketpoint.dcp.watched_stager import WatchedStager
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.changes import Changes

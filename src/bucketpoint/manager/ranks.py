@@ -44,6 +44,7 @@ class Ranks:
         members: torch's group of the ranks; None for all ranks of the job.
 
     Attributes:
+        members: as given; `async_save` is to be given it, too.
         group: group on which the ranks agree; None before `connect`, and without torch.distributed.
         load_s: longest time that a rank waits for the end of a load on the others.
 
@@ -60,7 +61,7 @@ class Ranks:
         self._timeout_s = process_groups.timeout_of(members).total_seconds() if self.world > 1 else 0.0
         self._come_s = self._timeout_s
         self.load_s = 0.0
-        self._save_group: Any = None
+        self.members = members
         self._connects = False
         self._calls = 0
 
@@ -84,11 +85,6 @@ class Ranks:
         """Set the longest time that a rank waits for the others. The same on all ranks."""
         self._timeout_s = timeout.total_seconds()
         self._come_s = min(self._come_s, self._timeout_s)
-
-    @property
-    def save_group(self) -> Any:
-        """The group to give to `async_save`, which makes its own beside it. Unlike `group` it never changes."""
-        return self._save_group
 
     @property
     def global_rank(self) -> int:
@@ -182,10 +178,9 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the groups. Not a collective call."""
-        for group in (self.group, self._save_group):
-            if group is not None:
-                process_groups.leave(group)
-        self.group = self._save_group = None
+        if self.group is not None:
+            process_groups.leave(self.group)
+        self.group = None
         self.world = 1
 
     # -- on a group ---------------------------------------------------------------------------------------------------
@@ -194,14 +189,11 @@ class Ranks:
         name = meet(self._ranks, what, None, self._come_s)
         self._store = dist.PrefixStore(name, process_groups.store_of(self._ranks))
         self._calls = 0
-        store, within = dist.PrefixStore("group", self._store), timedelta(seconds=2 * self._timeout_s)
+        store, within = dist.PrefixStore("group", self._store), timedelta(seconds=self.load_s)
         self.group = process_groups.connect(self._ranks, store, name, within)
-        if self._save_group is None:
-            self._save_group = self.group
-            # Made now, while all ranks are here, and not at the first save. Its collectives wait as long as this
-            # group's do now.
-            meshes.group_beside(self.group)
-        process_groups.backend_of(self.group)._set_default_timeout(timedelta(seconds=self.load_s))
+        # Made now, while all ranks are here, and not at the first save. It is kept for as long as the members' group
+        # exists. One rank may free our own group earlier than another, and would then make the mesh anew alone.
+        meshes.group_beside(self.members)
 
     def _raise_from(self, index: int | None, error: BaseException | None, what: str) -> None:
         """Raise the failure of a rank, by its place among the ranks, on all of them; return for None."""
@@ -309,8 +301,7 @@ class Ranks:
         if group is None:
             return
         meshes.Mesh(group, "", timedelta()).cut()
-        if group is not self._save_group:
-            process_groups.leave(group)
+        process_groups.leave(group)
 
 
 def _raise(failure: BucketpointError | None, error: BaseException | None) -> None:

@@ -105,7 +105,7 @@ def begin_together(
         return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in given.items()}
 
     plain = ranks.together(what, made)
-    handle = begin_save(plain, checkpoint_id=url, process_group=ranks.save_group, **options)
+    handle = begin_save(plain, checkpoint_id=url, process_group=ranks.members, **options)
     (failed,) = ranks.most([int(handle._unstaged() is not None)], what)
     if not failed:
         return handle
