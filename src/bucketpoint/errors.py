@@ -7,6 +7,7 @@ that cannot be unpickled there would hang the job instead of failing it.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,10 +81,11 @@ class InvalidURLError(BucketpointError):
 
 
 class Action(enum.Enum):
-    """The reaction that a failed request calls for: retry, slow down, refresh credentials, or give up."""
+    """The reaction that a failed request calls for: retry, slow down, wait, refresh credentials, or give up."""
 
     RETRY = "retry"
     THROTTLE = "throttle"
+    OUTAGE = "wait for the store"
     REFRESH = "refresh credentials"
     FATAL = "fatal"
 
@@ -94,10 +96,12 @@ class StoreError(BucketpointError):
     Attributes:
         action: the reaction that the failure calls for; FATAL once every attempt has been made.
         wait_s: least number of seconds that the service asked to wait before another attempt.
+        limit_s: most seconds for all attempts of the request, by the options of the store.
     """
 
     action: Action = Action.FATAL
     wait_s: float = 0.0
+    limit_s: float = math.inf
 
 
 class EndpointError(StoreError):

@@ -30,7 +30,7 @@ from bucketpoint.errors import (
 from bucketpoint.stores import S3Options, S3Store, retry
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3.errors import RULE_BY_CODE, RULE_BY_STATUS, RULE_BY_TYPE
-from bucketpoint.testing.servers import S3Server, free_port
+from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TaskGroup, retry_transient
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
@@ -68,7 +68,7 @@ def test_every_rule_of_the_table_is_typed() -> None:
     for rule in rules:
         assert issubclass(rule.kind, StoreError)
         assert (rule.kind is ThrottledError) == (rule.action is Action.THROTTLE)
-        assert rule.kind is not TransientStoreError or rule.action is Action.RETRY
+        assert rule.kind is not TransientStoreError or rule.action in (Action.RETRY, Action.OUTAGE)
         if rule.action is Action.REFRESH:
             assert rule.kind is CredentialsError
 
@@ -127,13 +127,35 @@ def test_waits_have_full_jitter_and_grow_to_a_limit(quick: list[float]) -> None:
     assert len(set(quick)) > 50
 
 
-def test_a_dead_endpoint_is_tried_again_and_an_untrusted_one_is_not(minio_tls: S3Server, quick: list[float]) -> None:
-    with pytest.raises(EndpointError, match="attempt 6"):
-        put(store_at(f"http://127.0.0.1:{free_port()}"))
-    assert len(quick) == 5
+def test_waits_for_a_dead_endpoint_only_if_it_has_answered_before(
+    monkeypatch: pytest.MonkeyPatch, quick: list[float]
+) -> None:
+    monkeypatch.setattr(retry, "UNSEEN_S", 0.0)
+    with scripted(lambda request, number: OK) as server:
+        seen, unseen = store_at(server), store_at(server, user_agent="another client")
+        put(seen)
+        seen.close()
+    with pytest.raises(EndpointError, match="Could not connect"):
+        put(unseen)
+    assert not quick
+
+    def given_up(seconds: float) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(retry, "pause", given_up)
+    with pytest.raises(InterruptedError):
+        put(seen)
+
+
+def test_refuses_at_once_an_untrusted_endpoint_and_one_without_tls(minio_tls: S3Server, quick: list[float]) -> None:
     with pytest.raises(EndpointError):
         put(store_at(minio_tls.endpoint))
-    assert len(quick) == 5
+    with (
+        scripted(lambda request, number: OK) as server,
+        pytest.raises(EndpointError, match="write the endpoint with http:"),
+    ):
+        put(store_at(server.endpoint.replace("http:", "https:")))
+    assert not quick
 
 
 def test_loops_within_loops_do_not_multiply_attempts() -> None:
@@ -266,20 +288,20 @@ def test_the_first_slow_down_of_a_round_halves_and_the_others_do_not() -> None:
     gate = retry.ConcurrencyLimiter()
     epochs = [gate.enter(math.inf) for _ in range(16)]
     for epoch in epochs:
-        gate.leave(epoch, throttled=True, succeeded=False)
+        gate.leave(epoch, answered=True, throttled=True, succeeded=False)
     assert gate.limit == 8
-    gate.leave(gate.enter(math.inf), throttled=True, succeeded=False)
+    gate.leave(gate.enter(math.inf), answered=True, throttled=True, succeeded=False)
     assert gate.limit == 1, "half of the one that was under way, and never none"
 
 
 def test_successes_let_the_number_grow_back_until_there_is_no_limit() -> None:
     gate = retry.ConcurrencyLimiter()
     for epoch in [gate.enter(math.inf) for _ in range(8)]:
-        gate.leave(epoch, throttled=True, succeeded=False)
+        gate.leave(epoch, answered=True, throttled=True, succeeded=False)
     limits = []
     while gate.limit < math.inf:
         limits.append(gate.limit)
-        gate.leave(gate.enter(math.inf), throttled=False, succeeded=True)
+        gate.leave(gate.enter(math.inf), answered=True, throttled=False, succeeded=True)
     assert limits == sorted(limits)
     assert limits[0] == 4
     assert 15 < limits[-1] < 16
@@ -319,7 +341,7 @@ def test_no_more_requests_are_under_way_than_the_store_can_bear() -> None:
 
 def test_a_request_that_never_gets_its_turn_fails_at_the_deadline() -> None:
     gate = retry.ConcurrencyLimiter()
-    gate.leave(gate.enter(math.inf), throttled=True, succeeded=False)
+    gate.leave(gate.enter(math.inf), answered=True, throttled=True, succeeded=False)
     gate.enter(math.inf)
     with pytest.raises(ThrottledError, match="was not sent before its deadline"):
         retry.run(lambda: None, retry.RetryPolicy(deadline_s=0.05), gate=gate)

@@ -20,7 +20,14 @@ from bucketpoint.doctor.report import UNREACHABLE, Finding, Report, expect, refu
 from bucketpoint.doctor.s3 import service_finding
 from bucketpoint.doctor.scratch import ScratchKeys
 from bucketpoint.doctor.throughput import Speed, measure
-from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError, first_of
+from bucketpoint.errors import (
+    CorruptDataError,
+    CredentialsError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    first_of,
+)
 from bucketpoint.stores import FsspecStore, LocalStore, Part, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.tasks import TaskGroup
@@ -126,6 +133,10 @@ class _Examination:
                 written = self._access()
         except UNREACHABLE as error:
             report.failed("connect", error)
+            if isinstance(store, S3Store) and isinstance(error, CredentialsError):
+                # A store refuses every request of a machine whose clock is wrong.
+                finding = clock_finding(store)
+                report.add(*[finding] * (finding.status == "fail"))
             return
         if isinstance(store, S3Store):
             report.add(clock_finding(store))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from bucketpoint.errors import EndpointError
+from bucketpoint.stores.pace import paced, pacing
 
 T = TypeVar("T")
 
@@ -143,7 +145,7 @@ def give_up_when_cut(call: Callable[[], T], what: str) -> T:
 
 
 def make_cuttable(manager: Any) -> None:
-    """Make requests through this urllib3 `PoolManager` cancellable."""
+    """Make requests through this urllib3 `PoolManager` cancellable, and hold them to the floor of `pace`."""
     manager.pool_classes_by_scheme = {
         scheme: _cuttable(pool) for scheme, pool in manager.pool_classes_by_scheme.items()
     }
@@ -152,17 +154,21 @@ def make_cuttable(manager: Any) -> None:
 @functools.cache
 def _cuttable(pool: type[Any]) -> type[Any]:
     class CuttablePool(pool):  # type: ignore[misc]
+        ConnectionCls = paced(pool.ConnectionCls)
+
         def _make_request(self, conn: Any, *args: Any, **kwargs: Any) -> Any:
             cut = _current.get()
             if cut is not None:
                 if cut.is_made:
                     raise TimeoutError("the request was cancelled before it was sent")
                 cut.hold(conn)
+            with pacing() as pace:
                 limits: Any = kwargs.get("timeout")
-                if hasattr(limits, "connect_timeout"):
-                    left, both = cut.left_s(), (limits.connect_timeout, limits.read_timeout)
+                left = min(pace.longest_wait_s(), math.inf if cut is None else cut.left_s())
+                if left < math.inf and hasattr(limits, "connect_timeout"):
+                    both = (limits.connect_timeout, limits.read_timeout)
                     connect, read = (min(one, left) if isinstance(one, int | float) else left for one in both)
                     kwargs["timeout"] = type(limits)(connect=connect, read=read)
-            return super()._make_request(conn, *args, **kwargs)
+                return super()._make_request(conn, *args, **kwargs)
 
     return CuttablePool

@@ -10,6 +10,7 @@ import io
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +18,10 @@ from awscrt import checksums
 
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.stores.base import Buffers
+from bucketpoint.stores.pace import Throughput, pace_of
 
 PIECE_BYTES = 256 * 1024
-"""Bytes given to the socket in one call. Python's timeout covers a whole `sendall`, however many bytes it sends. The
-first request of a new connection has the connect timeout of 10 s: a connection with 26 KB/s still passes."""
+"""Bytes given to the connection in one call."""
 
 SMALL_BYTES = 32 * 1024
 """Size below which neighbouring buffers are joined: a TLS record and a system call for each cost more than the copy."""
@@ -244,14 +245,17 @@ def discard(body: Any) -> None:
         release()
 
 
-def _fill_from(take: Callable[[memoryview], int], view: memoryview) -> None:
+def _fill_from(take: Callable[[memoryview], int], view: memoryview, pace: Throughput | None = None) -> None:
     done = 0
     size = view.nbytes
     while done < size:
+        started = time.monotonic()
         count = take(view[done:])
         if not count:
             raise BrokenBody("the body ended before its announced length")
         done += count
+        if pace is not None:
+            pace.moved(count, time.monotonic() - started)
 
 
 class _Wire:
@@ -266,6 +270,7 @@ class _Wire:
         self._raw = raw
         self._reply = reply
         self._take = take
+        self._pace = pace_of(reply)
         # Bytes of the body that arrived in the same read as the headers are in the buffered reader.
         self._buffered = len(reply.fp.peek(1))
 
@@ -283,7 +288,7 @@ class _Wire:
         if count:
             self._reply.fp.readinto(view[:count])
             self._buffered -= count
-        _fill_from(self._take, view[count:])
+        _fill_from(self._take, view[count:], self._pace)
 
     def finish(self) -> None:
         """Tell http.client that the reply has been read, and urllib3 that the connection is free again."""

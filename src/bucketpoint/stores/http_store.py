@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bucketpoint.errors import CorruptDataError, StoreError
+from bucketpoint.errors import Action, CorruptDataError, StoreError
 from bucketpoint.stores.base import Buffers, CopiesInside, ObjectInfo, RangeReply, Store
 from bucketpoint.stores.http_body import OpenReply, Receiver, discard
 from bucketpoint.stores.retry import READ_ATTEMPTS, RetryPolicy, run
@@ -28,6 +28,7 @@ class HttpStore(Store, CopiesInside):
     """A bucket of a service that answers GET requests for objects and ranges of them (RFC 9110)."""
 
     bucket: str
+    options: Any
 
     @abstractmethod
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
@@ -56,7 +57,7 @@ class HttpStore(Store, CopiesInside):
                 f"the object has {reply.info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
         data = bytearray(size)
-        self._translated(lambda: Receiver(reply.body, size).receive([memoryview(data)]), key)
+        self._received(lambda: Receiver(reply.body, size).receive([memoryview(data)]), key)
         return bytes(data), reply.info
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
@@ -75,9 +76,20 @@ class HttpStore(Store, CopiesInside):
         receiver = Receiver(body, nbytes)
 
         def fill(buffers: Buffers, filled: Callable[[], None]) -> None:
-            self._translated(lambda: receiver.receive(buffers, filled), key)
+            self._received(lambda: receiver.receive(buffers, filled), key)
 
         return OpenReply(body, nbytes, fill)
+
+    def _received(self, act: Callable[[], None], key: str) -> None:
+        try:
+            self._translated(act, key)
+        except StoreError as error:
+            # A body is sent for again by loops that do not know the options.
+            error.limit_s = self.options.retry_deadline_s
+            if error.action is Action.OUTAGE:
+                # The store has answered. If it is away now, the next request waits for it.
+                error.action = Action.RETRY
+            raise
 
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
         return self.copy_from(self, source, target)

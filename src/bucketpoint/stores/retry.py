@@ -23,6 +23,7 @@ from typing import TypeVar
 from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, ThrottledError
 from bucketpoint.stores.cancellation import current_cut
 from bucketpoint.stores.outage import Outage, store_of
+from bucketpoint.stores.pace import current_end, until
 
 T = TypeVar("T")
 
@@ -32,12 +33,18 @@ wait."""
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 10.0
 FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S = 0.2, 20.0
+LONGEST_OUTAGE_DELAY_S = 5.0
+"""Less than after other failures: a store that is away is not loaded by a connection that it refuses."""
 
 BUDGET_TOKENS = 500.0
 REFUND = 0.5
 """Tokens that a success adds to the budget; a retry takes one token. A third of all requests may fail for ever."""
 
 MOST_REFRESHES = 2
+
+UNSEEN_S = 25.0
+"""The deadline for a store that has never answered this process: its name is probably wrong. With the last attempt,
+30 s at most."""
 
 READ_ATTEMPTS = 5
 """Attempts to read a range, or a small object, whose body broke off, the first included."""
@@ -60,9 +67,11 @@ KINDS = (
 )
 """Kinds of requests, named after the methods of `Store`. A ranged read is a `"get"`."""
 
+COMPUTED = frozenset({"copy", "complete_multipart"})
+"""Kinds of requests for which a service may compute for minutes: see `pace.Limits`."""
+
 _POLL_S = 0.2
 
-_ends: ContextVar[float] = ContextVar("bucketpoint_retry_ends", default=math.inf)
 _stop: ContextVar[threading.Event | None] = ContextVar("bucketpoint_retry_stop", default=None)
 _counts: ContextVar[Counter[str] | None] = ContextVar("bucketpoint_retry_counts", default=None)
 
@@ -73,9 +82,10 @@ class RetryPolicy:
 
     Attributes:
         attempts: most attempts of a request, the first included.
-        deadline_s: seconds for all attempts of one request. An attempt under way is not interrupted.
-        counts_throttled: count a throttled request as one of the attempts. Otherwise only the deadline ends the
-            waiting, because a store that throttles works, and will accept the request later.
+        deadline_s: seconds for all attempts of one request. An attempt under way is then interrupted only if it is
+            slow: see `pace`.
+        counts_throttled: count every request as one of the attempts. Otherwise only the deadline ends the waiting for a
+            store that throttles or does not answer, because it will probably accept the request later.
     """
 
     attempts: int = 6
@@ -95,9 +105,13 @@ class ConcurrencyLimiter:
     When the service throttles, the limit becomes half of the requests under way, and then grows by one after each round
     of successes. A throttled request that was sent before the last halving does not halve the limit again, because that
     answer says nothing new.
+
+    Attributes:
+        answered: True once the service has answered a request of this process.
     """
 
     def __init__(self) -> None:
+        self.answered = False
         self._state = threading.Condition()
         self._limit = math.inf
         self._peak = 0
@@ -126,9 +140,10 @@ class ConcurrencyLimiter:
             self._running += 1
             return self._epoch
 
-    def leave(self, epoch: int, *, throttled: bool, succeeded: bool) -> None:
+    def leave(self, epoch: int, *, answered: bool, throttled: bool, succeeded: bool) -> None:
         """Give the place back, and adjust the limit by the outcome of the request."""
         with self._state:
+            self.answered = self.answered or answered
             if throttled and epoch == self._epoch:
                 self._peak = max(self._peak, self._running)
                 self._limit = max(min(self._running, self._limit) // 2, 1)
@@ -197,12 +212,9 @@ def deadline(seconds: float) -> Iterator[float]:
 
     Yields the time on the monotonic clock at which retries end. An outer deadline that is earlier is kept.
     """
-    ends = min(time.monotonic() + seconds, _ends.get())
-    token = _ends.set(ends)
-    try:
+    ends = min(time.monotonic() + seconds, current_end())
+    with until(ends):
         yield ends
-    finally:
-        _ends.reset(token)
 
 
 def count_into(counts: Counter[str] | None) -> Counter[str] | None:
@@ -249,15 +261,17 @@ def run(
     budget, started = process_budget(), time.monotonic()
     first: StoreError | None = None
     outage: Outage | None = None
-    failed = throttled = refreshed = 0
+    failed = waited = refreshed = 0
     since, well = started, False
     try:
-        with deadline(policy.deadline_s) as ends:
+        with deadline(policy.deadline_s) as latest:
             while True:
+                ends = latest if gate is None or gate.answered else min(latest, started + UNSEEN_S)
                 if kind is not None:
                     budget.note(kind)
                 try:
-                    value = attempt() if gate is None else _through(gate, attempt, ends)
+                    with until(ends, computes=kind in COMPUTED):
+                        value = attempt() if gate is None else _through(gate, attempt, ends)
                 except StoreError as error:
                     action = error.action
                     if action is Action.FATAL and first is None:
@@ -274,14 +288,19 @@ def run(
                 if outage is None:
                     first, since, outage = last, now, budget.outages.setdefault(store_of(last), Outage(store_of(last)))
                     outage.enter(now)
-                else:
+                elif action is not Action.FATAL:
                     outage.failed(last, since, now)
-                if action is Action.THROTTLE:
-                    throttled += 1
-                    budget.note("throttled")
+                waits = action in (Action.THROTTLE, Action.OUTAGE)
+                if waits:
+                    waited += 1
+                    budget.note("throttled" if action is Action.THROTTLE else "retried")
                 else:
                     failed += 1
-                counted = failed + (throttled if policy.counts_throttled else 0)
+                counted = failed + (waited if policy.counts_throttled else 0)
+                latest = min(latest, started + last.limit_s)
+                ends = latest if gate is None or gate.answered else min(latest, started + UNSEEN_S)
+                # An error of the store's own ends an outage, too.
+                well = action is Action.FATAL and kind is not None
                 if action is Action.FATAL or counted >= policy.attempts or now >= ends or stopped():
                     break
                 if action is Action.REFRESH:
@@ -290,17 +309,17 @@ def run(
                         break
                     refreshed += 1
                     budget.note("refreshed")
-                # A throttled request takes no token of the budget: the gate and the deadline bound it.
+                # Waiting for the store takes no token of the budget: the deadline bounds it, and the gate.
                 elif action is Action.RETRY and not budget.take():
                     break
-                _wait(action, throttled if action is Action.THROTTLE else failed, last.wait_s, ends)
+                _wait(action, waited if waits else failed, last.wait_s, ends)
                 if stopped():
                     break
     finally:
         if outage is not None:
             outage.leave(time.monotonic(), succeeded=well)
     budget.note("given_up")
-    message, tried = last.message, failed + throttled
+    message, tried = last.message, failed + waited
     if tried > 1:
         message += f" (attempt {tried}, after {time.monotonic() - started:.1f} s"
         # In the message, too, because `__cause__` is not pickled, and so does not reach other ranks.
@@ -330,24 +349,23 @@ def retry_transient(attempt: Callable[[], T], *, attempts: int = READ_ATTEMPTS) 
 
 def _through(gate: ConcurrencyLimiter, attempt: Callable[[], T], ends: float) -> T:
     epoch = gate.enter(ends)
-    throttled = succeeded = False
+    answered = throttled = succeeded = False
     try:
         value = attempt()
-        succeeded = True
+        answered = succeeded = True
         return value
     except StoreError as error:
-        throttled = error.action is Action.THROTTLE
+        answered, throttled = error.action is not Action.OUTAGE, error.action is Action.THROTTLE
         raise
     finally:
-        gate.leave(epoch, throttled=throttled, succeeded=succeeded)
+        gate.leave(epoch, answered=answered, throttled=throttled, succeeded=succeeded)
 
 
 def _wait(action: Action, number: int, asked_s: float, ends: float) -> None:
-    low, high = (
-        (FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S)
-        if action is Action.THROTTLE
-        else (FIRST_DELAY_S, LONGEST_DELAY_S)
-    )
+    low, high = {
+        Action.THROTTLE: (FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S),
+        Action.OUTAGE: (FIRST_DELAY_S, LONGEST_OUTAGE_DELAY_S),
+    }.get(action, (FIRST_DELAY_S, LONGEST_DELAY_S))
     # Wait at least as long as the service asks for, up to `high`: a service may ask for an hour.
     delay = min(asked_s, high) + random.uniform(0, min(low * 2.0 ** min(number - 1, 30), high))
     pause(max(min(delay, ends - time.monotonic()), 0))

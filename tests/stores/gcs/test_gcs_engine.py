@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -231,7 +232,8 @@ def test_a_batched_delete_reports_each_key_that_stays_and_tries_again_what_may_p
 
 def test_calls_of_a_batch_that_get_no_answer_are_sent_again() -> None:
     def script(request: Seen, number: int) -> Answer:
-        return batch(request, {"a": (204, ""), "b": (204, "")}) if number else Answer(200, {}, b"")
+        answered = batch(request, {"a": (204, ""), "b": (204, "")})
+        return answered if number else replace(answered, body=b"--b_oundary--\r\n")
 
     with scripted(script) as server:
         assert store_at(server).delete(["a", "b"]) == []
@@ -306,7 +308,7 @@ def test_a_composed_object_that_is_not_the_sum_of_its_parts_is_refused_and_delet
     def script(request: Seen, number: int) -> Answer:
         if "batch" in request.path:
             return batch(request, {"k": (204, "")})
-        return reply({**OBJECT, "crc32c": "AAAAAQ=="})
+        return reply({**OBJECT, "crc32c": "AAAAAQ=="} if "compose" in request.path else OBJECT)
 
     with scripted(script) as server:
         store = store_at(server)

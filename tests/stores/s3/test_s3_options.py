@@ -20,6 +20,7 @@ from bucketpoint.testing.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, scripted
 
 CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
+LISTED = b"<?xml version='1.0'?><ListBucketResult></ListBucketResult>"
 COPIED = b"<?xml version='1.0'?><CopyObjectResult><ETag>e</ETag></CopyObjectResult>"
 
 
@@ -37,7 +38,7 @@ def answer(request: Seen, number: int) -> Answer:
         return Answer(200, {**headers, "Content-Length": "5"})
     if request.method == "GET" and "range" in request.headers:
         return Answer(206, headers, b"12345")
-    return Answer(200, headers)
+    return Answer(200, headers, LISTED if request.method == "GET" else b"")
 
 
 def sent_by_each_operation(**storage_options: Any) -> dict[str, Seen]:
@@ -286,7 +287,7 @@ def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:
             seen.append(request.url)
             raise InterruptedError
 
-        client.api.meta.events.register("before-send.s3", capture)
+        client.api.meta.events.register_first("before-send.s3", capture)
         with pytest.raises(InterruptedError):
             client.call("GetObject", Bucket="bucket", Key="k")
         return seen[0]

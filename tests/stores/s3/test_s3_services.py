@@ -15,6 +15,7 @@ from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
     CredentialsError,
+    EndpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
@@ -92,7 +93,9 @@ def test_capabilities_are_those_of_the_service_and_nothing_else_is_sent(service:
     facts = s3_services.SERVICES[service]
 
     def answer(request: Seen, number: int) -> Answer:
-        headers = {"ETag": '"e"', "Content-Type": "application/xml"}
+        crc = request.headers.get("x-amz-checksum-crc32c")
+        headers = {"ETag": '"e"', "Content-Type": "application/xml", "x-amz-request-id": "1"}
+        headers |= {"x-amz-checksum-crc32c": crc} if crc else {}
         if "uploads" in request.target:
             body = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
             return Answer(200, headers, body)
@@ -374,7 +377,8 @@ def test_an_unknown_code_with_status_404_is_no_missing_object() -> None:
     unknown, bare = error(404, "SomethingNew"), Answer(404)
     for answer, kind in (
         (unknown, StoreError),
-        (bare, ObjectNotFoundError),
+        # A proxy's, for all that it says.
+        (bare, EndpointError),
         (error(404, "NoSuchKey"), ObjectNotFoundError),
     ):
         with scripted(lambda request, number, answer=answer: answer) as server:

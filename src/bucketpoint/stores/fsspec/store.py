@@ -353,7 +353,12 @@ class FsspecStore:
 
     def _written(self, key: str, size: int, reply: WriteReply, crc32c: int | None = None) -> ObjectInfo:
         """Describe an object that was written; it is deleted if the service has another CRC32C of it."""
-        info = reply if _etag(reply) else self._describe(key) or {}
+        info = reply if _etag(reply) else self._describe(key)
+        if info is None or int(info.get("size", size) or 0) != size:
+            # Some libraries believe any answer with status 200, such as that of a login page.
+            raise StoreError(
+                "the store does not have what was written: probably another server answered", url=self._url(key)
+            )
         try:
             check(info, crc32c)
         except WrongSumError:

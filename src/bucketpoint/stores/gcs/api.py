@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from bucketpoint.errors import Action, BucketNotFoundError, ObjectNotFoundError, StoreError
+from bucketpoint.errors import Action, BucketNotFoundError, CorruptDataError, ObjectNotFoundError, StoreError
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, DeleteFailure, ObjectInfo
 from bucketpoint.stores.client_cache import FirstEnvironment
+from bucketpoint.stores.gcs.answer import GCSReply
 from bucketpoint.stores.gcs.body import (
     BINARY,
     batch_answers,
@@ -89,7 +90,7 @@ class Bucket:
         query: Mapping[str, Any] | None = None,
         of_object: bool = False,
         **request: Any,
-    ) -> Any:
+    ) -> GCSReply:
         """Send one request and return the reply.
 
         Args:
@@ -127,8 +128,7 @@ class Bucket:
     def describe_bucket(self, fields: str) -> dict[str, Any]:
         """Return some fields of the bucket's resource. Needs storage.buckets.get."""
         path, query = self.path().removesuffix("/o"), self.billed({"fields": fields})
-        found: dict[str, Any] = self.call("buckets.get", None, "GET", path, query=query).json()
-        return found
+        return self.call("buckets.get", None, "GET", path, query=query).json()
 
     def not_found(self) -> BucketNotFoundError:
         return BucketNotFoundError("the bucket does not exist", url=self.url)
@@ -166,14 +166,17 @@ class Bucket:
             headers={"Content-Type": content_type},
             body=content,
         )
-        return described(reply.json(), key)
+        resource = reply.json()
+        # Only some emulators leave it out.
+        if resource.get("crc32c") not in (None, metadata["crc32c"]):
+            raise CorruptDataError("the store has another CRC32C than was sent", url=f"{self.url}/{key}")
+        return described(resource, key)
 
     def describe(self, key: str) -> dict[str, Any]:
         """Return the fields `OBJECT_FIELDS` of an object's resource. Raises ObjectNotFoundError."""
         query = self.billed({"fields": OBJECT_FIELDS})
         reply = self.call("objects.get", key, "GET", self.path(key), query=query, of_object=True)
-        found: dict[str, Any] = reply.json()
-        return found
+        return reply.json()
 
     def pages(self, prefix: str, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield the pages of a listing."""
@@ -182,7 +185,7 @@ class Bucket:
                 "prefix": prefix,
                 "maxResults": MAX_PAGE_KEYS,
                 **query,
-                "fields": f"nextPageToken,prefixes,items({OBJECT_FIELDS})",
+                "fields": f"kind,nextPageToken,prefixes,items({OBJECT_FIELDS})",
             }
         )
         while True:

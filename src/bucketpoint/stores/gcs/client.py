@@ -19,6 +19,7 @@ from bucketpoint.errors import CredentialsError, EndpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
+from bucketpoint.stores.gcs.answer import GCSReply, received
 from bucketpoint.stores.gcs.errors import failure_of, failures, translate, translated
 from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS, GCSOptions
 from bucketpoint.stores.redact import clean, hide
@@ -82,7 +83,7 @@ class GCSClient:
         body: Any = b"",
         stream: bool = False,
         timeout: float = READ_TIMEOUT_S,
-    ) -> Any:
+    ) -> GCSReply:
         """Send one request, retry it after transient failures, and return the successful reply.
 
         Args:
@@ -96,7 +97,7 @@ class GCSClient:
         """
         target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
 
-        def send() -> Any:
+        def send() -> GCSReply:
             request = functools.partial(
                 self.session.request,
                 method,
@@ -104,19 +105,20 @@ class GCSClient:
                 data=body,
                 headers={**self.headers, **(headers or {})},
                 timeout=(CONNECT_TIMEOUT_S, timeout),
-                stream=stream,
+                # The body is received below, within bounds.
+                stream=True,
                 # The API has no redirects, and following one would send the credentials to another server.
                 allow_redirects=False,
             )
-            reply = give_up_when_cut(request, operation)
-            if reply.status_code < 300:
-                return reply
-            failure = failure_of(reply.status_code, reply.content, operation, url)[0]
-            asked = reply.headers.get("Retry-After", "")
+            answer = received(give_up_when_cut(request, operation), operation, stream=stream)
+            if answer.status_code < 300:
+                return answer
+            failure = failure_of(answer.status_code, answer.content, operation, url)[0]
+            asked = answer.headers.get("Retry-After", "")
             failure.wait_s = float(asked) if asked.isdecimal() else 0.0
             raise failure
 
-        def attempt() -> Any:
+        def attempt() -> GCSReply:
             return translated(send, operation, url, self.endpoint)
 
         return retry.run(attempt, self.policy, gate=self.gate, kind=_KINDS.get(operation))

@@ -157,8 +157,7 @@ def _compose(bucket: Bucket, key: str, target: str, sources: Sequence[tuple[str,
     except ObjectNotFoundError as error:
         gone = UploadNotFoundError(error.message, url=error.url)
     else:
-        resource: dict[str, Any] = reply.json()
-        return resource
+        return reply.json()
     raise gone
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
+from bucketpoint.stores.foreign import ForeignAnswer, causes, speaks_plainly
+from bucketpoint.stores.http_body import BrokenBody
 from bucketpoint.stores.redact import clean, describe
 
 T = TypeVar("T")
@@ -79,6 +82,8 @@ _REMEDIES: dict[type[StoreError], str] = {
     ),
 }
 
+_PLAIN = "The server answers without TLS: write endpoint_url with http://, or name its port for https"
+
 # Permissions by operation, as named in messages. https://cloud.google.com/storage/docs/access-control/iam-json and
 # https://cloud.google.com/storage/docs/access-control/iam-xml
 _CREATE = "storage.objects.create, and storage.objects.delete where it replaces an object"
@@ -114,6 +119,7 @@ def failures() -> tuple[type[BaseException], ...]:
         urllib3.exceptions.HTTPError,
         http.client.HTTPException,
         OSError,
+        ForeignAnswer,
     )
 
 
@@ -124,14 +130,31 @@ def translate(error: BaseException, operation: str, url: str, endpoint: str | No
     """
     if isinstance(error, StoreError):
         return error
+    if isinstance(error, ForeignAnswer):
+        return error.error(operation, url)
     kind = _kind(error)
     text = describe(error)
     if kind is EndpointError and endpoint is not None:
         text = f"{clean(endpoint)} cannot be reached: {describe(_reason(error))}"
-    failure = kind(f"{operation} failed: {text}", url=url, remedy=_REMEDIES.get(kind))
-    if kind is EndpointError and not _stays_so(error):
-        failure.action = Action.RETRY
+    remedy = _PLAIN if speaks_plainly(error) else _REMEDIES.get(kind)
+    failure = kind(f"{operation} failed: {text}", url=url, remedy=remedy)
+    if kind in (EndpointError, TransientStoreError):
+        failure.action = _action(error)
     return failure
+
+
+def _action(error: BaseException) -> Action:
+    """Return the reaction to a failure without an answer."""
+    import requests.exceptions
+
+    if any(isinstance(one, ssl.SSLCertVerificationError | FileNotFoundError) for one in causes(error)):
+        return Action.FATAL
+    if speaks_plainly(error) or (_stays_so(error) and not isinstance(error, requests.exceptions.SSLError)):
+        return Action.FATAL
+    # No HTTP, or a reply that ended early, which resets and timeouts are not.
+    early = any(isinstance(one, http.client.HTTPException | BrokenBody) for one in causes(error))
+    cut_off = any(isinstance(one, ConnectionError | TimeoutError) for one in causes(error))
+    return Action.RETRY if early and not cut_off else Action.OUTAGE
 
 
 def translated(act: Callable[[], T], operation: str, url: str, endpoint: str | None = None) -> T:
@@ -202,7 +225,11 @@ def failure_of(status: int, body: bytes, operation: str, url: str) -> tuple[Stor
         remedy = _PAYER_REMEDY
     elif kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
         remedy = f"This request needs {RIGHT_BY_OPERATION[operation]}. {remedy}"
-    return kind(text, url=url, remedy=remedy), code
+    failure = kind(text, url=url, remedy=remedy)
+    if status in (502, 504):
+        # A proxy, or Google's front end, that does not reach the service.
+        failure.action = Action.OUTAGE
+    return failure, code
 
 
 def _details(body: bytes) -> tuple[str, str]:

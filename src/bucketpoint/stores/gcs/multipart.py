@@ -16,6 +16,7 @@ from urllib.parse import quote
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, UploadNotFoundError
 from bucketpoint.stores.base import Buffers, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.gcs import composed
+from bucketpoint.stores.gcs.answer import GCSReply
 from bucketpoint.stores.gcs.api import Bucket, described, seconds
 from bucketpoint.stores.gcs.body import BINARY
 from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S
@@ -118,7 +119,7 @@ def _call(
     query: dict[str, Any],
     headers: Mapping[str, str] | None = None,
     **request: Any,
-) -> Any:
+) -> GCSReply:
     """Send one request of the XML API, whose error codes tell a missing bucket, object and upload apart."""
     path = f"/{quote(bucket.name, safe='')}" + ("" if key is None else f"/{quote(key, safe='/~')}")
     payer = bucket.options.user_project
@@ -126,7 +127,7 @@ def _call(
     return bucket.call(operation, key, method, path, query=query, headers=billed, of_object=True, **request)
 
 
-def _parsed(reply: Any, operation: str, bucket: Bucket) -> ElementTree.Element:
+def _parsed(reply: GCSReply, operation: str, bucket: Bucket) -> ElementTree.Element:
     failure: StoreError
     try:
         root = ElementTree.fromstring(reply.content)

@@ -15,6 +15,7 @@ import botocore
 import botocore.loaders
 import botocore.session
 from botocore.config import Config
+from botocore.exceptions import CredentialRetrievalError
 from botocore.utils import get_environ_proxies
 
 from bucketpoint.errors import BucketpointError, EndpointError
@@ -22,9 +23,9 @@ from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
-from bucketpoint.stores.s3.body import send_from_memory
 from bucketpoint.stores.s3.crt import CrtTransport
 from bucketpoint.stores.s3.errors import RIGHT_BY_OPERATION
+from bucketpoint.stores.s3.exchange import S3Exchange
 from bucketpoint.stores.s3.options import DEFAULT_MAX_ATTEMPTS, S3Options
 from bucketpoint.stores.s3.services import S3Service
 
@@ -46,6 +47,7 @@ class S3Client:
         api: the boto3 client.
         parameters: additional parameters, by operation.
         service: the service behind the endpoint, with the settings that the options override.
+        exchange: sends each request, and judges the answer.
         transport: sends large bodies instead of boto3; None if boto3 sends everything.
         gate: limiter of the requests under way.
         deletes: by bucket, the service with the results of the trial of its deletions.
@@ -56,6 +58,7 @@ class S3Client:
     parameters: Mapping[str, Mapping[str, Any]]
     policy: RetryPolicy
     service: S3Service
+    exchange: S3Exchange
     transport: CrtTransport | None = None
     gate: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
     deletes: dict[str, S3Service] = field(default_factory=dict)
@@ -81,24 +84,31 @@ class _S3Clients(ClientCache[S3Client]):
     def build(self, options: S3Options) -> S3Client:
         return build_client(options)
 
-    def renew(self, options: S3Options, stale: S3Client, pin: FirstEnvironment | None) -> bool:
-        """Replace a client by one with newly fetched credentials.
-
-        Returns:
-            False if the options themselves contain the credentials, or if the environment now leads to another store.
-        """
-        key = self.key(options, pin)
+    def is_renewable(self, options: S3Options, pin: FirstEnvironment | None) -> bool:
+        """Return True if newer credentials may be had for the same store: not if the options contain them."""
         fixed = options.anon or options.access_key or options.client_kwargs.get("aws_access_key_id")
         # Newer credentials in the environment are used only if the environment still leads to the same store.
-        if fixed or self.environment().place != key[1].place:
-            return False
+        return not fixed and self.environment().place == self.key(options, pin)[1].place
+
+    def renew(self, options: S3Options, stale: S3Client, pin: FirstEnvironment | None) -> None:
+        """Replace a client by one with newly fetched credentials.
+
+        Raises:
+            CredentialRetrievalError: the source of the credentials is away. The stale client stays.
+        """
+        key = self.key(options, pin)
         with self._lock:
             # Another thread whose request was refused may have replaced the client already.
             if self._clients.get(key) in (stale, None):
                 # A new session asks every source of credentials again. The service stays the same, so the limiter and
                 # the results of trials are kept.
-                self._clients[key] = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
-        return True
+                made = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
+                if getattr(getattr(made.api, "_request_signer", None), "_credentials", made) is None:
+                    # Otherwise no later request would have any, even once the source is back.
+                    raise CredentialRetrievalError(
+                        provider="every source", error_msg="there are no credentials any more"
+                    )
+                self._clients[key] = made
 
 
 _clients = _S3Clients()
@@ -109,9 +119,14 @@ def client_for(options: S3Options, pin: FirstEnvironment | None = None) -> S3Cli
     return _clients.get(options, pin)
 
 
-def renew_client(options: S3Options, stale: S3Client, pin: FirstEnvironment | None = None) -> bool:
+def is_renewable(options: S3Options, pin: FirstEnvironment | None = None) -> bool:
+    """Return True if a client whose credentials were refused can be replaced by `renew_client`."""
+    return _clients.is_renewable(options, pin)
+
+
+def renew_client(options: S3Options, stale: S3Client, pin: FirstEnvironment | None = None) -> None:
     """Replace a client whose credentials were refused: see `_S3Clients.renew`."""
-    return give_up_when_cut(lambda: _clients.renew(options, stale, pin), "fetching new credentials")
+    give_up_when_cut(lambda: _clients.renew(options, stale, pin), "fetching new credentials")
 
 
 def close_client(options: S3Options, pin: FirstEnvironment | None = None) -> None:
@@ -128,6 +143,7 @@ def _loader(data_path: str | None) -> botocore.loaders.Loader:
 def build_client(options: S3Options) -> S3Client:
     """Build a new client. Use `client_for` instead, unless the caller is going to modify the client."""
     core = botocore.session.Session(profile=options.profile)
+    policy = _retry_policy(options, core)
     arguments = _client_arguments(options, core)
     core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
     chosen = "payload_signing_enabled" in _own_s3_settings(options)
@@ -149,20 +165,17 @@ def build_client(options: S3Options) -> S3Client:
         )
     parameters = options.request_parameters()
     _refuse_key_in_clear(api.meta.endpoint_url, parameters)
-    api.meta.events.register("before-send.s3", send_from_memory)
     api.meta.events.register_first("choose-signer.s3.DeleteObject", _presigned)
     _share_trust_store(api)
     manager = _pool_manager(api)
     if manager is not None:
         make_cuttable(manager)
-    policy = _retry_policy(options, core)
     service = _service(options, api.meta.endpoint_url)
     transport = _transport(options, core, arguments, api)
-    if transport is not None:
-        # Registered before `send_from_memory`, which handles the requests that the transport leaves to boto3.
-        api.meta.events.register_first("before-send.s3", transport.send)
+    exchange = S3Exchange(http_session(api), service, transport)
+    api.meta.events.register("before-send.s3", exchange)
     by_operation = _parameters_by_operation(api, parameters)
-    return S3Client(api, str(api.meta.region_name), by_operation, policy, service, transport)
+    return S3Client(api, str(api.meta.region_name), by_operation, policy, service, exchange, transport)
 
 
 def _refuse_key_in_clear(endpoint_url: str, parameters: Mapping[str, Any]) -> None:
@@ -287,21 +300,24 @@ def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
 
     All attempts are made by `retry`, none by boto3.
     """
-    given = options.max_attempts or _configured_attempts(options)
-    attempts = given or os.environ.get("AWS_MAX_ATTEMPTS") or core.get_scoped_config().get("max_attempts")
-    return RetryPolicy(
-        attempts=int(attempts or DEFAULT_MAX_ATTEMPTS),
-        deadline_s=options.retry_deadline_s,
-        counts_throttled=attempts is not None,
-    )
+    sources = {
+        "max_attempts": options.max_attempts,
+        "config_kwargs": _configured_attempts(options),
+        "AWS_MAX_ATTEMPTS": os.environ.get("AWS_MAX_ATTEMPTS"),
+        "max_attempts of the AWS profile": core.get_scoped_config().get("max_attempts"),
+    }
+    name, given = next(((name, value) for name, value in sources.items() if value), ("", DEFAULT_MAX_ATTEMPTS))
+    if not str(given).strip().isdecimal() or not int(given):
+        raise BucketpointError(f"{name} is {given!r}, which is no number of attempts", remedy="Set it to 1 or more")
+    return RetryPolicy(attempts=int(given), deadline_s=options.retry_deadline_s, counts_throttled=bool(name))
 
 
-def _configured_attempts(options: S3Options) -> int | None:
+def _configured_attempts(options: S3Options) -> Any:
     """Return the attempts of botocore's `retries` setting, which counts all attempts or only those after the first."""
     base = getattr(options.client_kwargs.get("config"), "retries", None)
     given = {**dict(base or {}), **dict(options.config_kwargs.get("retries") or {})}
     if "total_max_attempts" in given:
-        return int(given["total_max_attempts"])
+        return given["total_max_attempts"]
     return int(given["max_attempts"]) + 1 if "max_attempts" in given else None
 
 

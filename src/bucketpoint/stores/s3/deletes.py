@@ -25,7 +25,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Capabilities, Store
-from bucketpoint.stores.s3.client import S3Client, http_session
+from bucketpoint.stores.s3.client import S3Client
 from bucketpoint.stores.s3.errors import FAILURES, translate
 from bucketpoint.stores.s3.services import S3Service
 from bucketpoint.stores.trials import UNDECIDED, scratch_key
@@ -57,7 +57,7 @@ def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: st
         when = 0.0
         try:
             request = AWSRequest("DELETE", signed_url, headers={**headers, "User-Agent": api.meta.config.user_agent})
-            reply = http_session(api).send(request.prepare())
+            reply = client.exchange(request.prepare(), _OPERATION)
             content = {"status_code": reply.status_code, "headers": reply.headers, "body": reply.content}
             date = reply.headers.get("Date")
             when = parsedate_to_datetime(date).timestamp() if date else time.time()

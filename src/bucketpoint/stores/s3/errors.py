@@ -31,11 +31,15 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
+from bucketpoint.stores.foreign import ForeignAnswer, causes, speaks_plainly
+from bucketpoint.stores.http_body import BrokenBody
+from bucketpoint.stores.pace import TooSlowError
 from bucketpoint.stores.redact import describe
 
 T = TypeVar("T")
 
-_RETRY, _THROTTLE, _REFRESH, _FATAL = Action.RETRY, Action.THROTTLE, Action.REFRESH, Action.FATAL
+_RETRY, _THROTTLE, _OUTAGE = Action.RETRY, Action.THROTTLE, Action.OUTAGE
+_REFRESH, _FATAL = Action.REFRESH, Action.FATAL
 
 
 FAILURES = (
@@ -47,6 +51,7 @@ FAILURES = (
     http.client.HTTPException,
     OSError,
     RecursionError,
+    ForeignAnswer,
 )
 """Exceptions that a request can raise."""
 
@@ -65,6 +70,12 @@ _KEY = (
 )
 
 _SIGNATURE = "The secret key is not that of the access key ID, or a proxy changed the request: check both keys"
+_CLOCK = "Set this machine's clock, which is more than 15 minutes from the store's: `timedatectl`, or its NTP service"
+_QUOTA = (
+    "The quota of the bucket or the user, or the disk of the store, is full: raise the quota, or delete checkpoints"
+)
+_SMALLER = "Send smaller parts with TransferOptions(part_bytes=...), or raise the limit on requests"
+_PLAIN = "The server answers without TLS: write the endpoint with http://, or name its port for https"
 _NO_CREDENTIALS = (
     "Set credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or an instance role; anon=true in "
     "storage_options for a public bucket"
@@ -115,8 +126,8 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "SignatureDoesNotMatch": ErrorRule(CredentialsError, _FATAL, _SIGNATURE),
     "MissingSecurityHeader": ErrorRule(CredentialsError, _FATAL),
     "NotSignedUp": ErrorRule(CredentialsError, _FATAL),
-    "RequestExpired": ErrorRule(CredentialsError, _FATAL),
-    "RequestTimeTooSkewed": ErrorRule(CredentialsError, _FATAL),
+    "RequestExpired": ErrorRule(CredentialsError, _FATAL, _CLOCK),
+    "RequestTimeTooSkewed": ErrorRule(CredentialsError, _FATAL, _CLOCK),
     "PermanentRedirect": ErrorRule(WrongRegionError, _FATAL),
     "TemporaryRedirect": ErrorRule(WrongRegionError, _FATAL),
     "Redirect": ErrorRule(WrongRegionError, _FATAL),
@@ -137,6 +148,11 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "RequestLimitExceeded": ErrorRule(ThrottledError, _THROTTLE),
     "RequestThrottled": ErrorRule(ThrottledError, _THROTTLE),
     "TooManyRequests": ErrorRule(ThrottledError, _THROTTLE),
+    # Ceph (403), MinIO.
+    "QuotaExceeded": ErrorRule(StoreError, _FATAL, _QUOTA),
+    "XMinioAdminBucketQuotaExceeded": ErrorRule(StoreError, _FATAL, _QUOTA),
+    "XMinioStorageFull": ErrorRule(StoreError, _FATAL, _QUOTA),
+    "EntityTooLarge": ErrorRule(StoreError, _FATAL, _SMALLER),
     "RequestTimeout": ErrorRule(TransientStoreError, _RETRY),
     "InternalError": ErrorRule(TransientStoreError, _RETRY),
     "OperationAborted": ErrorRule(TransientStoreError, _RETRY),
@@ -160,10 +176,14 @@ RULE_BY_STATUS: dict[int, ErrorRule] = {
     403: ErrorRule(AccessDeniedError, _FATAL),
     408: ErrorRule(TransientStoreError, _RETRY),
     412: ErrorRule(PreconditionFailedError, _FATAL),
+    413: ErrorRule(StoreError, _FATAL, _SMALLER),
     416: ErrorRule(CorruptDataError, _FATAL),
     429: ErrorRule(ThrottledError, _THROTTLE),
     501: ErrorRule(UnsupportedRequestError, _FATAL),
+    # A proxy that does not reach the store.
+    502: ErrorRule(TransientStoreError, _OUTAGE),
     503: ErrorRule(ThrottledError, _THROTTLE),
+    504: ErrorRule(TransientStoreError, _OUTAGE),
 }
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
@@ -202,24 +222,27 @@ _ENCRYPTION = {"SSECustomerKey": "sse_customer_key", "SSEKMSKeyId": "sse_kms_key
 RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (boto.NoCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
     (boto.PartialCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
-    (boto.CredentialRetrievalError, ErrorRule(CredentialsError, _RETRY)),
+    # The source of the credentials is away, or does not work: which of them, the deadline decides.
+    (boto.CredentialRetrievalError, ErrorRule(CredentialsError, _OUTAGE)),
     (boto.ProfileNotFound, ErrorRule(CredentialsError, _FATAL)),
     (boto.UnauthorizedSSOTokenError, ErrorRule(CredentialsError, _FATAL)),
     (boto.SSOTokenLoadError, ErrorRule(CredentialsError, _FATAL)),
     (boto.TokenRetrievalError, ErrorRule(CredentialsError, _FATAL)),
     (boto.InvalidConfigError, ErrorRule(CredentialsError, _FATAL)),
     (boto.RefreshWithMFAUnsupportedError, ErrorRule(CredentialsError, _FATAL)),
-    (boto.SSLError, ErrorRule(EndpointError, _RETRY)),
-    (boto.EndpointConnectionError, ErrorRule(EndpointError, _RETRY)),
-    (boto.ConnectTimeoutError, ErrorRule(EndpointError, _RETRY)),
-    (boto.ProxyConnectionError, ErrorRule(EndpointError, _RETRY)),
+    (boto.SSLError, ErrorRule(EndpointError, _OUTAGE)),
+    (boto.EndpointConnectionError, ErrorRule(EndpointError, _OUTAGE)),
+    (boto.ConnectTimeoutError, ErrorRule(EndpointError, _OUTAGE)),
+    (boto.ProxyConnectionError, ErrorRule(EndpointError, _OUTAGE)),
     (boto.InvalidProxiesConfigError, ErrorRule(EndpointError, _FATAL)),
     (boto.IncompleteReadError, ErrorRule(TransientStoreError, _RETRY)),
     (botocore.parsers.ResponseParserError, ErrorRule(TransientStoreError, _RETRY)),
-    (boto.HTTPClientError, ErrorRule(TransientStoreError, _RETRY)),
-    (urllib3.exceptions.HTTPError, ErrorRule(TransientStoreError, _RETRY)),
+    (BrokenBody, ErrorRule(TransientStoreError, _RETRY)),
+    (boto.HTTPClientError, ErrorRule(TransientStoreError, _OUTAGE)),
+    (urllib3.exceptions.HTTPError, ErrorRule(TransientStoreError, _OUTAGE)),
+    # No HTTP, or a reply that ended early, which resets and timeouts are not.
     (http.client.HTTPException, ErrorRule(TransientStoreError, _RETRY)),
-    (OSError, ErrorRule(TransientStoreError, _RETRY)),
+    (OSError, ErrorRule(TransientStoreError, _OUTAGE)),
     # A store redirects every request and names no region: botocore asks for the region, is redirected, and asks again.
     (RecursionError, ErrorRule(WrongRegionError, _FATAL)),
 )
@@ -227,6 +250,7 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
 _UNKNOWN = ErrorRule(StoreError, _FATAL)
 _FAILING = ErrorRule(TransientStoreError, _RETRY)
 _UNTRUSTED = ErrorRule(EndpointError, _FATAL)
+_UNENCRYPTED = ErrorRule(EndpointError, _FATAL, _PLAIN)
 
 
 def translate(
@@ -240,14 +264,20 @@ def translate(
         asked: names of the request's parameters.
     """
     if isinstance(error, StoreError):
+        error.url = error.url or url
         return error
+    if isinstance(error, ForeignAnswer):
+        return error.error(operation, url)
     if isinstance(error, boto.ClientError):
         return _from_reply(error.response, operation, url, region, asked)
     if isinstance(error, boto.HTTPClientError) and isinstance(error.kwargs.get("error"), RecursionError):
         error = error.kwargs["error"]
+    error = next((one for one in causes(error) if isinstance(one, TooSlowError)), error)
     rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
-    if _is_untrusted(error):
+    if any(isinstance(one, ssl.SSLCertVerificationError | FileNotFoundError) for one in causes(error)):
         rule = _UNTRUSTED
+    elif speaks_plainly(error):
+        rule = _UNENCRYPTED
     return _made(rule, f"{operation} failed: {describe(error)}", url=url, remedy=rule.remedy)
 
 
@@ -282,14 +312,6 @@ def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None)
     failure = rule.kind(message, url=url, remedy=remedy)
     failure.action = rule.action
     return failure
-
-
-def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
-    """Return True if an error was caused by a rejected certificate, at any level of the libraries' wrapping."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return True
-    inner = [getattr(error, "kwargs", {}).get("error"), getattr(error, "reason", None), *error.args, error.__cause__]
-    return depth > 0 and any(_is_untrusted(one, depth - 1) for one in inner if isinstance(one, BaseException))
 
 
 def _from_reply(

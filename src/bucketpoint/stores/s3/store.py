@@ -32,7 +32,7 @@ from bucketpoint.stores.client_cache import FirstEnvironment
 from bucketpoint.stores.http_body import crc_of, encoded_crc
 from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
 from bucketpoint.stores.s3.body import OutgoingBody
-from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, renew_client
+from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, is_renewable, renew_client
 from bucketpoint.stores.s3.crt import receiving_into
 from bucketpoint.stores.s3.deletes import signed_delete, tried
 from bucketpoint.stores.s3.errors import translated, why_kept
@@ -358,9 +358,14 @@ class S3Store(HttpStore):
 
     def _call(self, operation: str, key: str | None, **parameters: Any) -> Any:
         used: S3Client | None = None
+        stale: S3Client | None = None
 
         def attempt() -> Any:
-            nonlocal used
+            nonlocal used, stale
+            if stale is not None:
+                refused = stale
+                translated(lambda: renew_client(self.options, refused, self.pin), operation, self._url(key))
+                stale = None
             used = client = self._client()
             return translated(
                 lambda: client.call(operation, Bucket=self.bucket, **parameters),
@@ -371,7 +376,9 @@ class S3Store(HttpStore):
             )
 
         def refresh() -> bool:
-            return used is not None and renew_client(self.options, used, self.pin)
+            nonlocal stale
+            stale = used
+            return used is not None and is_renewable(self.options, self.pin)
 
         client = self._client()
         return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh, kind=_KINDS[operation])

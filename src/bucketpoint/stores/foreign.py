@@ -1,0 +1,109 @@
+"""Answers that are not the store's, but a login page's, a proxy's or another server's; and bounds on answers."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from bucketpoint.errors import Action, EndpointError
+from bucketpoint.stores.redact import HIDDEN, clean, without_credentials
+
+ERROR_BYTES = 1 << 20
+"""Bound on the body of an error: stores send a few hundred bytes."""
+
+ANSWER_BYTES = 16 << 20
+"""Bound on a listing, or another answer that is parsed: 1,000 keys of 1,024 escaped bytes take 4 MB."""
+
+SHOWN_BYTES = 120
+
+_ROOT = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL)
+_HEAD_BYTES = 4096
+# A key, a token or a signature, which a page may repeat from the request.
+_LONG_WORD = re.compile(r"[A-Za-z0-9+/=_~%-]{20,}")
+
+_REMEDIES: Mapping[int, str] = {
+    407: "A proxy asks for a user and a password: write them into HTTPS_PROXY, or add the store's host to NO_PROXY",
+    413: (
+        "A proxy before the store limits the size of a request: raise its limit (client_max_body_size of nginx), or "
+        "send smaller parts with TransferOptions(part_bytes=...)"
+    ),
+}
+_CONSOLE = "This is the port of MinIO's console: use that of its S3 API, which is 9000 where --address names no other"
+_REMEDY = (
+    "Check endpoint_url (its host, its port, and http or https), HTTPS_PROXY and NO_PROXY, and whether a proxy or a "
+    "login page lies between this machine and the store"
+)
+
+
+class ForeignAnswer(Exception):
+    """Something other than the store answered.
+
+    Args:
+        reason: what shows that the answer is not the store's.
+        headers: headers of the answer, by lower-case name.
+        body: the beginning of the answer's body.
+    """
+
+    def __init__(self, reason: str, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        location, server = headers.get("location"), headers.get("server", "")
+        facts = [
+            f"HTTP {status}",
+            *(f"{name} {headers[name.lower()][:80]}" for name in _NAMED if name.lower() in headers),
+        ]
+        if location:
+            facts.append(f"Location {without_credentials(location)[:200]}")
+        if body:
+            facts.append(f"beginning {_shown(body)!r}")
+        super().__init__(f"something other than the store answered, because {reason} ({', '.join(facts)})")
+        if 300 <= status < 400 and location:
+            self.remedy = f"The request was sent on to {without_credentials(location)[:200]}. {_REMEDY}"
+        else:
+            self.remedy = _CONSOLE if "console" in server.lower() else _REMEDIES.get(status, _REMEDY)
+
+    def error(self, operation: str, url: str) -> EndpointError:
+        """Return the error for the caller. Not sent again: what answered stays in the way until somebody removes it."""
+        failure = EndpointError(f"{operation} failed: {self}", url=url, remedy=self.remedy)
+        failure.action = Action.FATAL
+        return failure
+
+
+_NAMED = ("Content-Type", "Server")
+
+
+def root_of(body: bytes) -> str | None:
+    """Return the name of the root element of an XML document, without its namespace; None if this is none."""
+    match = _ROOT.match(body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf"))
+    return match[1].decode() if match else None
+
+
+def causes(error: BaseException, depth: int = 6) -> Iterator[BaseException]:
+    """Yield an exception and those that the libraries have wrapped in it, at any level."""
+    yield error
+    inner = [getattr(error, "kwargs", {}).get("error"), getattr(error, "reason", None), *error.args, error.__cause__]
+    for one in inner if depth else []:
+        if isinstance(one, BaseException):
+            yield from causes(one, depth - 1)
+
+
+def speaks_plainly(error: BaseException) -> bool:
+    """Return True if a server did not answer a TLS handshake with TLS: it speaks plain HTTP, for example."""
+    reasons = [one.reason for one in causes(error) if isinstance(one, ssl.SSLError)]
+    return any(reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG") for reason in reasons)
+
+
+def read_within(blocks: Iterable[bytes], limit: int, close: Callable[[], object]) -> tuple[bytes, bool]:
+    """Join the blocks of a body, up to `limit` bytes. Returns the bytes, and True if they are the whole body."""
+    body = bytearray()
+    for block in blocks:
+        body += block
+        if len(body) > limit:
+            close()
+            return bytes(body[:limit]), False
+    return bytes(body), True
+
+
+def _shown(body: bytes) -> str:
+    text = " ".join(body[: 4 * SHOWN_BYTES].decode("utf-8", "replace").split())
+    text = "".join(char if char.isprintable() else "?" for char in _LONG_WORD.sub(HIDDEN, clean(text)))
+    return text[:SHOWN_BYTES]

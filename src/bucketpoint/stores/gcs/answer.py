@@ -1,0 +1,91 @@
+"""Answers to GCS requests: received within bounds, and judged whether they are the service's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
+
+_BLOCK_BYTES = 64 << 10
+# Every answer of Google's own front end has it.
+_ID = "x-guploader-uploadid"
+
+_FIELD: Mapping[str, str] = {
+    "objects.get": "generation",
+    "objects.insert": "generation",
+    "objects.compose": "generation",
+    "objects.rewrite": "done",
+    "objects.list": "kind",
+}
+"""Operations of the JSON API, with a field that each of their answers has."""
+_ROOT: Mapping[str, str] = {
+    "create multipart upload": "InitiateMultipartUploadResult",
+    "complete multipart upload": "CompleteMultipartUploadResult",
+    "list multipart uploads": "ListMultipartUploadsResult",
+}
+
+
+@dataclass(frozen=True)
+class GCSReply:
+    """A reply with its body. `raw` is the body that has not been received yet, if that of an object was asked for."""
+
+    status_code: int
+    headers: Mapping[str, str]
+    content: bytes
+    raw: Any
+
+    def json(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.content)
+        return parsed
+
+
+def received(reply: Any, operation: str, *, stream: bool) -> GCSReply:
+    """Receive the body of a reply of the `requests` library, unless it is an object's: `stream`.
+
+    Raises:
+        ForeignAnswer: something other than GCS answered.
+    """
+    status, named = reply.status_code, reply.headers
+    headers = {name.lower(): value for name, value in named.items()}
+    if stream and status < 300:
+        if not headers.get("x-goog-generation"):
+            start = reply.raw.read(1024)
+            reply.close()
+            raise ForeignAnswer("it has no generation", status, headers, start)
+        return GCSReply(status, named, b"", reply.raw)
+    limit = ERROR_BYTES if status >= 300 else ANSWER_BYTES
+    body, whole = read_within(reply.iter_content(_BLOCK_BYTES), limit, reply.close)
+    found = GCSReply(status, named, body, None)
+    reason = _reason(operation, found, headers) if whole else f"it is longer than {limit >> 20} MiB"
+    if reason is not None and status < 500 and status not in (408, 429):
+        raise ForeignAnswer(reason, status, headers, body)
+    return found
+
+
+def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str | None:
+    """Return what shows that an answer is not the service's; None if nothing does."""
+    status, body = reply.status_code, reply.content
+    root = root_of(body)
+    if status >= 300:
+        if status < 400:
+            return "it leads elsewhere"
+        if _ID in headers:
+            return None
+        html = "html" in headers.get("content-type", "") or (root is not None and root != "Error")
+        return "its body is not an error of GCS" if html or (status == 404 and not body) else None
+    if operation == "upload part":
+        return None if headers.get("etag") and not body else "it is not the answer to a part"
+    if operation in _ROOT:
+        return None if root in (_ROOT[operation], "Error") else f"its body is no {_ROOT[operation]}"
+    if operation == "a batch of objects.delete":
+        return None if headers.get("content-type", "").startswith("multipart/mixed") else "it is not that of a batch"
+    if operation in _FIELD:
+        try:
+            named: Any = reply.json()
+        except ValueError:
+            return "its body is not JSON"
+        return None if isinstance(named, dict) and _FIELD[operation] in named else f"it has no {_FIELD[operation]}"
+    return "its body is a web page" if root is not None or "html" in headers.get("content-type", "") else None

@@ -1,0 +1,145 @@
+"""One request and its answer, which counts only if it is the store's own.
+
+botocore believes any answer with status 200: it takes a login page for a stored object, and for an empty listing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from botocore.awsrequest import AWSResponse
+
+from bucketpoint.errors import Action, CorruptDataError
+from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
+from bucketpoint.stores.http_body import Delivered
+from bucketpoint.stores.s3.body import send_from_memory
+from bucketpoint.stores.s3.crt import CrtTransport
+from bucketpoint.stores.s3.services import S3Service
+
+_CRC, _ID, _REGION = "x-amz-checksum-crc32c", "x-amz-request-id", "x-amz-bucket-region"
+
+_WRITES = frozenset({"PutObject", "UploadPart"})
+_READS = frozenset({"GetObject", "HeadObject"})
+_EMPTY = frozenset({*_WRITES, "DeleteObject", "AbortMultipartUpload"})
+_ROOTS: Mapping[str, frozenset[str]] = {
+    "CompleteMultipartUpload": frozenset({"CompleteMultipartUploadResult"}),
+    "CopyObject": frozenset({"CopyObjectResult"}),
+    "CreateMultipartUpload": frozenset({"InitiateMultipartUploadResult"}),
+    "DeleteObjects": frozenset({"DeleteResult"}),
+    "ListMultipartUploads": frozenset({"ListMultipartUploadsResult"}),
+    "ListObjectsV2": frozenset({"ListBucketResult"}),
+    "UploadPartCopy": frozenset({"CopyPartResult", "CopyObjectResult"}),
+}
+"""The element in which the answer to an operation is. https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations.html"""
+
+
+class S3Exchange:
+    """Sender of the requests of one boto3 client: a handler of the client's `before-send` event.
+
+    What a service's answers carry is known for AWS, and is otherwise learned from the answers themselves: once one had
+    a request id, or repeated the checksum that was sent, an answer without is not the store's.
+
+    Args:
+        session: botocore's HTTP session; None if a version of botocore hides it, and has to send by itself.
+        transport: sends large bodies instead; None if the session sends everything.
+    """
+
+    def __init__(self, session: Any, service: S3Service, transport: CrtTransport | None = None) -> None:
+        self._session = session
+        self._transport = transport
+        self._habits = {_ID, *_WRITES} if service.name == "aws" else set()
+
+    def __call__(self, request: Any, event_name: str = "", **_: Any) -> Any:
+        """Send a request and return the answer.
+
+        Raises:
+            ForeignAnswer: something other than the store answered.
+        """
+        if self._session is None:
+            send_from_memory(request)
+            return None
+        operation = event_name.rpartition(".")[2]
+        answer = None if self._transport is None else self._transport.send(request, event_name)
+        if answer is None:
+            send_from_memory(request)
+            # Otherwise the session would read the whole body, whatever its length.
+            request.stream_output = True
+            answer = self._session.send(request)
+        status = answer.status_code
+        headers = {str(name).lower(): str(value) for name, value in answer.headers.items()}
+        if operation == "GetObject" and 200 <= status < 300:
+            if reason := self._reason(operation, status, headers, None, None):
+                body = answer.raw.read(1024)
+                answer.raw.close()
+                raise ForeignAnswer(reason, status, headers, body)
+            return answer
+        limit = ERROR_BYTES if status >= 300 else ANSWER_BYTES
+        body, whole = read_within(answer.raw.stream(), limit, getattr(answer.raw, "close", bool))
+        sent = request.headers.get(_CRC)
+        sent = sent.decode() if isinstance(sent, bytes) else sent
+        reason = (
+            self._reason(operation, status, headers, body, sent) if whole else f"it is longer than {limit >> 20} MiB"
+        )
+        if reason is not None and status < 500 and status not in (408, 429):
+            raise ForeignAnswer(reason, status, headers, body)
+        if status < 300 and operation in _WRITES and sent is not None and headers.get(_CRC, sent) != sent:
+            failure = CorruptDataError(f"the store has the CRC32C {headers[_CRC]}, and {sent} was sent")
+            failure.action = Action.RETRY
+            raise failure
+        return AWSResponse(answer.url, status, answer.headers, Delivered(body))
+
+    def _reason(
+        self, operation: str, status: int, headers: Mapping[str, str], body: bytes | None, sent: str | None
+    ) -> str | None:
+        """Return what shows that an answer is not the store's; None if nothing does.
+
+        Args:
+            body: the answer's body; None if it is the content of an object.
+            sent: the checksum that was sent.
+        """
+        if status >= 300:
+            reason = _error_reason(operation, status, headers, body or b"")
+        else:
+            reason = _success_reason(operation, headers, body)
+        failed = status >= 300 or root_of(body or b"") == "Error"
+        if reason is None and not failed and _ID in self._habits and _ID not in headers:
+            reason = "it has no request id"
+        if reason is None and status < 300 and operation in _WRITES:
+            if operation in self._habits and sent is not None and _CRC not in headers:
+                reason = "it does not repeat the checksum"
+            elif _CRC in headers:
+                self._habits.add(operation)
+        if reason is None and _ID in headers:
+            self._habits.add(_ID)
+        return reason
+
+
+def _success_reason(operation: str, headers: Mapping[str, str], body: bytes | None) -> str | None:
+    if operation in _WRITES | _READS and not headers.get("etag"):
+        return "it has no ETag"
+    if operation in _READS and _ID not in headers and "html" in headers.get("content-type", ""):
+        return "it is a web page"
+    if operation in _EMPTY and body:
+        return "it has a body"
+    root = root_of(body) if body else None
+    if operation in _ROOTS and root not in _ROOTS[operation] | {"Error"}:
+        return f"its body is no {min(_ROOTS[operation])}"
+    if body and (root is None or root.lower() == "html"):
+        return "its body is not XML"
+    return None
+
+
+def _error_reason(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> str | None:
+    if body:
+        return None if root_of(body) == "Error" else "its body is not an error of S3"
+    if status < 400 and "location" in headers and _REGION not in headers:
+        return "it leads elsewhere"
+    # 404 means "no checkpoint here" to a save and to a restore, so it is believed only if the store says it.
+    if (
+        status == 404
+        and _ID not in headers
+        and (not operation.startswith("Head") or "html" in headers.get("content-type", ""))
+    ):
+        return "it does not say what is missing"
+    return None

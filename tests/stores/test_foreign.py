@@ -1,0 +1,132 @@
+"""Answers of a login page, a proxy or another server: none of them counts as a success, or as a missing object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bucketpoint.errors import EndpointError, ObjectNotFoundError, StoreError
+from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, S3Options, S3Store, retry
+from bucketpoint.stores.foreign import ERROR_BYTES
+from bucketpoint.stores.http_store import HttpStore
+from stores.scripted import Answer, scripted
+
+PAGE = Answer(200, {"Content-Type": "text/html", "Server": "portal"}, b"<html>Please log in</html>")
+XHTML = Answer(200, {"Content-Type": "text/html", "ETag": '"e"'}, b"<?xml version='1.0'?><!DOCTYPE html><html/>")
+EMPTY = Answer(200)
+JSON = Answer(200, {"Content-Type": "application/json"}, b'{"login": "https://portal"}')
+MISSING = Answer(404, {"Content-Type": "text/html"}, b"<h1>Not Found</h1>")
+MOVED = Answer(302, {"Location": "https://user:hush@portal.example/login?next=hush"})
+DENIED = Answer(403, {"Content-Type": "text/html"}, b"<h1>Forbidden</h1>")
+
+
+def s3(endpoint: str) -> HttpStore:
+    return S3Store("bucket", S3Options(endpoint_url=endpoint, access_key="a", secret_key="hush-hush"))
+
+
+def gcs(endpoint: str) -> HttpStore:
+    return GCSStore("bucket", GCSOptions(endpoint_url=endpoint, token="anon", uploads="xml"))
+
+
+def views(data: bytes) -> list[memoryview]:
+    return [memoryview(data)]
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "put": lambda store: store.put("k", views(b"x")),
+    "get": lambda store: store.get("k"),
+    "range": lambda store: store.read_into("k", 0, [memoryview(bytearray(9))]),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list("run/")),
+    "delete": lambda store: store.delete(["k"]),
+    "copy": lambda store: store.copy(ObjectInfo("k", 5, "7"), "c"),
+    "create": lambda store: store.create_multipart("k"),
+    "part": lambda store: store.put_part("k", "up", 1, views(b"x")),
+    "complete": lambda store: store.complete_multipart("k", "up", [Part(1, 1, "e")]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("make", [s3, gcs])
+def test_refuses_every_answer_that_is_not_the_stores(make: Callable[[str], HttpStore], call: str) -> None:
+    answers = [PAGE, XHTML, EMPTY, JSON, MISSING, MOVED, DENIED]
+    for answer in answers:
+        # The answer to HEAD has no body, so only its headers tell.
+        if call == "head" and make is s3 and answer is DENIED:
+            continue
+        with scripted(lambda request, number, answer=answer: answer) as server:
+            with pytest.raises(EndpointError, match="something other than the store") as caught:
+                CALLS[call](make(server.endpoint))
+            assert len(server.seen) == 1, "it is not sent again"
+        assert "hush" not in str(caught.value)
+        assert answer is not MOVED or "https://portal.example/login" in str(caught.value)
+
+
+def test_a_write_without_the_checksum_of_the_writes_before_is_no_write() -> None:
+    def script(request: Any, number: int) -> Answer:
+        crc = {"x-amz-checksum-crc32c": request.headers["x-amz-checksum-crc32c"]} if number < 1 else {}
+        return Answer(200, {"ETag": '"e"', **crc})
+
+    with scripted(script) as server:
+        store = s3(server.endpoint)
+        store.put("k", views(b"x"))
+        with pytest.raises(EndpointError, match="does not repeat the checksum"):
+            store.put("k", views(b"y"))
+    with scripted(lambda request, number: Answer(200, {"ETag": '"e"'})) as server:
+        # A store that never repeats it.
+        for _ in range(2):
+            s3(server.endpoint).put("k", views(b"x"))
+
+
+@pytest.mark.parametrize("make", [s3, gcs])
+def test_an_error_is_read_up_to_a_bound(make: Callable[[str], HttpStore]) -> None:
+    endless = Answer(400, {"Content-Type": "application/xml"}, b"<Error>" + b" " * (2 * ERROR_BYTES))
+    with scripted(lambda request, number: endless) as server, pytest.raises(EndpointError, match="longer than 1 MiB"):
+        make(server.endpoint).get("k")
+
+
+def test_shows_the_beginning_of_a_page_without_long_words() -> None:
+    token = b"Zm9vYmFyYmF6cXV4" * 3
+    page = Answer(200, {"Content-Type": "text/html"}, b"<html>\x1b[31m you sent " + token + b" " + b"x " * 500)
+    with scripted(lambda request, number: page) as server, pytest.raises(EndpointError) as caught:
+        s3(server.endpoint).put("k", views(b"x"))
+    assert "you sent ***" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    [
+        (Answer(413, {"Content-Type": "text/html"}, b"<h1>Request Entity Too Large</h1>"), "part_bytes"),
+        (Answer(407, {"Content-Type": "text/html"}, b"<h1>Proxy</h1>"), "HTTPS_PROXY"),
+        (Answer(200, {"Server": "MinIO Console", "Content-Type": "text/html"}, b"<html>"), "port of MinIO's console"),
+    ],
+)
+def test_names_the_remedy_of_what_answered(answer: Answer, remedy: str) -> None:
+    with scripted(lambda request, number: answer) as server, pytest.raises(EndpointError, match=remedy):
+        s3(server.endpoint).put("k", views(b"x"))
+
+
+def test_a_proxy_that_does_not_reach_the_store_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "pause", lambda seconds: None)
+    away = Answer(502, {"Content-Type": "text/html"}, b"<h1>Bad Gateway</h1>")
+    for make, there in (
+        (s3, Answer(200, {"ETag": '"e"'})),
+        (gcs, Answer(200, {}, b'{"generation": "1", "size": "1"}')),
+    ):
+        with scripted(lambda request, number, there=there: away if number < 20 else there) as server:
+            make(server.endpoint).put("k", views(b"x"))
+
+
+def test_an_error_of_the_store_itself_is_what_it_says() -> None:
+    missing = Answer(404, {"Content-Type": "application/xml"}, b"<Error><Code>NoSuchKey</Code></Error>")
+    with scripted(lambda request, number: missing) as server:
+        for call in (lambda store: store.get("k"), lambda store: store.head("k")):
+            with pytest.raises(ObjectNotFoundError):
+                call(s3(server.endpoint))
+    quota = Answer(403, {}, b"<Error><Code>QuotaExceeded</Code></Error>")
+    with scripted(lambda request, number: quota) as server, pytest.raises(StoreError, match="raise the quota"):
+        s3(server.endpoint).put("k", views(b"x"))
