@@ -253,7 +253,7 @@ def test_an_error_that_was_handled_frees_the_body_at_once(attempts: int) -> None
 
 
 def test_the_process_stops_repeating_once_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "_budgets", {os.getpid(): retry.Budget(tokens=8)})
+    monkeypatch.setattr(retry, "_budgets", {"process": retry.Budget(tokens=8)})
     with scripted(lambda request, number: error(500, "InternalError")) as server:
         for bucket in ("one", "two", "three"):
             with pytest.raises(TransientStoreError):

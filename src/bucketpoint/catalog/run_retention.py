@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, parent_and_name
 from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.forks import ProcessLock
 from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class RunRetention:
         self._root = open_run(self.policy, **self._store_arguments) if self.policy.root is not None else None
         self._logs: dict[str, SaveLog] = {}
         self._warned = False
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self.pruning: PruneWorker | None = None
         """The worker of the run that this process saved into last."""
 
@@ -82,4 +82,4 @@ class RunRetention:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()

@@ -25,7 +25,7 @@ def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
     Raises:
         BucketpointError: `wanted` is True, and rich is not installed.
     """
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+    if wanted is False or sys.stderr is None or (wanted is None and not sys.stderr.isatty()):
         yield catalog
         return
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import threading
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -31,6 +32,7 @@ from bucketpoint.dcp.spans import end_save, note_failure
 from bucketpoint.dcp.stats import SaveStats, SaveTimes
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.format.changes import Changes
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
 from bucketpoint.transfer import Progress
@@ -71,6 +73,7 @@ class SaveHandle(Future[Metadata]):
         # A save under way cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
+        renew_in_child(self, SaveHandle._leave_to_parent)
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self.failure() else "committed"
@@ -137,6 +140,20 @@ class SaveHandle(Future[Metadata]):
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for the end of the save. Return True if it has ended, in success or not."""
         return bool(concurrent.futures.wait([self], timeout).done)
+
+    def _leave_to_parent(self) -> None:
+        # No thread of a fork ends this save, so all who wait for it there would wait forever.
+        futures: tuple[Future[Any], ...] = (self, self.staged)
+        for future in futures:
+            vars(future).update(_condition=threading.Condition(), _waiters=[], _done_callbacks=[])
+            if not future.done():
+                future.set_exception(
+                    BucketpointError(
+                        "This save is made by the process that this one was forked from",
+                        url=self.url,
+                        remedy="Wait for the save in the process that began it",
+                    )
+                )
 
     def _note_told(self) -> None:
         """Note that the program has received the outcome, and decides by itself what its exit status is."""

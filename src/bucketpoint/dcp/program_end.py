@@ -8,12 +8,12 @@ output cannot be flushed.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 from typing import Any
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.forks import renew_in_child
 
 
 class LastSave:
@@ -27,7 +27,8 @@ class LastSave:
     def __init__(self, url: str | None) -> None:
         self.url = url
         self.failure: str | None = ""
-        self.process = os.getpid()
+        # The outcome of this save is no matter of a fork's.
+        renew_in_child(self, lambda inherited: vars(inherited).update(failure=None))
 
 
 _last: LastSave | None = None
@@ -74,8 +75,7 @@ class _Unflushable:
 def _tell() -> None:
     # Registered when this module is imported, so it runs after the managers have waited for their saves: atexit calls
     # the function that was registered first last.
-    # Only in the process that began the save: a forked process inherits a copy of the outcome.
-    if _last is None or _last.failure is None or _last.process != os.getpid():
+    if _last is None or _last.failure is None:
         return
     why = _last.failure or "the program ended before the commit"
     message = f"The last save was lost: {why}. The program exits with an error status"

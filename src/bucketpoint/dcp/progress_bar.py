@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.staging import current_lease
 from bucketpoint.transfer import Meter, Progress, ProgressCallback
 
@@ -26,7 +27,7 @@ def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iter
     """
     if callable(wanted):
         yield wanted
-    elif wanted is False or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
+    elif wanted is False or sys.stderr is None or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
         yield None
     elif wanted is True and not _draws(sys.stderr):
         yield _lines(sys.stderr, f" on rank {rank}" if rank else "")
@@ -97,6 +98,8 @@ def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
     stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with RichProgress(*columns, console=Console(file=stream), transient=True) as shown:
+        # A thread may hold the display's lock at a fork: what a child prints must not go through it.
+        renew_in_child(shown, lambda _: _leave_display())
         task = shown.add_task("", total=None)
 
         def update(event: Progress) -> None:
@@ -104,6 +107,12 @@ def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
             shown.update(task, completed=event.done_bytes, total=event.total_bytes, description=description)
 
         yield update
+
+
+def _leave_display() -> None:
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
 
 
 def describe(logger: logging.Logger, level: int, verb: str, url: str | None, meter: Meter, started: float) -> None:

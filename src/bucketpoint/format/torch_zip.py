@@ -255,3 +255,6 @@ def _rebuilders() -> dict[torch.dtype, tuple[bytes, bytes, int, bytes]]:
 
 
 _REBUILDERS = _rebuilders()
+
+FRAMEABLE = frozenset(_REBUILDERS)
+"""Dtypes of the tensors that `tensor_frame` can frame."""

@@ -6,9 +6,11 @@ import atexit
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -28,6 +30,7 @@ from bucketpoint.dcp.saving.stale import OnStale
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.manager.at_exit import close_at_exit
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
@@ -121,6 +124,7 @@ class CheckpointManager:
         self.skipped = 0
         self._closed = False
         atexit.register(close_at_exit, weakref.ref(self))
+        renew_in_child(self, CheckpointManager._leave_to_parent)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -485,6 +489,13 @@ class CheckpointManager:
             # The exception that ends training is the one to raise.
             logger.error("the last save failed: %s", failure)
 
+    def _leave_to_parent(self) -> None:
+        # The save under way, the collectives and the records of a fork's manager are the parent's.
+        self._closed = True
+        if self._running is not None:
+            self._running = replace(self._running, settled=threading.Event())
+            self._running.settled.set()
+
     def _left_s(self) -> float | None:
         """Return the seconds until the scheduler's SIGKILL; None for no limit."""
         asked = self._triggers.stop_asked
@@ -494,4 +505,7 @@ class CheckpointManager:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise BucketpointError("The CheckpointManager is closed", remedy="Make a new CheckpointManager")
+            raise BucketpointError(
+                "The CheckpointManager is closed, or was made before this process was forked",
+                remedy="Make a new CheckpointManager",
+            )

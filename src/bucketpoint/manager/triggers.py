@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
 
+from bucketpoint.forks import renew_in_child
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention.policy import Save, SaveEvery, SaveEveryMinutes
 
@@ -26,44 +29,105 @@ class Signals:
 
     Only the main thread may install handlers (Python's rule): on another thread no signal is noted.
 
+    A forked child gets the previous handlers back: `multiprocessing` ends its processes by SIGTERM. Only the workers of
+    a data loader live on, unless SIGTERM comes from this process: a scheduler sends it to each process of a job, and
+    without its workers training fails before it can save.
+
     Attributes:
         seen: `time.monotonic()` of the first signal of each name that has not been answered.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.seen: dict[str, float] = {}
-        self._before: dict[str, Any] = {}
+        self._listeners: list[_Listener] = []
+        self._numbers: frozenset[int] = frozenset()
+        self._mask: set[int] | None = None
         if threading.current_thread() is not threading.main_thread():
             return
-        for name in names:
-            number = SIGNALS.get(name)
-            if number is not None:
-                self._before[name] = signal.signal(number, _listener(name, self.seen, self._before))
+        self._listeners += [_Listener(name, self.seen) for name in names if name in SIGNALS]
         # A manager may be dropped without `close`, after an error: then SIGTERM would have no effect any more.
-        weakref.finalize(self, _restore, self._before).atexit = False
+        weakref.finalize(self, _restore, self._listeners).atexit = False
+        if self._listeners:
+            renew_in_child(self, Signals._in_child, before=Signals._hold_back, in_parent=Signals._let_in)
+            register_after_fork(self, Signals._in_process)
 
     def close(self) -> None:
         """Restore the previous handlers. On another thread than the main one they are still called, by ours."""
-        _restore(self._before)
+        _restore(self._listeners)
+
+    def _hold_back(self) -> None:
+        # A signal that came to a child before its handlers are restored would be lost, and its parent wait for ever.
+        self._numbers = frozenset(listener.number for listener in self._listeners)
+        if self._numbers:
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
+
+    def _let_in(self) -> None:
+        mask, self._mask = self._mask, None
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _in_child(self) -> None:
+        self.close()
+        self._let_in()
+
+    def _in_process(self) -> None:
+        """Live on in the worker of a data loader. Called in each process that `multiprocessing` has forked."""
+        target = getattr(multiprocessing.current_process(), "_target", None)
+        if self._numbers and getattr(target, "__name__", "") == _LOADER and hasattr(signal, "sigwaitinfo"):
+            # Not by a handler: torch sets its own in a worker, and Python's are not given the sender.
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
+            threading.Thread(target=_obey_parent, args=(self._numbers,), daemon=True).start()
 
 
-def _listener(name: str, seen: dict[str, float], before: Mapping[str, Any]) -> Callable[[int, FrameType | None], None]:
-    # It must not hold the Signals, which would then never be dropped.
-    def noted(number: int, frame: FrameType | None) -> None:
-        seen.setdefault(name, time.monotonic())
-        handler = before.get(name)
-        if callable(handler):
-            handler(number, frame)
-
-    return noted
+_LOADER = "_worker_loop"
+"""Function that is run by the workers of a `DataLoader`, and of torchdata's `StatefulDataLoader`."""
 
 
-def _restore(before: dict[str, Any]) -> None:
+def _obey_parent(numbers: frozenset[int]) -> None:
+    while True:
+        came = signal.sigwaitinfo(numbers)
+        if came.si_signo == signal.SIGTERM and came.si_pid == os.getppid():
+            # As torch's handler does: another exit status would be reported as the failure of a worker.
+            os._exit(0)
+
+
+class _Listener:
+    """Handler of one signal. It must not hold the Signals, which would then never be dropped."""
+
+    def __init__(self, name: str, seen: dict[str, float]) -> None:
+        self.number = SIGNALS[name]
+        self._name = name
+        self._seen: dict[str, float] | None = seen
+        self._before: Any = signal.signal(self.number, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._seen is not None:
+            self._seen.setdefault(self._name, time.monotonic())
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._seen is None and self._before is not signal.SIG_IGN:
+            # Another handler, which was installed later, has passed the signal on.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def restore(self) -> None:
+        """Note nothing any more, and restore the handler before this one, unless another was installed later."""
+        self._seen = None
+        before: Any = self._before
+        while isinstance(before, _Listener) and before._seen is None:
+            before = before._before
+        self._before = before
+        current: Any = signal.getsignal(self.number)
+        if current is self:
+            signal.signal(self.number, before if before is not None else signal.SIG_DFL)
+
+
+def _restore(listeners: list[_Listener]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
-    for name, handler in before.items():
-        signal.signal(SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
-    before.clear()
+    for listener in listeners:
+        listener.restore()
+    listeners.clear()
 
 
 class Triggers:

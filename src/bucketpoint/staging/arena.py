@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 import weakref
 from typing import TypeAlias
 
 import torch
 
+from bucketpoint.descriptors import occupy_standard_descriptors
 from bucketpoint.errors import StagingError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.staging.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class Arena:
         )
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._registration: weakref.finalize[..., Arena] | None = None
+        renew_in_child(self, Arena._leave_to_parent)
 
     @staticmethod
     def size_of(nbytes: int) -> int:
@@ -97,21 +101,32 @@ class Arena:
             self._registration()
             self._registration = None
 
+    def _leave_to_parent(self) -> None:
+        # The driver cannot be used in a fork, and the registration is the parent's.
+        if self._registration is not None:
+            self._registration.detach()
+            self._registration = None
+
     def populate(self) -> None:
         """Make the kernel back every page now, rather than during the first copy."""
         self.memory.fill_(0)
 
 
+_HUGEPAGE, _WIPEONFORK = 14, 18
+"""Advice of Linux (madvise(2)), some of which Python does not name.
+
+WIPEONFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device does not
+see. A child gets zeros. With DONTFORK it would have no memory at this address, and may put other memory there, which is
+lost when the tensors that were copied with the fork are collected."""
+
+
 def _private_bytes(nbytes: int) -> torch.Tensor:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # DONTFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device
-        # does not see.
-        if hasattr(mmap, advice):
-            try:
-                pages.madvise(getattr(mmap, advice))
-            except OSError as error:
-                logger.debug("%s refused: %s", advice, error)
+    for advice in (_HUGEPAGE, _WIPEONFORK) if sys.platform == "linux" else ():
+        try:
+            pages.madvise(advice)
+        except OSError as error:
+            logger.debug("advice %d on memory refused: %s", advice, error)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -123,6 +138,7 @@ def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
     """
     descriptor = None
     if hasattr(os, "memfd_create"):
+        occupy_standard_descriptors()
         # Not /dev/shm: containers default to 64 MB there, and a write beyond that ends the process with SIGBUS.
         descriptor = os.memfd_create("bucketpoint-staging")
         try:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import torch
 
+from bucketpoint.forks import renew_in_child
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.layout import ArenaLayout, Region
 
@@ -74,6 +75,7 @@ class Movers:
 
     def __init__(self) -> None:
         self._helpers: ThreadPoolExecutor | None = None
+        renew_in_child(self, lambda movers: vars(movers).update(_helpers=None))
 
     def move(self, regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
         """Copy regions to the memory at address `base`, and return when no thread writes any more.

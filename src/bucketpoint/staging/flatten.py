@@ -17,8 +17,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
 from torch.distributed.remote_device import _remote_device
+from torch.distributed.tensor import DTensor
 
 from bucketpoint.errors import UNSAVEABLE, BucketpointError, StagingError
+from bucketpoint.format.torch_zip import FRAMEABLE
 
 ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 """Device types whose `data_ptr()` is an address, by which overlapping tensors are found."""
@@ -36,13 +38,16 @@ class FlatState:
 
     Attributes:
         sources: the tensors to copy: strided, not of a subclass, in the order of the visit, each once per Python
-            object. They still share memory with the caller's state.
+            object and leaf. They still share memory with the caller's state.
+        leaves: for each value that DCP pickles as one, the indices of its tensors in `sources`.
     """
 
     def __init__(self, state_dict: dict[Any, Any]) -> None:
         self.sources: list[torch.Tensor] = []
         self._memo: dict[int, Any] = {}
         self._alive: list[Any] = []
+        self.leaves: list[list[int]] = []
+        self._leaf: list[int] | None = None
         self._fills: list[tuple[Any, Any, _Node]] = []
         self._path: list[Any] = []
         # The last device that was found usable. Reading a tensor's device type is the slowest step here, so skip
@@ -82,20 +87,36 @@ class FlatState:
         elif isinstance(value, dict):
             entry = self._mapping(value)
         elif kind is list:
-            entry = self._list(value)
+            # DCP pickles such a list as one, and saves the entries of any other one by one.
+            whole = not any(isinstance(item, (torch.Tensor, dict, list)) for item in value)
+            entry = self._as_leaf(self._list, value) if whole else self._list(value)
         elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-            entry = self._tuple(value)
+            entry = self._as_leaf(self._tuple, value)
         elif isinstance(value, ShardedTensor):
             # Checked before torch.Tensor, of which ShardedTensor is a subclass in name only.
             entry = self._sharded(value)
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, (DTensor, AsyncCollectiveTensor)):
             entry = self._subclass(value)
+        elif isinstance(value, torch.Tensor):
+            entry = self._as_leaf(self._subclass, value)
         else:
             entry = self._object(value)
         self._memo[id(value)] = entry
         # Keep the value alive: if a temporary were freed, another object could get its id and its entry in the memo.
         self._alive.append(value)
         return entry
+
+    def _as_leaf(self, visit: Callable[[Any], Any], value: Any) -> Any:
+        if self._leaf is not None:
+            return visit(value)
+        # With a memo of its own: what is also elsewhere in the state does not lie in memory of its own there.
+        memo, self._memo, self._leaf = self._memo, {}, []
+        try:
+            return visit(value)
+        finally:
+            if self._leaf:
+                self.leaves.append(self._leaf)
+            self._memo, self._leaf = memo, None
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
         out: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
@@ -148,6 +169,11 @@ class FlatState:
             return self._foreign(value)
         index = len(self.sources)
         self.sources.append(value)
+        if self._leaf is not None:
+            self._leaf.append(index)
+        elif value.dtype not in FRAMEABLE:
+            # Pickled too.
+            self.leaves.append([index])
         kind, requires_grad = type(value), value.requires_grad
         if kind is torch.Tensor and not requires_grad and "global_shape" not in value.__dict__:
             return _Node(operator.itemgetter(index))

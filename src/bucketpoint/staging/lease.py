@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from bucketpoint.errors import StagingError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.staging.shared_memory import SharedMemory
 from bucketpoint.telemetry import current_context
 
@@ -55,8 +56,10 @@ class Lease:
         self._reader = 0
         self._stager_thread = threading.get_ident()
         self._copied_at: float | None = None
+        self._inherited = False
         self._before = _unfinished(_here.staged)
         _here.staged = self
+        renew_in_child(self, Lease._leave_to_parent)
 
     def __repr__(self) -> str:
         return f"Lease({self.label}, {'ended' if self.ended else 'held'})"
@@ -86,6 +89,11 @@ class Lease:
         self.context = None
         self._end.open()
 
+    def _leave_to_parent(self) -> None:
+        # The save that a fork finds under way is none of its own, and its memory is the parent's.
+        self._inherited = True
+        self.end()
+
     @property
     def copy_s(self) -> float:
         """Seconds from the call to the end of the copy; 0 before it."""
@@ -103,6 +111,11 @@ class Lease:
         Raises:
             StagingError: the lease has ended, so that the memory may hold another state by now.
         """
+        if self._inherited:
+            raise StagingError(
+                "The state was staged by the process that this one was forked from, in memory of that process",
+                remedy="Stage the state in the process that saves it",
+            )
         if self.ended:
             raise StagingError(
                 "The staged state has been saved already, and its memory may hold a newer state",

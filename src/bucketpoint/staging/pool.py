@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from bucketpoint.errors import StagingError, StagingOverlapError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.lease import Lease
 from bucketpoint.staging.options import StagingOptions
@@ -33,6 +34,11 @@ class ArenaPool:
     def __init__(self, options: StagingOptions) -> None:
         self._options = options
         self._most = 2 if options.when_busy == "double_buffer" else 1
+        self._begin()
+        renew_in_child(self, ArenaPool._begin)
+
+    def _begin(self) -> None:
+        # A fork has memory of its own: it shares these arenas, also the private ones, with the parent's saves.
         self._lock = threading.Lock()
         self._arenas: list[tuple[Arena, Lease | None]] = []
         # Memory that was given up: not leased again, but the cap counts it while a state lies in it.

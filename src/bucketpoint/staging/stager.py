@@ -20,12 +20,14 @@ import torch
 from typing_extensions import Self
 
 from bucketpoint.errors import BucketpointError, StagingError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.staging import lease as leases
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
 from bucketpoint.staging.layout import ArenaLayout, LayoutMemory
 from bucketpoint.staging.lease import Lease
+from bucketpoint.staging.leaves import set_apart
 from bucketpoint.staging.options import StagingOptions, as_staging_options
 from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
 from bucketpoint.staging.staged import StagedState
@@ -58,13 +60,17 @@ class Stager:
         self._streams = SideStreams()
         self._movers = Movers()
         self._layouts = LayoutMemory()
+        self._closed = False
+        self._begin()
+        renew_in_child(self, Stager._begin)
+        if not torch.accelerator.is_available():
+            logger.debug("no accelerator: staging memory is not pinned, and copies are plain ones")
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         # A weak reference: a future holds the staged state, and the state holds its lease.
         self._latest: weakref.ref[Future[StagedState]] | None = None
-        self._closed = False
-        self._lock = threading.Lock()
-        if not torch.accelerator.is_available():
-            logger.debug("no accelerator: staging memory is not pinned, and copies are plain ones")
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -185,6 +191,7 @@ class Stager:
             with torch.inference_mode(False), torch.no_grad():
                 non_blocking = self.options.use_non_blocking_copy and arena.pinned
                 views = run_copies(layout, arena, self._streams, self._movers, ordering, non_blocking=non_blocking)
+                set_apart(views, flat.leaves, arena.memory)
                 state = flat.assemble(views)
         except BaseException as error:
             lease.end()

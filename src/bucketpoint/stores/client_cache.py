@@ -6,11 +6,11 @@ import hashlib
 import importlib.metadata
 import ipaddress
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.cancellation import give_up_when_cut
 
 _PROXIES_AND_AUTHORITIES = (
@@ -81,10 +81,9 @@ class ClientCache(Generic[C]):
     credentials: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._clients: dict[tuple[Any, ...], C] = {}
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+        # Two processes that write to one TLS connection would garble it.
+        self._lock = ProcessLock(self._clients.clear)
 
     def build(self, options: Any) -> C:
         """Build a new client. Each service has its own."""
@@ -127,12 +126,6 @@ class ClientCache(Generic[C]):
                 digest = credentials if name in self.credentials else place
                 digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
         return Environment(place.digest(), credentials.digest())
-
-    def _forget(self) -> None:
-        # After a fork: two processes that write to one TLS connection would garble it, and the lock may be held by a
-        # thread that does not exist in the child.
-        self._lock = threading.Lock()
-        self._clients = {}
 
 
 def version(distribution: str) -> str:

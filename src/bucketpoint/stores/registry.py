@@ -14,6 +14,7 @@ import fsspec.core
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from bucketpoint.descriptors import occupy_standard_descriptors
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores.base import Store
 from bucketpoint.stores.cancellation import give_up_when_cut
@@ -164,6 +165,7 @@ def open_store(
         InvalidURLError: the URL has no bucket, no scheme although one is needed, or a scheme that is not accepted.
         BucketpointError: an option is not known.
     """
+    occupy_standard_descriptors()
     if fs is not None:
         url = _in_one_form(os.fspath(url))
         scheme, root, _ = parse_url(url)

@@ -9,7 +9,6 @@ up on is fatal to the outer loops, so that attempts never multiply.
 from __future__ import annotations
 
 import math
-import os
 import random
 import threading
 import time
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, ThrottledError
+from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.stores.cancellation import current_cut
 from bucketpoint.stores.outage import Outage, store_of
 from bucketpoint.stores.pace import current_end, until
@@ -170,7 +170,7 @@ class Budget:
     tokens: float = BUDGET_TOKENS
     counts: Counter[str] = field(default_factory=Counter)
     outages: dict[str, Outage] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: ProcessLock = field(default_factory=ProcessLock, repr=False)
 
     def take(self) -> bool:
         with self._lock:
@@ -197,13 +197,16 @@ class Budget:
                 own.update(counts)
 
 
-# One budget for each process id: after a fork the lock may be held by a thread that does not exist in the child.
-_budgets: dict[int, Budget] = {}
+_budgets: dict[str, Budget] = {}
 
 
 def process_budget() -> Budget:
     """Return the budget that all requests of this process share, with their counts."""
-    return _budgets.setdefault(os.getpid(), Budget())
+    budget = _budgets.get("process")
+    if budget is None:
+        budget = _budgets.setdefault("process", Budget())
+        renew_in_child(budget, lambda _: _budgets.clear())
+    return budget
 
 
 @contextmanager

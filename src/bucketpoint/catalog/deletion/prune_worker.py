@@ -17,6 +17,7 @@ from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.deletion.throttle import Throttle, paced
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.errors import BucketpointError, first_of
+from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
 from bucketpoint.retention.engine import unreported
@@ -111,6 +112,11 @@ class PruneWorker:
         self.catalog = catalog
         self.policy = policy
         self._pace = pace or Throttle()
+        self._begin()
+        renew_in_child(self, PruneWorker._begin)
+
+    def _begin(self) -> None:
+        # A fork has a holder of its own, too: the pruner's lock does not keep two processes of one holder apart.
         self.holder = f"{holder_name()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
@@ -298,7 +304,7 @@ class PruneWorker:
 
 
 _workers: dict[tuple[str, ...], PruneWorker] = {}
-_looking = threading.Lock()
+_looking = ProcessLock(_workers.clear)
 
 
 def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:

@@ -24,6 +24,7 @@ from bucketpoint.dcp.planning.columnar.encoding import LocalItems
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, IntKeys, plain_int_keys
 from bucketpoint.dcp.planning.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.format.changes import Changes
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, ItemColumns, index_columns
 from bucketpoint.format.index.encode import IndexTemplate, make_index
@@ -114,6 +115,8 @@ class SparePlans:
 
     def __init__(self) -> None:
         self._spare: list[PlanCache] = []
+        # Two forks would answer for each other's plans, which they find by the identity of the cache.
+        renew_in_child(self, lambda spare: spare._spare.clear())
 
     def take(self) -> PlanCache:
         """Return the plans of earlier saves, or none if another save uses them."""

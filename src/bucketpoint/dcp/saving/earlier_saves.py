@@ -7,7 +7,6 @@ So it announces to each rank, with the rank's plan, an id for this save and the 
 from __future__ import annotations
 
 import logging
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from bucketpoint.checkpoint.digest_table import read_digests
 from bucketpoint.checkpoint.metadata_source import MetadataSource
 from bucketpoint.dcp.saving.stale import StaleWatch
 from bucketpoint.errors import BucketpointError
+from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format import keys
 from bucketpoint.format.changes import ItemChange
 from bucketpoint.format.index.decode import is_index
@@ -176,7 +176,11 @@ class EarlierSaves:
     """The last saves of this process, on this rank. A manager's writers share them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._begin()
+        renew_in_child(self, EarlierSaves._begin)
+
+    def _begin(self) -> None:
+        self._lock = ProcessLock()
         self._kept: dict[str, list[EarlierSave]] = {}
         self._committed: dict[str, tuple[str, str]] = {}
         self._watches: dict[str, StaleWatch] = {}

@@ -18,12 +18,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bucketpoint.errors import InvalidURLError
+from bucketpoint.forks import ProcessLock
 
 Parts = tuple[str, ...]
 """Components of a path below the root; empty for the root itself."""
@@ -32,7 +32,7 @@ FILE, LINK, MANIFEST, MARKER, STAGED = "@f.", "@l.", "@d", "@dx.", "@tmp"
 TOKEN_NAME = re.compile(r"(@f\.|@l\.|@dx\.)([0-9a-f]{16})(?:\.([A-Za-z0-9_-]*)\.[0-9a-f]{8})?")
 """Kind, token and attempt of the name of a file, a link or a marker."""
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 _last = 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
     StoreError,
 )
+from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.trials import UNDECIDED, scratch_key
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Probed:
     why: str = ""
 
 
-_lock = threading.Lock()
+_lock = ProcessLock()
 # Results of the trials of this process by bucket, each kept as long as its filesystem object lives.
 _results: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
 

@@ -10,7 +10,6 @@ import builtins
 import contextlib
 import datetime
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from bucketpoint.errors import (
     StoreError,
     UploadNotFoundError,
 )
+from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range, Store
 from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.fsspec.conditions import Probed, known, probe
@@ -51,7 +51,7 @@ _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 # Conditions that the service does not check are checked in this process, under this lock: one writer at a time.
-_one_writer = threading.Lock()
+_one_writer = ProcessLock()
 
 
 F = TypeVar("F", bound=Callable[..., Any])

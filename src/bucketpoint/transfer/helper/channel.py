@@ -12,22 +12,16 @@ import select
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
+
+from bucketpoint.forks import renew_in_child
 
 _HEADER = struct.Struct("<Q")
 """Length of the pickled message, in bytes. The descriptors of the message are sent with its header."""
 
 SIGN_OF_LIFE_S = 5.0
 """Seconds between two signs of life of a helper that uploads."""
-
-_open_here: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-no_fork = threading.RLock()
-"""Held while a helper is started, and by each fork. A worker of a data loader that inherits the helper's end of the
-channel, or of the pipe by which `subprocess` reports errors, would keep the trainer waiting for as long as it lives.
-Only its owner can release it: a fork whose wait a signal has interrupted goes on without it."""
 
 
 class Channel:
@@ -36,7 +30,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._sending = threading.Lock()
-        _open_here.add(self)
+        # Without ending it: a copy would hide the end of the trainer.
+        renew_in_child(self, lambda copied: copied._socket.close())
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send a message, and duplicates of the descriptors.
@@ -118,15 +113,3 @@ def descriptor_of(process: int) -> int | None:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
         return None
-
-
-def _leave_to_parent() -> None:
-    """Close the channels that a fork has copied, without ending them: a copy would hide the end of the trainer."""
-    with contextlib.suppress(RuntimeError):
-        no_fork.release()
-    for channel in list(_open_here):
-        channel._socket.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_leave_to_parent)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.stores import Store
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import deadline, process_budget
@@ -85,10 +86,10 @@ class UploadHelper:
     def __init__(self, nice: int = 0) -> None:
         self._nice = nice
         self._forget()
+        renew_in_child(self, UploadHelper._forget)
 
     def start_soon(self) -> None:
         """Start the process on another thread, so that it is ready when the first upload needs it."""
-        self._check_fork()
         with self._lock:
             if self._running is not None or self._starter is not None:
                 return
@@ -105,7 +106,6 @@ class UploadHelper:
             HelperUnavailableError: no helper can do this upload. Nothing was sent.
             HelperProcessError: two helpers died during this upload.
         """
-        self._check_fork()
         with self._uploading:
             for last in (False, True):
                 running = self._start()
@@ -142,13 +142,11 @@ class UploadHelper:
 
     def close(self) -> None:
         """Wait for an upload under way and end the process. A later upload starts another one."""
-        self._check_fork()
         with self._uploading:
             self._end()
 
     def close_if_idle(self) -> None:
         """End the process unless it uploads."""
-        self._check_fork()
         if self._uploading.acquire(blocking=False):
             try:
                 self._end()
@@ -170,16 +168,10 @@ class UploadHelper:
             self._drop(running)
 
     def _forget(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._uploading = threading.Lock()
         self._running = None
         self._starter = None
-
-    def _check_fork(self) -> None:
-        # After a fork the process is the parent's, and a thread that does not exist here may hold the locks.
-        if self._pid != os.getpid():
-            self._forget()
 
     def _start_quietly(self) -> None:
         try:
@@ -229,6 +221,11 @@ class _Running:
             raise kind(f"no process can be started: {error}") from error
         self._channel, self.process = self._helper.channel, self._helper.process
         self._finalizer = weakref.finalize(self, self._helper.end_unattended)
+        renew_in_child(self, _Running._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        if self._finalizer.detach() is not None:
+            self._helper.leave_to_parent()
 
     def end(self) -> None:
         """Close the channel and wait for the end of the process."""

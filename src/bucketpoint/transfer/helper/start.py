@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bucketpoint.transfer.helper.channel import Channel, descriptor_of, no_fork
+from bucketpoint.forks import no_fork
+from bucketpoint.transfer.helper.channel import Channel, descriptor_of
 
 END_S = 5.0
 """Seconds that a helper gets to end by itself before it is killed."""
@@ -46,22 +47,22 @@ class HelperProcess:
     Attributes:
         alive: descriptor of the process. The channel alone does not tell of its end: native code may have forked a
             process that holds the other end.
-        owner: process id of the trainer. In a fork of it the helper is left alone.
     """
 
     channel: Channel
     process: subprocess.Popen[bytes]
     alive: int | None
-    owner: int
+
+    def leave_to_parent(self) -> None:
+        """Forget the process in a fork, of which it is no child. The channel closes by itself there."""
+        if self.alive is not None:
+            os.close(self.alive)
+        self.process.returncode = 0
 
     def end(self) -> None:
         """Close the channel, and wait for the process, which ends then. It is killed if it takes too long."""
         if self.alive is not None:
             os.close(self.alive)
-        if os.getpid() != self.owner:
-            # A fork has copied this object. The process is not its child.
-            self.process.returncode = 0
-            return
         self.channel.close()
         try:
             self.process.wait(END_S)
@@ -81,7 +82,7 @@ class HelperProcess:
         The thread that dropped it may train, and is kept no longer than it takes to close the channel. At the end of
         the program wait for the helper.
         """
-        if os.getpid() == self.owner and threading.main_thread().is_alive():
+        if threading.main_thread().is_alive():
             self.channel.close()
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self.end, daemon=True).start()
@@ -102,6 +103,8 @@ def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s
     """
     # The flags that decide which modules are found and which of them run (-I, -S, -X, -W), as multiprocessing does.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    # A worker of a data loader that inherits the helper's end of the channel, or of the pipe by which `subprocess`
+    # reports errors, would keep the trainer waiting for as long as it lives.
     with no_fork, _signals_held_back():
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
@@ -122,7 +125,7 @@ def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s
         except BaseException:
             channel.close()
             raise
-    return HelperProcess(channel, process, descriptor_of(process.pid), os.getpid())
+    return HelperProcess(channel, process, descriptor_of(process.pid))
 
 
 @contextlib.contextmanager

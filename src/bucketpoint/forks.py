@@ -1,0 +1,134 @@
+"""Renewal of what a forked process inherits: its memory, locks, threads, sockets and handlers belong to its parent.
+
+A fork copies objects, and none of the threads that work on them. A lock that another thread held is never released in
+the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So whoever
+makes such an object gives a function here that replaces it in each child.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+no_fork = threading.RLock()
+"""Held by each fork, and by a thread that opens what no child may inherit, such as the helper's end of a channel."""
+
+
+@dataclass(frozen=True)
+class _Renewal:
+    owner: weakref.ref[Any]
+    in_child: Callable[[Any], None]
+    before: Callable[[Any], None] | None
+    in_parent: Callable[[Any], None] | None
+
+
+_renewals: dict[int, _Renewal] = {}
+_numbers = itertools.count()
+_registered = False
+
+
+def renew_in_child(
+    owner: T,
+    in_child: Callable[[T], None],
+    *,
+    before: Callable[[T], None] | None = None,
+    in_parent: Callable[[T], None] | None = None,
+) -> None:
+    """Call functions with `owner` around each fork, for as long as `owner` lives.
+
+    Args:
+        in_child: called in the child, whose only thread is the one that forked. It must not wait for anything, nor use
+            what belongs to the parent.
+        before: called in the parent before the fork, on the thread that forks.
+        in_parent: called in the parent after the fork, on the same thread.
+    """
+    number = next(_numbers)
+    renewals = _renewals
+    reference = weakref.ref(owner, lambda _: renewals.pop(number, None))
+    renewals[number] = _Renewal(reference, in_child, before, in_parent)
+    _register()
+
+
+class ProcessLock:
+    """Lock that is free in each forked child, whichever thread holds it at the fork.
+
+    Args:
+        forget: called in a child, to drop what the lock guards and a child must not use.
+    """
+
+    def __init__(self, forget: Callable[[], None] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._forget = forget
+        self._used = False
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        if not self._used:
+            # Here and not in the constructor: some of these locks are made by an import.
+            self._used = True
+            renew_in_child(self, ProcessLock._renew)
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        if self._forget is not None:
+            self._forget()
+
+
+def _register() -> None:
+    """Register with the interpreter, at the first use: importing bucketpoint has no effect on forks."""
+    global _registered
+    with no_fork:
+        if not _registered and hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+        _registered = True
+
+
+def _before() -> None:
+    # A signal's handler may raise here; the fork goes on without the lock then.
+    no_fork.acquire()
+    _call("before")
+
+
+def _in_parent() -> None:
+    _call("in_parent")
+    try:
+        no_fork.release()
+    except RuntimeError:
+        logger.debug("a fork went on without its lock")
+
+
+def _in_child() -> None:
+    # Also if another thread held it, because the wait was interrupted.
+    no_fork._at_fork_reinit()  # type: ignore[attr-defined]
+    _call("in_child")
+
+
+def _call(moment: str) -> None:
+    # All owners live until the last is renewed: one that another lets go of would act on what is the parent's.
+    owners = [(renewal.owner(), getattr(renewal, moment)) for renewal in list(_renewals.values())]
+    for owner, function in owners:
+        if owner is not None and function is not None:
+            try:
+                function(owner)
+            except Exception:
+                # The others are renewed all the same.
+                logger.exception("a %s of the parent was not renewed in a fork", type(owner).__qualname__)
