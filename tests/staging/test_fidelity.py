@@ -400,7 +400,8 @@ def test_a_subclass_made_of_tensors_is_taken_apart_and_made_again() -> None:
     assert type(copied["w"]) is Scaled
     assert copied["w"].note == "per tensor"
     assert copied["w"].values_.tolist() == [0, 1, 2, 3]
-    assert copied["w"].scale is copied["scale"]
+    # Two objects, of which one is pickled with its own bytes only, over the same memory.
+    assert copied["w"].scale.data_ptr() == copied["scale"].data_ptr()
 
 
 def test_a_wrapper_that_does_not_say_what_it_wraps_is_named_by_its_key() -> None:
@@ -561,7 +562,7 @@ def test_a_tuple_in_two_places_stays_one() -> None:
     pair = (torch.ones(1), torch.zeros(1))
     copied = staged_copy({"a": pair, "b": pair, "first": pair[0]})
     assert copied["a"] is copied["b"]
-    assert copied["a"][0] is copied["first"]
+    assert copied["a"][0].data_ptr() == copied["first"].data_ptr()
 
 
 class Lazy(dict[str, Any]):

@@ -53,7 +53,9 @@ def _share(
         copied = copies[index]
         if gaps or copied.dtype != dtype:
             # The pickler refuses two dtypes at one address.
-            copies[index] = copied.clone(memory_format=torch.contiguous_format)
+            # As bytes, because torch cannot copy all dtypes of one byte.
+            bits = copied.view(torch.uint8) if copied.element_size() == 1 else copied
+            copies[index] = bits.clone(memory_format=torch.contiguous_format).view(copied.dtype)
         else:
             place = copied.shape, copied.stride(), (address - start) // dtype.itemsize
             copies[index] = shared.view(dtype).as_strided(*place)
