@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import utils as dcp_utils
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import decoded, to_plain
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
+from bucketpoint.forks import ProcessLock
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValu
 _beside: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 """For each caller's group, the mesh over the same ranks: it is kept for as long as one of these groups exists."""
 
-_making = threading.Lock()
+_making = ProcessLock()
 
 
 @dataclass(eq=False)
