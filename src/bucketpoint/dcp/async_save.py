@@ -60,6 +60,8 @@ class SaveHandle(Future[Metadata]):
         self._at_end: program_end.LastSave | None = None
         # The program has received the outcome: nothing raises the error of the save again.
         self._told = False
+        # What the stager raised at the call, or the state.
+        self._refused: BaseException | None = None
         # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
         # keeps the caller's group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
@@ -284,7 +286,8 @@ def async_save(
         use_collectives=use_collectives,
         on_commit=on_commit,
     )
-    error = handle._unstaged()
+    # Of a copy that fails beside training only the handle tells, however soon that is.
+    error = handle._refused
     if error is not None:
         handle._note_told()
         raise error
@@ -350,6 +353,7 @@ def begin_save(
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
+    handle._refused = watched.refused
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
     upload.add_done_callback(lambda _: spare.give_back(plans))

@@ -25,17 +25,20 @@ class WatchedStager(AsyncStager):
     Args:
         handle: the `SaveHandle` of the save.
         rank: rank of the save, whose other ranks learn of a failure in DCP's first collective; None to raise it here.
+
+    Attributes:
+        refused: error that the state or the stager raised at the call; None if the copy was begun.
     """
 
     def __init__(self, stager: Any, handle: Any, rank: int | None) -> None:
         self._stager = stager
         self._handle = handle
         self._rank = rank
-        self._unmade: BaseException | None = None
+        self.refused: BaseException | None = None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        return self._unmade is None and bool(self._stager.should_synchronize_after_execute)
+        return self.refused is None and bool(self._stager.should_synchronize_after_execute)
 
     def state_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the values of its stateful objects, as DCP would ask for them next."""
@@ -46,18 +49,18 @@ class WatchedStager(AsyncStager):
         except Exception as error:
             if self._rank is None:
                 raise
-            self._unmade = error
+            self.refused = error
             return {}
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         try:
-            if self._unmade is not None:
-                raise self._unmade
+            if self.refused is not None:
+                raise self.refused
             staged = self._stager.stage(state_dict)
         except Exception as error:
             if self._rank is None:
                 raise
-            self._unmade = error
+            self.refused = error
             return self._failed(error, _turn())
         if not isinstance(staged, Future):
             self._handle._copied(staged)
