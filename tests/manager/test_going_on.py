@@ -417,7 +417,7 @@ def test_every_error_on_the_way_back_says_how_to_roll_back(root: str) -> None:
                 manager.save(step, state(step))
             assert "restore(state, step, rollback=True)" in str(caught.value)
             assert "checkpoint_id" not in str(caught.value)
-    plain = CheckpointExistsError("A checkpoint already exists at this URL")
+    plain = CheckpointExistsError("Checkpoint already exists at this URL")
     assert "rollback=True" in str(plain)
     assert "checkpoint_id" not in str(plain)
 

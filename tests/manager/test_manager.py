@@ -181,7 +181,7 @@ def test_the_save_that_a_signal_or_the_end_of_training_asks_for_waits_for_the_on
 def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
     save(root, 5)
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(CheckpointExistsError, match="A checkpoint already exists: step 5 is committed"):
+        with pytest.raises(CheckpointExistsError, match="Checkpoint already exists at this URL: step 5 is committed"):
             manager.save(5, state(6))
         manager.save(5, state(7), overwrite=True)
         manager.wait()

@@ -80,6 +80,6 @@ def test_jobs_without_a_name_are_one_run_and_a_second_run_among_them_is_stopped_
     with CheckpointManager(root, policy=policy(1)) as second:
         with pytest.raises(BucketpointError, match="Step 5 is lower than the steps of 3 checkpoints"):
             second.save(5, state(5))
-        with pytest.raises(CheckpointExistsError, match="A checkpoint already exists: step 10 is committed"):
+        with pytest.raises(CheckpointExistsError, match="Checkpoint already exists at this URL: step 10 is committed"):
             second.save(10, state(10))
     assert committed(root) == ["step-10", "step-20", "step-30"]

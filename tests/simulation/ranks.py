@@ -90,7 +90,7 @@ def save_on_rank(
 
     def local_step() -> Any:
         meta = writer.storage_meta()
-        tokens[rank] = str(meta.save_id) if meta is not None else ""
+        tokens[rank] = str(meta.save_id)[-12:] if meta is not None else ""
         planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=rank == 0 or not collectives)
         writer.set_up_storage_writer(rank == 0 or not collectives, rank=rank, use_collectives=collectives)
         return writer.prepare_local_plan(planner.create_local_plan())

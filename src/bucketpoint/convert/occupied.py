@@ -38,7 +38,7 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) ->
         if info is not None:
             if allowed:
                 return True
-            message = f"A checkpoint already exists at the target: it has a {path}"
+            message = f"Checkpoint already exists at this URL: it has a {path}"
             raise CheckpointExistsError(message, url=place.url, remedy=remedy)
     return False
 
@@ -85,4 +85,4 @@ def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: boo
     metadata = decode_metadata(data, url=place.url)
     if wanted == BUCKETPOINT:
         return bool(extra(metadata).get("token") == journal.token)
-    return getattr(metadata.storage_meta, "save_id", None) == journal.token
+    return getattr(metadata.storage_meta, "save_id", None) == keys.save_id(journal.token)

@@ -120,7 +120,7 @@ def plan_copy(
     used = _used_there(store, prefix, text)
     if used is not None and used.seen is not None and not overwrite:
         raise CheckpointExistsError(
-            "A checkpoint already exists at the destination",
+            "Checkpoint already exists at this URL",
             url=text,
             remedy="Name another destination, or pass --overwrite",
         )
@@ -238,7 +238,7 @@ def _moved_aside(saved: SavedCheckpoint, url: str, token: str) -> dict[str, str]
         parsed = keys.parse_data_path(path)
         if parsed is None or not saved.facts:
             raise CheckpointExistsError(
-                "A checkpoint already exists at the destination, and its data objects may have the names of those "
+                "Checkpoint already exists at this URL, and its data objects may have the names of those "
                 "to be copied: overwriting them would damage it before the copy is committed",
                 url=url,
                 remedy="Delete the checkpoint at the destination first, or name another destination",
@@ -353,7 +353,9 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
     if moved:
         metadata.storage_data = {index: _at(info, moved) for index, info in (saved.metadata.storage_data or {}).items()}
     if metadata.storage_meta is not None:
-        metadata.storage_meta = dataclasses.replace(metadata.storage_meta, checkpoint_id=plan.url, save_id=plan.token)
+        metadata.storage_meta = dataclasses.replace(
+            metadata.storage_meta, checkpoint_id=plan.url, save_id=keys.save_id(plan.token)
+        )
     facts = {
         **saved.facts,
         "url": plan.url,

@@ -111,7 +111,7 @@ class SaveSession:
         tally: this rank's comparison; None if it has none.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         times: when the steps of the save began and ended, and the counts of its requests.
-        planned, written: DCP has begun to plan this save, or to write it. The next save gets a new session.
+        planned: DCP has begun to plan this save. The next save gets a new session.
     """
 
     url: str | None
@@ -124,7 +124,6 @@ class SaveSession:
     compared_with: str | None = None
     tally: Any = None
     planned: bool = False
-    written: bool = False
 
     @property
     def rank(self) -> int:
@@ -141,9 +140,15 @@ class SaveSessions(threading.local):
     """The save under way on each thread: DCP runs each save on one thread, and two must share no token or URL."""
 
     current: SaveSession | None = None
+    _next: str | None = None
+
+    def next_token(self) -> str:
+        """Return the token that the next save of this thread will have."""
+        self._next = self._next or new_token()
+        return self._next
 
     def begin(self, url: str | None) -> SaveSession:
         """Begin a save on this thread."""
-        self.current = SaveSession(url)
+        self.current, self._next = SaveSession(url, self.next_token()), None
         retry.count_into(self.current.times.counts)
         return self.current

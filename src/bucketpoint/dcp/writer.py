@@ -154,16 +154,23 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save to a URL, on the thread on which DCP runs the save. Called on all ranks."""
+        """Take the URL of the next save, on the thread on which DCP runs the save. Called on all ranks."""
         url = as_url(checkpoint_id)
         self._sessions.begin(url if url is not None else self._url)
 
     @dcp_call
     def storage_meta(self) -> StorageMeta | None:
-        """Return the URL and the token of this attempt. Called on all ranks, before anything else is planned."""
+        """Return the URL and the id of this thread's save. It only looks: `set_up_storage_writer` begins the save."""
+        session = self._sessions.current
+        token = session.token if session is not None else self._sessions.next_token()
+        return WriterMeta(checkpoint_id=self.url, save_id=keys.save_id(token))
+
+    @dcp_call
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin the save, and check on all ranks that it may begin. DCP passes `rank` and `use_collectives`."""
         session = self._session()
         if session.planned:
-            # A new save begins: without a `checkpoint_id` DCP never calls `reset` between saves.
+            # Without a `checkpoint_id` DCP never calls `reset` between saves.
             session = self._sessions.begin(self._url)
         session.planned = True
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
@@ -171,15 +178,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.times.turn = time.monotonic()
         # Only now: the saves before this one use the same mesh.
         meshes.leave_default_group()
-        return WriterMeta(checkpoint_id=session.url, save_id=session.token)
-
-    @dcp_call
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check on all ranks that this save may begin. From torch 2.9 on, DCP passes `rank` and `use_collectives`."""
-        session = self._session()
-        if session.written:
-            # DCP calls neither `reset` nor `storage_meta` for a planner that takes no `storage_meta`.
-            session = self._sessions.begin(self._url)
         session.times.begin(int(kwargs.get("rank") or 0), current_lease())
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
@@ -228,7 +226,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items and, once all are acknowledged, report where each lies. Called on all ranks."""
         session = self._session()
-        session.written = True
         session.times.planned = time.monotonic()
         results = self._upload(session, plan, planner)
         session.times.uploaded = time.monotonic()

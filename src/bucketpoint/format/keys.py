@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import uuid
 import zlib
 
 from bucketpoint.errors import UnsafeDataError
@@ -67,6 +69,12 @@ def new_token() -> str:
 def is_token(text: str) -> bool:
     """Return True if the text has the form of a token of `new_token`."""
     return _TOKEN.fullmatch(text) is not None
+
+
+def save_id(token: str) -> str:
+    """Return the UUID of an attempt, in the form that torch gives to the `save_id` of its metadata: it ends in the token."""
+    drawn = uuid.UUID(bytes=hashlib.blake2b(token.encode(), digest_size=16).digest(), version=4)
+    return f"{str(drawn)[:-12]}{token}"
 
 
 def data_path(token: str, rank: int, group: str, n: int) -> str:

@@ -115,7 +115,7 @@ class Replacing:
             return
         replaces = "save(..., overwrite=True) replaces the checkpoint"
         raise CheckpointExistsError(
-            f"A checkpoint already exists: step {one.step} is {' and '.join(['committed', *held])}",
+            f"Checkpoint already exists at this URL: step {one.step} is {' and '.join(['committed', *held])}",
             url=self._catalog.url_of_folder(one.folder),
             remedy=f"{replaces}, even if it is held"
             if given_up

@@ -316,7 +316,7 @@ def test_a_failed_commit_is_logged_although_its_future_is_dropped(
         writer.close()
     told = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
     assert len(told) == 1
-    assert f"the asynchronous save of {root} failed: A checkpoint already exists at this URL" in told[0]
+    assert f"the asynchronous save of {root} failed: Checkpoint already exists at this URL" in told[0]
 
 
 # -- overlap ----------------------------------------------------------------------------------------------------------

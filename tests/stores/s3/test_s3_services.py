@@ -164,7 +164,7 @@ class TestWithoutConditions:
             dcp.save({"w": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
 
         save(1.0)
-        with pytest.raises(CheckpointException, match="A checkpoint already exists"):
+        with pytest.raises(CheckpointException, match="Checkpoint already exists"):
             save(2.0, overwrite=False)
         save(3.0)
         state = {"w": torch.zeros(1000)}

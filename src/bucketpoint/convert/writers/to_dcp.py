@@ -92,7 +92,7 @@ def plan_stock(source: Source, filling: Filling, place: TargetPlace, *, token: s
     planned = [_lay_out(source, filling, f"__0_{number}.distcp", batch) for number, batch in enumerate(batches)]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
-        meta = StorageMeta(checkpoint_id=place.url, save_id=token)
+        meta = StorageMeta(checkpoint_id=place.url, save_id=keys.save_id(token))
         whole, _ = complete_metadata(source.metadata, [_results(planned, uploaded)], storage_meta=meta)
         request = Commit(place.store, place.prefix, place.url, token, keys.METADATA, overwrite=False)
         put_commit(request, pickled(whole))

@@ -172,7 +172,7 @@ def _encoded(
     request: Commit, metadata: Metadata, results: RankResults, facts: dict[str, Any]
 ) -> tuple[bytes, bytes | None, int, dict[str, Any]]:
     """Return `.metadata`, the index that it names (None if it names none), the number of items, and the objects."""
-    storage_meta = StorageMeta(checkpoint_id=request.url, save_id=request.token)
+    storage_meta = StorageMeta(checkpoint_id=request.url, save_id=keys.save_id(request.token))
     version = {"version": VERSION} if hasattr(metadata, "version") else {}
 
     def filled(objects: dict[str, Any], ref: IndexRef | None) -> bytes | None:

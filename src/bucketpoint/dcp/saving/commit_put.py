@@ -102,7 +102,7 @@ def refuse_existing(
     # A save that may replace the commit that it finds replaces no other.
     replaceable = replaces_only is None or (seen is not None and mark_of(seen.etag) in replaces_only)
     if seen is not None and seen.there and not (overwrite and replaceable):
-        raise CheckpointExistsError("A checkpoint already exists at this URL", url=url)
+        raise CheckpointExistsError("Checkpoint already exists at this URL", url=url)
 
 
 def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
@@ -113,7 +113,7 @@ def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
     """
     if seen is not None and seen.there:
         raise CheckpointExistsError(
-            "A checkpoint that was saved with collectives exists at this URL; it would hide one saved without them",
+            "Checkpoint already exists at this URL: it was saved with collectives, and would hide one saved without them",
             url=url,
             remedy="Choose another checkpoint_id",
         )
@@ -301,7 +301,7 @@ def _to_be_replaced(request: Commit, info: ObjectInfo, data: bytes) -> Metadata 
         CheckpointExistsError, CommitConflictError: it must not be replaced.
     """
     if not request.overwrite:
-        raise CheckpointExistsError("A checkpoint already exists at this URL", url=request.url)
+        raise CheckpointExistsError("Checkpoint already exists at this URL", url=request.url)
     _refuse_others(request, info, data)
     try:
         return decode_metadata(data, url=request.url)
