@@ -12,7 +12,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.changes import ItemChange, PartChanges, merge, tally
 from bucketpoint.format.groups import group_of
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.metadata.facts import is_tensor
+from bucketpoint.format.metadata.coverage import is_tensor
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.transfer.checksum import combine
 

@@ -32,6 +32,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.metadata.coverage import lacking_ranks, uncovered
 from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.stores import ObjectInfo, Store
@@ -94,7 +95,7 @@ def verify(
 
     The checks are: the objects' presence, size and pinned ETag; the CRC32C of every block that bucketpoint wrote and of
     the frames around it; the CRC32 inside other writers' torch.save archives; the metadata against its record, beside
-    it or in the run's catalog; and the index against the metadata.
+    it or in the run's catalog; the chunks against the tensors; and the index against the metadata.
 
     Raises:
         StoreError: the store fails, or refuses access. Damage is never raised.
@@ -102,6 +103,7 @@ def verify(
     run = _Run(saved, options)
     run.check_metadata()
     run.check_items_are_named()
+    run.check_coverage()
     plans = run.plan()
     total = sum(plan.info.size for plan in plans) + (saved.index.size if saved.index is not None else 0)
     meter = Meter("verify", saved.url, total, progress)
@@ -239,6 +241,13 @@ class _Run:
             if missing:
                 text = f"the metadata names no data for {missing} of its {len(wanted)} chunks"
                 self._add("missing-item", keys.METADATA, text, item=fqn)
+
+    def check_coverage(self) -> None:
+        """Check that the chunks make up the tensors."""
+        for fqn, text in uncovered(self.saved.metadata, self.saved.facts):
+            self._add("missing-item", keys.METADATA, text, item=fqn)
+        ranks = self.saved.facts.get("world_size") or 1
+        self.notes += [f"{name} {text}" for name, text in lacking_ranks(self.saved.metadata.state_dict_metadata, ranks)]
 
     # -- the objects --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.format.changes import Changes
-from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
+from bucketpoint.staging import Lease, SavingRanks, StagedState, Stager, dead_checkpoint_process
 from bucketpoint.transfer import Progress
 
 logger = logging.getLogger(__name__)
@@ -338,10 +339,12 @@ def begin_save(
     group = None if no_dist else meshes.group_beside(process_group)
     if async_checkpointer_type is AsyncCheckpointerType.THREAD:
         handle._group = group
+    together = dist.get_world_size(group) if group is not None else 1
+    ranks = SavingRanks(None, 1, alone=True) if no_dist else replace(SavingRanks.of_job(), together=together)
     if group is None or not use_collectives or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
     alone = group is None or not use_collectives or dist.get_world_size(group) == 1
-    watched = WatchedStager(stager, handle, None if alone else dist.get_rank(group))
+    watched = WatchedStager(stager, handle, None if alone else dist.get_rank(group), ranks)
     begun = dcp.async_save(
         watched.state_of(state_dict),
         checkpoint_id=checkpoint_id,

@@ -184,7 +184,8 @@ def copy_checkpoint(
     copied = {**plan.there, **dict(zip(waiting, infos, strict=True))}
     metadata, facts, data = _metadata_there(plan, copied)
     sizes = {plan.paths[path]: info.size for path, info in copied.items()}
-    record = make_record(metadata, facts, data, sizes, items=len(saved.items), metadata_etag=None)
+    items, covers = len(saved.items), saved.record.covers
+    record = make_record(metadata, facts, data, sizes, items=items, metadata_etag=None, covers=covers)
     if log is not None:
         record = named(record, data, saved.info)
     request = Commit(

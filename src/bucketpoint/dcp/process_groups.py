@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, RanksDisagreeError
+from bucketpoint.staging import SavingRanks
 
 T = TypeVar("T")
 
@@ -68,8 +69,8 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
     Raises:
         BucketpointError: WORLD_SIZE, which torchrun sets, names several ranks, and each of them would work by itself.
     """
-    world, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0" if first_may else "?")
-    if is_initialized() or not world.isdigit() or int(world) <= 1 or (first_may and rank == "0"):
+    world, rank = ranks_expected(), os.environ.get("RANK", "0" if first_may else "?")
+    if world <= 1 or (first_may and rank == "0"):
         return
     alone = "a rank that then saves a checkpoint of its own passes no_dist=True"
     raise BucketpointError(
@@ -80,6 +81,33 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
         remedy="Call torch.distributed.init_process_group() first, on every rank; "
         + (alone if first_may else "a process that works alone must unset WORLD_SIZE"),
     )
+
+
+def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
+    """Check that the process group which joined the ranks when their state was staged is still there.
+
+    Without it DCP takes each rank for the only one: a rank would commit its own part for the whole.
+
+    Raises:
+        RanksDisagreeError: the group is gone, or joins another number of ranks.
+    """
+    now = dist.get_world_size() if is_initialized() else 1
+    if ranks.job in (None, now):
+        return
+    there = f"the process group joins {now} ranks" if is_initialized() else "there is no process group any more"
+    raise RanksDisagreeError(
+        f"The state was staged by one of {ranks.job} ranks, but now {there}. Nothing was saved",
+        url=url,
+        remedy="Wait for the save (its handle's result(), or the manager's close()) before "
+        "torch.distributed.destroy_process_group(). A rank that saves its part alone passes no_dist=True to "
+        "bucketpoint.async_save",
+    )
+
+
+def ranks_expected() -> int:
+    """Return the number of ranks that WORLD_SIZE names, if no process group joins them; else 1."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) if world.isdigit() and not is_initialized() else 1
 
 
 def on_rank_zero(find: Callable[[], T], rank: int, broadcast: Callable[[Any], Any]) -> T:

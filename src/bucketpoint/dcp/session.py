@@ -6,7 +6,7 @@ import inspect
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.dcp.planning.agreement import Statement
 from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.dcp.stats import SaveTimes
-from bucketpoint.errors import BucketpointError, InvalidURLError, first_of
+from bucketpoint.errors import BucketpointError, InvalidURLError, RanksDisagreeError, first_of
 from bucketpoint.format.keys import new_token
+from bucketpoint.staging import SavingRanks
 from bucketpoint.stores import Store, accepts_url, open_store, retry
 from bucketpoint.stores import as_url as as_url
 
@@ -112,6 +113,7 @@ class SaveSession:
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         times: when the steps of the save began and ended, and the counts of its requests.
         planned: DCP has begun to plan this save. The next save gets a new session.
+        ranks: the ranks that save, as far as they are known.
     """
 
     url: str | None
@@ -124,11 +126,26 @@ class SaveSession:
     compared_with: str | None = None
     tally: Any = None
     planned: bool = False
+    ranks: SavingRanks = field(default_factory=SavingRanks.of_job)
 
     @property
     def rank(self) -> int:
         """Number of this rank; 0 before `set_up_storage_writer`."""
         return self.times.rank
+
+    def count_ranks(self, count: int) -> None:
+        """Check on the coordinator that as many ranks have planned, or written, as save together.
+
+        Raises:
+            RanksDisagreeError: another number of them has.
+        """
+        if self.use_collectives and self.ranks.together not in (None, count):
+            raise RanksDisagreeError(
+                f"The call was made by {self.ranks.together} ranks, but {count} of them save",
+                url=self.url,
+                remedy="Keep the process group until the save has ended, and use one group for one checkpoint process",
+            )
+        self.ranks = replace(self.ranks, together=count)
 
     @property
     def started(self) -> float:

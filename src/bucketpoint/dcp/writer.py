@@ -42,7 +42,15 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
+from bucketpoint.staging import (
+    SavingRanks,
+    StagedState,
+    Stager,
+    StagingOptions,
+    as_staging_options,
+    current_lease,
+    take_turn,
+)
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 logger = logging.getLogger(__name__)
@@ -176,11 +184,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
         session.times.turn = time.monotonic()
-        # Only now: the saves before this one use the same mesh.
-        meshes.leave_default_group()
         session.times.begin(int(kwargs.get("rank") or 0), current_lease())
         session.use_collectives = bool(kwargs.get("use_collectives", True))
+        session.ranks = self._ranks()
+        process_groups.refuse_other_ranks(session.ranks, session.url)
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
+        # Only now: the saves before this one use the same mesh, and its ranks are still there.
+        meshes.leave_default_group()
         # The process starts while the ranks plan, if this writer has not staged the state.
         self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
@@ -212,6 +222,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             RanksDisagreeError: the ranks save to different places, or different states.
         """
         session = self._session()
+        said_alone = self._may_be_partial(session, len(plans))
+        session.count_ranks(len(plans))
+        session.ranks = replace(session.ranks, alone=said_alone)
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:
@@ -245,6 +258,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         times = session.times
         times.committing, times.reports = time.monotonic(), [getattr(each, "report", None) for each in results]
+        session.count_ranks(len(results))
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
         changes, idle_rates = compare(session.token, results, session.compared_with) or (None, False)
@@ -259,6 +273,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             log=self._log_of(session),
             facts={"seconds": round(time.monotonic() - times.called, 3), **facts},
             seen=session.seen,
+            partial=session.ranks.alone,
+            ranks=process_groups.ranks_expected() if len(results) == 1 else 1,
             fence=AttemptFence(store, prefix, session.since),
         )
         committed = commit(
@@ -377,6 +393,20 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if not session.use_collectives:
             return None
         return self._keeping.log_of(str(session.url)) if self._keeping is not None else self.log
+
+    def _ranks(self) -> SavingRanks:
+        """Return the ranks that save on this thread, as the call noted them."""
+        lease = current_lease()
+        return lease.ranks if lease is not None else SavingRanks.of_job()
+
+    def _may_be_partial(self, session: SaveSession, plans: int) -> bool:
+        """Return True if the caller has said that this rank saves its part alone.
+
+        DCP does not tell a writer of `no_dist`. Where it calls the writer, a plan of one rank in a job of several
+        means that, or a group of one rank; without a process group it may mean that the group is gone.
+        """
+        known = session.use_collectives and (session.ranks.together is not None or plans > 1)
+        return session.ranks.alone or (not known and world_size() > 1)
 
     # -- one save -----------------------------------------------------------------------------------------------------
 

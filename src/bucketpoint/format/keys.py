@@ -72,7 +72,7 @@ def is_token(text: str) -> bool:
 
 
 def save_id(token: str) -> str:
-    """Return the UUID of an attempt, in the form that torch gives to the `save_id` of its metadata: it ends in the token."""
+    """Return the UUID of an attempt, which is the `save_id` of its metadata, as in torch. It ends in the token."""
     drawn = uuid.UUID(bytes=hashlib.blake2b(token.encode(), digest_size=16).digest(), version=4)
     return f"{str(drawn)[:-12]}{token}"
 

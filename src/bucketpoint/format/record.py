@@ -38,6 +38,7 @@ class CommitRecord:
         metrics: values known at the save, NaN and infinite ones included.
         git_sha, config_hash: of the job's code and configuration, as the caller gave them.
         changes: what changed since the checkpoint before, as `Changes.to_plain` has it; None if not recorded.
+        covers: the checkpoint holds its tensors as a whole, see `uncovered`; None in records of versions before 0.3.
     """
 
     version: int = RECORD_VERSION
@@ -60,6 +61,7 @@ class CommitRecord:
     git_sha: str | None = None
     config_hash: str | None = None
     changes: dict[str, Any] | None = None
+    covers: bool | None = None
 
     def to_json(self) -> bytes_:
         """Encode the record as one line of JSON with sorted keys, so that equal records are equal bytes."""
@@ -145,6 +147,8 @@ def _fits(name: str, content: Any) -> bool:
         return isinstance(content, str)
     if name == "metrics":
         return isinstance(content, dict) and all(map(_is_metric, content.values()))
+    if name == "covers":
+        return content is None or type(content) is bool
     if name == "changes":
         return content is None or isinstance(content, dict)
     return content is None or isinstance(content, str)

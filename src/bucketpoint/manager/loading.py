@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
@@ -21,6 +21,8 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     UnsafeDataError,
 )
+from bucketpoint.format.metadata.coverage import uncovered
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.manager.meeting import as_failure
 from bucketpoint.manager.ranks import Ranks
 
@@ -56,6 +58,17 @@ class LoadOutcome:
         return self.error is None
 
 
+class _WholeReader(BucketReader):
+    """Reader that takes a checkpoint for damaged if that does not hold its own tensors as a whole."""
+
+    def _decode(self, data: bytes) -> Metadata:
+        metadata = super()._decode(data)
+        part = next(uncovered(metadata, extra(metadata)), None)
+        if part is not None:
+            raise CorruptDataError(f"The checkpoint is damaged: {part[0]} {part[1]}", url=self.url, key=part[0])
+        return metadata
+
+
 class _WithState:
     """A stateful object with its `state_dict`, made before any collective."""
 
@@ -86,7 +99,7 @@ def attempt(
 
     def prepared() -> tuple[BucketReader, dict[str, Any]]:
         how = "auto" if ranks.world > 1 else "off"
-        reader = BucketReader(cooperative=how, process_group=ranks.group, **reading)
+        reader = _WholeReader(cooperative=how, process_group=ranks.group, **reading)
         return reader, with_states(state)
 
     error: BaseException | None = None

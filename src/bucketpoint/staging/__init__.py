@@ -1,6 +1,6 @@
 """Staging from device to host: copies of the state that training cannot change any more."""
 
-from bucketpoint.staging.lease import Lease, current_lease, take_turn
+from bucketpoint.staging.lease import Lease, SavingRanks, current_lease, staged_for, take_turn
 from bucketpoint.staging.options import StagingOptions, as_staging_options
 from bucketpoint.staging.process import dead_checkpoint_process
 from bucketpoint.staging.staged import StagedState
@@ -8,11 +8,13 @@ from bucketpoint.staging.stager import Stager
 
 __all__ = [
     "Lease",
+    "SavingRanks",
     "StagedState",
     "Stager",
     "StagingOptions",
     "as_staging_options",
     "current_lease",
     "dead_checkpoint_process",
+    "staged_for",
     "take_turn",
 ]

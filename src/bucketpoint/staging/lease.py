@@ -8,10 +8,14 @@ interleave.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
 
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import renew_in_child
@@ -23,6 +27,30 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _PATIENCE_S = 10.0
 _LET_GO_S = 0.005
+
+
+@dataclass(frozen=True)
+class SavingRanks:
+    """The ranks that a state is staged for: by the time of its save, the program may have destroyed the process group.
+
+    Attributes:
+        job: number of ranks that the default process group joins; None if it does not matter.
+        together: number of ranks that save together; None if only DCP knows the group.
+        alone: the caller said `no_dist`: this rank saves its part by itself.
+    """
+
+    job: int | None
+    together: int | None = None
+    alone: bool = False
+
+    @staticmethod
+    def of_job() -> SavingRanks:
+        """Return what is known without the group of a call."""
+        return SavingRanks(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+
+    def in_checkpoint_process(self) -> SavingRanks:
+        """Return the same for a process whose default group joins the ranks that save together."""
+        return replace(self, job=None if self.alone else self.together)
 
 
 class Lease:
@@ -40,6 +68,7 @@ class Lease:
         context: OpenTelemetry's context of the program that had the state staged.
         memory: the staging memory, if another process can map it.
         beside_training: the save runs in the process that trains, and not in a checkpoint process.
+        ranks: the ranks for which the state was staged.
     """
 
     def __init__(self, unread_timeout_s: float) -> None:
@@ -51,6 +80,7 @@ class Lease:
         self.nbytes = 0
         self.memory: SharedMemory | None = None
         self.beside_training = True
+        self.ranks = _here.ranks or SavingRanks.of_job()
         self._unread_timeout_s = unread_timeout_s
         self._end = _Latch()
         self._reader = 0
@@ -174,6 +204,16 @@ class Lease:
         return True
 
 
+@contextlib.contextmanager
+def staged_for(ranks: SavingRanks) -> Iterator[None]:
+    """Note these ranks on the states that the current thread stages."""
+    _here.ranks, before = ranks, _here.ranks
+    try:
+        yield
+    finally:
+        _here.ranks = before
+
+
 def let_caller_go() -> None:
     """Leave the interpreter to the caller for a moment, on a thread that begins to work for it, until training goes on.
 
@@ -241,8 +281,9 @@ class _ThreadHold:
 
 
 class _Here(threading.local):
-    """Per thread: the save under way, a mark that its turn is still to be taken, and the lease staged last."""
+    """Per thread: the save under way, a mark that its turn is still to be taken, the lease staged last, its ranks."""
 
+    ranks: SavingRanks | None = None
     saving: _ThreadHold | None = None
     entered: bool = False
     staged: Lease | None = None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bucketpoint.staging.lease import Lease, StateHold
+from bucketpoint.staging.lease import Lease, SavingRanks, StateHold
 from bucketpoint.staging.process import crossing, dead_checkpoint_process
 
 
@@ -48,12 +48,13 @@ class StagedState(dict[Any, Any]):
         plain = crossing({key: self[key] for key in self})
         if self._on_pickle is not None:
             self._on_pickle()
-        return _arrived, (plain, self._lease.label)
+        return _arrived, (plain, self._lease.label, self._lease.ranks.in_checkpoint_process())
 
 
-def _arrived(state: dict[Any, Any], label: str) -> StagedState:
+def _arrived(state: dict[Any, Any], label: str, ranks: SavingRanks) -> StagedState:
     """Rebuild the state in the checkpoint process, with a lease for the thread that unpickles it and saves it next."""
     lease = Lease(unread_timeout_s=math.inf)
     lease.label = label
     lease.beside_training = False
+    lease.ranks = ranks
     return StagedState(state, lease)

@@ -1,6 +1,6 @@
 """Checks of the newest checkpoint, on which the pruner relies.
 
-Its metadata is compared with its record, and its objects with a listing.
+Its metadata is compared with its record and covers its tensors, and its objects are compared with a listing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNot
 from bucketpoint.format import keys
 from bucketpoint.format.index.ref import index_path
 from bucketpoint.format.item_info import read_item
+from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.deletion_marker import is_marker
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.plain import read_metadata
@@ -53,7 +54,7 @@ def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
 
 
 def damage(catalog: Catalog, inspected: Inspected) -> str | None:
-    """Describe the damage of a checkpoint. None if all of its objects are there. One LIST for each 1,000 of them."""
+    """Describe the damage of a checkpoint: of its tensors, or its objects. None if it is whole. One LIST."""
     checkpoint, record = inspected.checkpoint, inspected.record
     if inspected.problem is not None or record is None:
         return inspected.problem
@@ -61,6 +62,8 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
     data = {
         path: size for path, size in sizes.items() if keys.token_of(path) and path != index_path(record.token or "")
     }
+    if not record.covers and (part := _part(inspected.data)) is not None:
+        return f"checkpoint {checkpoint.folder} does not hold all of its state: {part}"
     whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
     # The tokens are compared too: objects of a save that is under way may be as many and as large as those that are
     # gone.
@@ -86,9 +89,20 @@ def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
         data, _ = get_metadata(catalog.store, catalog.metadata_key(checkpoint.folder))
     except ObjectNotFoundError:
         return f"checkpoint {checkpoint.folder} has no metadata"
+    if (part := _part(data)) is not None:
+        return f"checkpoint {checkpoint.folder} does not hold all of its state: {part}"
     sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
     missing = _missing(data, sizes)
     return f"data of checkpoint {checkpoint.folder} is missing: {missing}" if missing is not None else None
+
+
+def _part(data: bytes) -> str | None:
+    """Return a tensor of which the checkpoint holds a part only, with the reason. None if it holds all of them."""
+    try:
+        metadata = read_metadata(data)
+        return next((f"{name} {why}" for name, why in uncovered(metadata, extra(metadata))), None)
+    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+        return f"its metadata cannot be read: {error.message}"
 
 
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
@@ -24,6 +26,7 @@ from bucketpoint.dcp.session import as_url
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.retention import RetentionPolicy
+from bucketpoint.staging import SavingRanks
 from bucketpoint.transfer import ProgressCallback, TransferOptions
 
 
@@ -208,6 +211,10 @@ class _Writer(BucketWriter):
     """Writer that tells the other ranks of the call the stage of this rank, and at once any error."""
 
     call: CollectiveCall
+
+    def _ranks(self) -> SavingRanks:
+        group = self.call.group
+        return replace(super()._ranks(), together=1 if group is None else dist.get_world_size(group))
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         with self.call.doing("was uploading its items"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +31,11 @@ from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, It
 from bucketpoint.format.index.encode import IndexTemplate, make_index
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.index.ref import IndexRef
+from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.metadata.template import MetadataTemplate, make_template
+
+_NAMED_AT_MOST = 6
 
 KEPT_PLANS = 4
 """Plans that one planner keeps, each for another structure: two models and two optimizers, each saved separately."""
@@ -61,6 +65,7 @@ class CachedPlan:
         complete: digests of a set of layouts of all ranks in which no item is missing.
         template: template of the metadata for the layouts in `complete`.
         index: template of the index for these layouts, if they have an index.
+        uncovered: tensors of which the ranks do not hold all, see `uncovered`; None until the first commit.
     """
 
     entry: bytes
@@ -76,6 +81,7 @@ class CachedPlan:
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
     index: IndexTemplate | None = None
+    uncovered: list[tuple[str, str]] | None = None
 
 
 @dataclass
@@ -283,6 +289,15 @@ class RankResults:
         agreed.index = index
         agreed.complete = self._digests()
 
+    def uncovered(self) -> list[tuple[str, str]]:
+        """Return the first tensors of which the ranks do not hold all, with the reasons: see `uncovered`."""
+        agreed = self.agreed
+        if agreed is None or self.metadata.state_dict_metadata is not agreed.metadata.state_dict_metadata:
+            return _first_uncovered(self.metadata)
+        if agreed.uncovered is None:
+            agreed.uncovered = _first_uncovered(self.metadata)
+        return agreed.uncovered
+
     def results(self) -> list[list[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""
         with without_gc():
@@ -326,6 +341,10 @@ class RankResults:
         if self.metadata.planner_data is not planned.planner_data:
             return None
         return tuple([columns.layout.digest for columns in self.known])
+
+
+def _first_uncovered(metadata: Metadata) -> list[tuple[str, str]]:
+    return list(itertools.islice(uncovered(metadata, {}), _NAMED_AT_MOST))
 
 
 def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import re
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, TENSOR, Table
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
+from bucketpoint.format.metadata.coverage import RANK
 
 DIGEST_BYTES = 4
 
@@ -30,8 +30,6 @@ _MAX_BYTES = 64 << 10
 
 _MAX_NODES = 20_000
 """Nested values that are compared at most, over all items: takes about 20 ms."""
-
-_RANK = re.compile(r"\.rank-(0|[1-9][0-9]{0,8})(?:\.|$)")
 
 
 def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def saved_ranks(metadata: Metadata, name: str) -> list[int]:
         metadata: metadata of the checkpoint, as a reader's `read_metadata` returns it.
         name: name of the value in the state, such as `"train.loader"`.
     """
-    matches = (_RANK.match(fqn, len(name)) for fqn in metadata.state_dict_metadata if fqn.startswith(f"{name}.rank-"))
+    matches = (RANK.match(fqn, len(name)) for fqn in metadata.state_dict_metadata if fqn.startswith(f"{name}.rank-"))
     return sorted({int(match[1]) for match in matches if match is not None})
 
 
@@ -70,7 +68,7 @@ def rank_state_name(fqn: str) -> str | None:
 
     None if the key has no part of `rank_state`.
     """
-    match = _RANK.search(fqn)
+    match = RANK.search(fqn)
     return fqn[: match.start()] if match is not None else None
 
 

@@ -23,6 +23,7 @@ from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commi
 from bucketpoint.errors import (
     BucketpointError,
     IncompleteSaveError,
+    first_of,
 )
 from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
@@ -30,6 +31,7 @@ from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.ref import IndexRef, index_path, make_ref, ref_of
 from bucketpoint.format.item_info import data_paths, read_item
 from bucketpoint.format.metadata.codec import encode_metadata, extension
+from bucketpoint.format.metadata.coverage import PARTIAL, lacking_ranks
 from bucketpoint.format.metadata.facts import make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts
@@ -101,10 +103,14 @@ def commit(
     """Commit a checkpoint: it does not exist before, and exists as a whole after.
 
     Raises:
-        IncompleteSaveError: as `complete_metadata`.
+        IncompleteSaveError: as `complete_metadata`; or the chunks do not make up the tensors.
         CheckpointExistsError: something is committed there and `overwrite` is False.
         CommitConflictError: another job committed to the same URL meanwhile; this save committed nothing.
     """
+    lost = results.uncovered()
+    if not request.partial:
+        names = metadata.state_dict_metadata
+        _refuse_loss([*lost, *(lacking_ranks(names, request.ranks) if request.ranks > 1 else ())], request.url)
     facts = {
         "token": request.token,
         "url": request.url,
@@ -113,6 +119,7 @@ def commit(
         "created": created,
         "torch": str(torch.__version__),
         **results.facts,
+        **({PARTIAL: True} if lost else {}),
         **request.facts,
         **(request.log.facts(request.url) if request.log is not None else {}),
     }
@@ -129,7 +136,8 @@ def commit(
         _delete_replaced(request, replaced, kept={*objects, index_path(request.token)})
     if request.name == keys.METADATA:
         known = {**facts, "writer": __version__}
-        record = make_record(metadata, known, data, sizes, items=items, metadata_etag=info.etag)
+        etag = info.etag
+        record = make_record(metadata, known, data, sizes, items=items, metadata_etag=etag, covers=True)
         # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
         _write_record(request, record, again=again)
     return Committed(items, len(objects), sum(sizes.values()), facts.get("step"), facts.get("metrics", {}))
@@ -244,6 +252,17 @@ def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> 
             len(paths),
             failures[0].key,
             failures[0].code,
+        )
+
+
+def _refuse_loss(lost: Sequence[tuple[str, str]], url: str) -> None:
+    if lost:
+        named = first_of([f"{name} {why}" for name, why in lost], _NAMED_AT_MOST, "; ", "; and ")
+        raise IncompleteSaveError(
+            f"The ranks that saved do not hold the whole state, so nothing was committed: {named}",
+            url=url,
+            remedy="Save on all ranks that hold a part, before torch.distributed.destroy_process_group(). A rank that "
+            "saves its part alone passes no_dist=True to bucketpoint.async_save",
         )
 
 

@@ -50,6 +50,8 @@ class Commit:
         name: `.metadata`, or `__{rank}.metadata` for a save without collectives.
         seen: commit found when the save began; only it may be replaced. None: unknown, not checked.
         fence: protects the data of the attempt against sweeps.
+        partial: the caller has said that this rank saves its part of the state alone.
+        ranks: number of ranks of which the state must have the values of `rank_state`.
     """
 
     store: Store
@@ -63,6 +65,8 @@ class Commit:
     """Further plain values to put into the metadata. Values of the log with the same names replace them."""
     seen: PriorCommit | None = None
     fence: AttemptFence | None = None
+    partial: bool = False
+    ranks: int = 1
 
     def ensure_alive(self) -> None:
         """Make sure that no sweep takes this attempt for dead. Called right before each PUT of the commit.
@@ -113,7 +117,7 @@ def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
     """
     if seen is not None and seen.there:
         raise CheckpointExistsError(
-            "Checkpoint already exists at this URL: it was saved with collectives, and would hide one saved without them",
+            "Checkpoint already exists at this URL: it has collectives, and would hide one without them",
             url=url,
             remedy="Choose another checkpoint_id",
         )

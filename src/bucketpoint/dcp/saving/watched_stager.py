@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.staging import Lease, StagedState
+from bucketpoint.staging import Lease, SavingRanks, StagedState, staged_for
 
 
 class WatchedStager(AsyncStager):
@@ -25,12 +25,14 @@ class WatchedStager(AsyncStager):
     Args:
         handle: the `SaveHandle` of the save.
         rank: rank of the save, whose other ranks learn of a failure in DCP's first collective; None to raise it here.
+        ranks: the ranks that save together.
 
     Attributes:
         refused: error that the state or the stager raised at the call; None if the copy was begun.
     """
 
-    def __init__(self, stager: Any, handle: Any, rank: int | None) -> None:
+    def __init__(self, stager: Any, handle: Any, rank: int | None, ranks: SavingRanks) -> None:
+        self._ranks = ranks
         self._stager = stager
         self._handle = handle
         self._rank = rank
@@ -53,6 +55,10 @@ class WatchedStager(AsyncStager):
             return {}
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
+        with staged_for(self._ranks):
+            return self._stage(state_dict)
+
+    def _stage(self, state_dict: dict[str, Any]) -> Any:
         try:
             if self.refused is not None:
                 raise self.refused

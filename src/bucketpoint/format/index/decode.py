@@ -18,7 +18,7 @@ from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
 from bucketpoint.format.index.derived import count_blocks, fits, payload_sizes, size_guess, table_places
 from bucketpoint.format.index.encode import HEAD, MAGIC, PARTS, largest_part
-from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow
+from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow, over
 from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
@@ -167,6 +167,17 @@ class Index:
         first, shape = self.first_box[number], (self.dims[number], self.counts[number])
         stop = first + shape[0] * shape[1]
         return self.offsets[first:stop].reshape(shape).long(), self.sizes[first:stop].reshape(shape).long()
+
+    def cut(self) -> list[int]:
+        """Return the numbers of the tensors that are not one chunk of the whole shape."""
+        kinds, dims, counts, shapes = map(over, (self.kinds, self.dims, self.counts, self.shapes))
+        first_box, first_size = over(self.first_box), over(self.first_size)
+        cut = counts != 1
+        for axis in range(int(dims.max()) if len(dims) else 0):
+            here = torch.nonzero((dims > axis) & ~cut).reshape(-1)
+            cut[here] = self.sizes[first_box[here] + axis] != shapes[first_size[here] + axis]
+        numbers: list[int] = torch.nonzero(cut & (kinds != 0)).reshape(-1).tolist()
+        return numbers
 
     def box(self, number: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return offsets and sizes of one chunk."""

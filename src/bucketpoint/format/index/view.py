@@ -124,6 +124,12 @@ class Entries(_View):
         chunks: Any = Chunks(self.index, number)
         return TensorStorageMetadata(properties, self.index.shape(number), chunks)
 
+    def cut_tensors(self) -> Iterator[tuple[str, torch.Size, list[tuple[Any, Any]]]]:
+        """Yield name, shape, and offsets and sizes of the chunks, of each tensor that is not one chunk of its shape."""
+        for number in self.index.cut():
+            offsets, sizes = (boxes.t().tolist() for boxes in self.index.boxes(number))
+            yield self.index.names[number], self.index.shape(number), list(zip(offsets, sizes, strict=True))
+
     def __contains__(self, fqn: object) -> bool:
         return fqn in self.index.numbers
 

@@ -12,6 +12,7 @@ from awscrt.checksums import crc32c
 
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerFormatError, UnsafeDataError
 from bucketpoint.format.keys import parse_data_path
+from bucketpoint.format.metadata.coverage import is_tensor, uncovered
 from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
@@ -84,7 +85,8 @@ def record_of(metadata: Any, data: bytes, *, metadata_etag: str | None) -> Commi
         # Another writer's metadata: the items of an object are all that is known of its size.
         for info in items.values():
             sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
-    return make_record(metadata, facts, data, sizes, items=len(items), metadata_etag=metadata_etag)
+    covers = next(uncovered(metadata, facts), None) is None
+    return make_record(metadata, facts, data, sizes, items=len(items), metadata_etag=metadata_etag, covers=covers)
 
 
 def make_record(
@@ -95,6 +97,7 @@ def make_record(
     *,
     items: int,
     metadata_etag: str | None,
+    covers: bool | None,
 ) -> CommitRecord:
     """Make the record of a committed checkpoint from metadata whose objects and items are already counted.
 
@@ -103,6 +106,7 @@ def make_record(
         data: bytes of the metadata as committed.
         sizes: bytes of each object, by path.
         items: number of items in the objects.
+        covers: as in the record.
     """
     changes = _typed(facts, "changes", dict)
     groups: dict[str, int] = {}
@@ -130,6 +134,7 @@ def make_record(
         git_sha=_typed(facts, "git_sha", str),
         config_hash=_typed(facts, "config_hash", str),
         changes=None if changes is None else checked_changes(changes),
+        covers=covers,
     )
 
 
@@ -139,11 +144,6 @@ def _metrics(facts: dict[str, Any]) -> dict[str, float]:
     if not all(type(value) is float or (type(value) is int and abs(value) < _MAX_NBYTES) for value in metrics.values()):
         raise not_metadata("its bucketpoint part has metrics that are not numbers", None)
     return {name: float(value) for name, value in metrics.items()}
-
-
-def is_tensor(entry: Any) -> bool:
-    """Return True if an entry of the state's metadata is a tensor's."""
-    return "chunks" in getattr(type(entry), "__dataclass_fields__", ())
 
 
 @contextlib.contextmanager
