@@ -73,8 +73,8 @@ def _cut_tensors(entries: Any) -> Iterator[tuple[str, Sequence[int], list[Box]]]
 def _fault(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
     """Return in words what the chunks of a tensor lack; None if they make it up."""
     volume = math.prod(size)
-    # A chunk that stands twice in the list lies in one place. Empty ones are those of ranks without a part.
-    boxes = dict.fromkeys((tuple(offsets), tuple(sizes)) for offsets, sizes in chunks if 0 not in sizes)
+    # Empty ones are those of ranks without a part.
+    boxes = [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
     held = sum(math.prod(sizes) for _, sizes in boxes)
     if not volume:
         return None
