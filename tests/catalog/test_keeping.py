@@ -348,7 +348,7 @@ def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(service
     )
     assert done.returncode == 9, done.stderr
     opened = open_catalog(root, storage_options=service.options)
-    late = Catalog(opened.url, opened.store, opened.prefix, opened.template, clock=lambda: time.time() + 72 * 3600)
+    late = Catalog(opened.url, opened.store, opened.prefix, opened.template, now=time.time() + 72 * 3600)
     assert sweep(opened).uploads == []
     (upload,) = sweep(late).uploads
     assert list(late.store.list_multipart(upload)) == []

@@ -9,9 +9,8 @@ import pytest
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import bury_discards, rolled_back
-from bucketpoint.catalog.deletion.lock import holder_name
+from bucketpoint.catalog.deletion.lock import LOCK_SECONDS, holder_name
 from bucketpoint.catalog.deletion.prune_worker import Round, prune_by
-from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.tombstones import schedule_deletion

@@ -13,7 +13,8 @@ import pytest
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch, condemn
-from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS, Order
+from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
+from bucketpoint.catalog.deletion.pruner import Order
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.save_log import SaveLog, read_record
@@ -96,22 +97,22 @@ def test_what_has_become_the_newest_during_the_grace_stays(store: MemoryStore, c
 
 
 def test_of_two_that_take_over_an_expired_lock_one_has_it(store: MemoryStore, catalog: Catalog) -> None:
-    assert locks.acquire(catalog, "first", seconds=1) is not None
-    store.now += 2
+    assert locks.acquire(catalog, "first") is not None
+    store.now += LOCK_SECONDS
     taken: list[locks.Lock | None] = []
     names: list[str] = []
 
     def when(name: str) -> bool:
         names.append(name)
-        # The first one is refused, as there is a lock; the second takes it over.
-        return names.count("put") == 2
+        # The first one is refused, as there is a lock; the second asks for the store's time; the third takes it over.
+        return names.count("put") == 3
 
-    once(store, when, lambda: taken.append(locks.acquire(catalog, "third", seconds=60)))
-    assert locks.acquire(catalog, "second", seconds=60) is None
+    once(store, when, lambda: taken.append(locks.acquire(catalog, "third")))
+    assert locks.acquire(catalog, "second") is None
     assert taken[0] is not None
     store.between = None
-    assert locks.acquire(catalog, "fourth", seconds=60) is None
-    assert locks.acquire(catalog, "third", seconds=60) is not None
+    assert locks.acquire(catalog, "fourth") is None
+    assert locks.acquire(catalog, "third") is not None
 
 
 def test_where_a_store_tells_no_etags_the_token_tells_that_a_step_was_saved_anew(
@@ -222,16 +223,20 @@ def test_what_a_dead_undo_has_left_goes_with_the_next_prune(store: MemoryStore, 
     assert steps_of(catalog) == [100, 200]
 
 
-def test_a_pruner_begins_nothing_once_its_lock_has_expired(store: MemoryStore, catalog: Catalog) -> None:
+def test_a_pruner_begins_nothing_once_its_lock_has_expired(
+    store: MemoryStore, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(catalog, 100)
     save(catalog, 200)
 
     def sleeps() -> None:
         store.now += LOCK_SECONDS + 1
+        monkeypatch.setattr(locks.Lock, "holds", False)
 
     assert once(store, lambda name: states(store) == [BEGUN], sleeps) == []
     assert run(catalog, drop(100)).deleted == []
     store.between = None
+    monkeypatch.undo()
     assert len(in_folder(store, 100)) == 3
     assert [step for step, _ in run(catalog, drop(), holder="next").deleted] == [100]
 
@@ -454,18 +459,20 @@ def test_a_tombstone_that_names_a_folder_of_another_run_deletes_nothing_there(
 
 def test_the_lock_of_a_dead_pruner_whose_clock_was_years_ahead_expires(store: MemoryStore, catalog: Catalog) -> None:
     ahead = dataclasses.replace(catalog, clock=lambda: store.now + 10 * 365 * 24 * HOUR)
-    assert locks.acquire(ahead, "dead", seconds=LOCK_SECONDS) is not None
-    assert locks.acquire(catalog, "alive", seconds=LOCK_SECONDS) is None
-    assert "its lock expires at 23:13:20 UTC" in locks.held_by(catalog)
+    assert locks.acquire(ahead, "dead") is not None
+    assert locks.acquire(catalog, "alive") is None
+    assert "its lock expires at 22:28:20 UTC" in locks.held_by(catalog)
     store.now += 2 * HOUR
-    assert locks.acquire(catalog, "alive", seconds=LOCK_SECONDS) is not None
+    assert locks.acquire(catalog, "alive") is not None
 
 
 @pytest.mark.parametrize("expires", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true"])
-def test_a_lock_with_a_time_that_is_none_is_free(store: MemoryStore, catalog: Catalog, expires: str) -> None:
+def test_a_lock_ends_by_the_stores_time_whatever_it_says(store: MemoryStore, catalog: Catalog, expires: str) -> None:
     store.put(catalog.own_key("pruner.json"), [memoryview(f'{{"expires": {expires}, "holder": "x"}}'.encode())])
     assert "another pruner" in locks.held_by(catalog)
-    assert locks.acquire(catalog, "mine", seconds=LOCK_SECONDS) is not None
+    assert locks.acquire(catalog, "mine") is None
+    store.now += LOCK_SECONDS
+    assert locks.acquire(catalog, "mine") is not None
 
 
 def test_the_uploads_of_a_save_that_begins_during_a_sweep_are_found_by_the_next(

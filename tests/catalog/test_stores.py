@@ -95,7 +95,7 @@ def keys_of(catalog: Catalog) -> list[str]:
 
 def sweep_markers(catalog: Catalog) -> None:
     """Three days later a sweep removes what a pruner cannot remove by a condition."""
-    sweep(replace(catalog, clock=lambda: time.time() + 72 * 3600))
+    sweep(replace(catalog, now=time.time() + 72 * 3600))
 
 
 def test_what_a_writer_saves_is_in_the_catalog_and_nowhere_else(catalog: Catalog, options: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def test_open_uploads_of_a_dead_attempt_are_swept(
     opened = {key for key in opened if any(catalog.store.list_multipart(key))}
     assert len(opened) == 2
     before = {key for key in keys_of(catalog) if "step-200" not in key}
-    late = Catalog(catalog.url, catalog.store, catalog.prefix, catalog.template, clock=lambda: 4e9)
+    late = Catalog(catalog.url, catalog.store, catalog.prefix, catalog.template, now=4e9)
     # A young one is left alone.
     assert sweep(catalog).uploads == []
     assert set(sweep(late).uploads) == opened
@@ -354,7 +354,7 @@ def test_a_temporary_file_of_a_dead_save_in_a_local_folder_is_swept(tmp_path: Pa
     left.write_bytes(b"half")
     assert sweep(catalog).uploads == []
     assert left.exists()
-    swept = sweep(replace(catalog, clock=lambda: 4e9))
+    swept = sweep(replace(catalog, now=4e9))
     assert swept.uploads == [catalog.key(f"step-200/{path}")]
     assert not left.parent.exists()
 

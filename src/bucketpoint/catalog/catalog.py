@@ -5,15 +5,17 @@ Only a `.metadata` makes a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bucketpoint.catalog.snapshot import BY_STEP, Checkpoint, Snapshot, read_notes, read_steps
 from bucketpoint.errors import (
+    AccessDeniedError,
     CorruptDataError,
     InvalidURLError,
     ObjectNotFoundError,
@@ -43,7 +45,9 @@ class Catalog:
         url: the run's root, without a slash at its end.
         store, prefix: the opened store, and the root's key prefix in it.
         template: template of the names of the run's checkpoint folders.
-        clock: returns seconds since the epoch. Expiries are compared with it.
+        clock: returns seconds since the epoch by this machine, which may be wrong: nothing is old because of it.
+        now: the store's time at the beginning of a round that deletes, from an object that the round has written; None
+            for those who only read.
         run: name of the run that a job saves; empty if the job gives none. Listings must be of a run of that name. None
             for tools, which look at any run.
     """
@@ -54,6 +58,7 @@ class Catalog:
     template: StepTemplate = field(default_factory=StepTemplate)
     clock: Callable[[], float] = time.time
     run: str | None = None
+    now: float | None = None
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
@@ -105,8 +110,8 @@ class Catalog:
 
     def listed_steps(self) -> Snapshot:
         """List as `steps` does, whichever run the checkpoints belong to."""
-        taken = self.clock()
-        return read_steps(self.listed(catalog_keys.STEPS), taken=taken)
+        listed = self.listed(catalog_keys.STEPS)
+        return read_steps(listed, taken=self.time_of(listed))
 
     def record_of(self, folder: str) -> Checkpoint | None:
         """Return the recorded checkpoint of one folder, or None. One LIST, of that step's keys alone."""
@@ -114,8 +119,17 @@ class Catalog:
         if step is None:
             return None
         listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
-        snapshot = read_steps(listed, taken=self.clock())
+        snapshot = read_steps(listed, taken=self.time_of(listed))
         return next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
+
+    def token_of(self, step: int) -> str | None:
+        """Return the token of a step's recorded checkpoint; None if there is none. One LIST, of that step's keys."""
+        listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
+        snapshot = read_steps(listed, taken=None)
+        given_up = snapshot.given_up()
+        ids = {checkpoint.id for checkpoint in snapshot.checkpoints if checkpoint.name not in given_up}
+        # A step may have two folders, padded and not.
+        return ids.pop() if len(ids) == 1 else None
 
     def snapshot(self) -> Snapshot:
         """List everything that a plan needs: `steps` and the notes.
@@ -123,17 +137,25 @@ class Catalog:
         One LIST for each 1,000 keys of either, and no GET.
         """
         # Notes are listed first: a checkpoint that is committed after its step was noted then appears with its notes.
-        notes = read_notes(self.listed(catalog_keys.NOTES))
-        return self.steps().with_notes(notes)
+        noted = self.listed(catalog_keys.NOTES)
+        snapshot = self.steps()
+        times = (snapshot.taken, self.time_of(noted))
+        taken = max((time for time in times if time is not None), default=None)
+        return replace(snapshot, taken=taken).with_notes(read_notes(noted))
 
     def with_unrecorded(self, snapshot: Snapshot) -> Snapshot:
         """Add the checkpoints without a record to a snapshot: those of plain writers, of torch, and of dead ranks.
 
-        One LIST for each 1,000 folders, and one small GET for each folder without a record, several at a time.
+        Records without a folder are of checkpoints that are gone. One LIST for each 1,000 folders, and one small GET
+        for each folder without a record, several at a time.
         """
         unrecorded: list[Checkpoint | None] = []
+        folders = self.folders()
+        snapshot = snapshot.without_gone([one for one in snapshot.recorded if one.folder not in {*folders}])
         for_each(
-            self._without_record(snapshot), lambda folder: unrecorded.append(self.unrecorded(folder)), TransferOptions()
+            self._without_record(snapshot, folders),
+            lambda folder: unrecorded.append(self.unrecorded(folder)),
+            TransferOptions(),
         )
         both = [*snapshot.checkpoints, *filter(None, unrecorded)]
         return replace(snapshot, checkpoints=tuple(sorted(both, key=BY_STEP)))
@@ -154,16 +176,17 @@ class Catalog:
             for checkpoint in snapshot.checkpoints
             if checkpoint.kind == kind
         ]
-        for folder in self._without_record(snapshot):
+        for folder in self._without_record(snapshot, self.folders()):
             ranked.append((folder not in leaving, self.template.step_of(folder) or 0, False, folder))
         for *_, one in sorted(ranked, key=lambda entry: entry[:3], reverse=True):
             checkpoint = self.unrecorded(one, kind) if isinstance(one, str) else one
             if checkpoint is not None:
                 yield checkpoint
 
-    def _without_record(self, snapshot: Snapshot) -> list[str]:
-        """Return the folders that may hold a checkpoint and have no record. One LIST for each 1,000 folders."""
-        return sorted({*self.folders(), *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders)
+    @staticmethod
+    def _without_record(snapshot: Snapshot, folders: Iterable[str]) -> list[str]:
+        """Return the folders that may hold a checkpoint and have no record."""
+        return sorted({*folders, *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders)
 
     def unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
         """Return the commit in a folder without reading its metadata: its attempt and its contents stay unknown."""
@@ -203,26 +226,62 @@ class Catalog:
         above = self.own_key(where, "")
         return [(info.key[len(above) :], info) for info in self.store.list(above + first)]
 
+    # -- the store's time --------------------------------------------------------------------------------------------
+
+    def dated(self, written: ObjectInfo) -> Catalog:
+        """Return the catalog at the store's time of an object that was just written.
+
+        One HEAD if the reply to the write did not contain the time.
+        """
+        modified = written.modified
+        if modified is None:
+            with contextlib.suppress(ObjectNotFoundError):
+                modified = self.store.head(written.key).modified
+        return replace(self, now=modified)
+
+    def at_store_time(self) -> Catalog:
+        """Return the catalog at the store's time. A PUT of an object that says nothing, and a DELETE."""
+        dated = self.dated(self.write(self.own_key(catalog_keys.CLOCK)))
+        with contextlib.suppress(AccessDeniedError):
+            self.store.delete([self.own_key(catalog_keys.CLOCK)])
+        return dated
+
+    def time_of(self, listed: Iterable[tuple[str, ObjectInfo]]) -> float | None:
+        """Return the store's time of this round.
+
+        Those who only read may not write: for them it is the newest time in the listing, which is never too late, so
+        that nothing counts as older than it is. None if the store tells no times: then nothing counts as old.
+        """
+        if self.now is not None:
+            return self.now
+        return max((info.modified for _, info in listed if info.modified is not None), default=None)
+
+    def due(self, grace: float) -> float:
+        """Return the moment of a deletion after `grace` seconds, by the store's clock."""
+        if self.now is not None:
+            return self.now + grace
+        # A store that tells no times never makes a tombstone due, except one without a grace.
+        return self.clock() + grace if grace else 0.0
+
     # -- small writes ------------------------------------------------------------------------------------------------
 
     def write(self, key: str, data: bytes = b"", *, if_match: str | None = None) -> ObjectInfo:
         body = memoryview(data)
         return self.store.put(key, [body] if data else [], crc32c=crc32c(body), if_match=if_match)
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Write an object that must not exist yet. Return False if it exists with other content.
+    def create(self, key: str, data: bytes) -> ObjectInfo | None:
+        """Write an object that must not exist yet. Return None if it exists with other content.
 
         Equal content counts as written: it may be this call's own, if the answer to an earlier request was lost.
         """
         body = memoryview(data)
         try:
-            self.store.put(key, [body], crc32c=crc32c(body), if_none_match=True)
+            return self.store.put(key, [body], crc32c=crc32c(body), if_none_match=True)
         except PreconditionFailedError:
-            try:
-                return self.store.get(key, max_bytes=len(data))[0] == data
-            except (CorruptDataError, ObjectNotFoundError):
-                return False
-        return True
+            with contextlib.suppress(CorruptDataError, ObjectNotFoundError):
+                there, info = self.store.get(key, max_bytes=len(data))
+                return info if there == data else None
+        return None
 
 
 def committed_info(store: Store, key: str) -> ObjectInfo | None:

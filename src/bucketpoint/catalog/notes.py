@@ -33,28 +33,40 @@ class PinInfo:
     expires: float | None
 
 
-def report(catalog: Catalog, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
+def report(
+    catalog: Catalog,
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    at: float | None = None,
+    token: str | None = None,
+) -> None:
     """Note metrics of a step, at any time and from any process. Of several values of a name, the last reported counts.
 
-    The step may have no checkpoint yet, or never get one. NaN and infinite values are kept as they are.
+    The metrics are those of one commit: a checkpoint that later replaces it has none of them. The step may have no
+    checkpoint yet: the metrics then count for each that it gets. NaN and infinite values are kept as they are.
 
     Args:
         at: time of the measurement in seconds since the epoch; now by default.
+        token: token of the commit; by default that of the step's present checkpoint, which costs one LIST.
 
     Raises:
         BucketpointError: a name is empty or too long, or a value is no number.
     """
+    checked = checked_metrics(metrics)
+    token = token or catalog.token_of(step)
     head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(catalog.clock() if at is None else at)]
+    head += catalog_keys.named_token(token) if token else ()
     batch: list[str] = []
-    for name, value in sorted(checked_metrics(metrics).items()):
+    for name, value in sorted(checked.items()):
         pair = [name, repr(value)]
         # One key holds as many metrics as fit: one request for each metric would cost more than the metrics are worth.
         if batch and len(catalog_keys.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
-            _put(catalog, NoteKey(step, catalog_keys.METRICS, (head[2], *batch)))
+            _put(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
             batch = []
         batch += pair
     if batch:
-        _put(catalog, NoteKey(step, catalog_keys.METRICS, (head[2], *batch)))
+        _put(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

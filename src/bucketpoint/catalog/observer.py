@@ -21,7 +21,7 @@ from bucketpoint.catalog.snapshot import (
     read_notes,
     read_steps,
 )
-from bucketpoint.errors import MetadataError, first_of
+from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import index_path
 from bucketpoint.format.record import CommitRecord
@@ -57,7 +57,7 @@ class AttemptProgress:
     bytes: int | None = None
     latest: float | None = None
 
-    def is_live(self, now: float) -> bool:
+    def is_live(self, now: float | None) -> bool:
         """Return True if the save may still commit, by its last sign of life."""
         times = [time for time in (self.started, self.latest) if time is not None]
         return Attempt(self.step, self.token or "", self.folder, "", max(times, default=None)).is_live(now)
@@ -99,6 +99,7 @@ class Observer:
     catalog: Catalog
     _commits: dict[str, Checkpoint] = field(default_factory=dict)
     _read: tuple[str, CommitRecord | None, str | None] | None = None
+    _tokens: dict[str, tuple[str | None, frozenset[str]]] = field(default_factory=dict)
 
     def look(self) -> Observation:
         """Observe the run. No data object is read.
@@ -108,10 +109,13 @@ class Observer:
         """
         catalog = self.catalog
         noted, listed = catalog.listed(catalog_keys.NOTES), catalog.listed(catalog_keys.STEPS)
-        snapshot = read_steps(listed, taken=catalog.clock()).with_notes(read_notes(noted))
+        snapshot = read_steps(listed, taken=catalog.time_of([*noted, *listed])).with_notes(read_notes(noted))
         problems = list(_unreadable(snapshot, [*noted, *listed]))
         attempts = [one for one in snapshot.attempts if catalog.template.step_of(one.folder) == one.step]
-        folders = {*catalog.folders(), *(attempt.folder for attempt in attempts)} - snapshot.folders
+        there = catalog.folders()
+        snapshot = snapshot.without_gone([one for one in snapshot.recorded if one.folder not in {*there}])
+        problems += [f"step {one.step} has a record, and its checkpoint is gone" for one in snapshot.gone]
+        folders = {*there, *(attempt.folder for attempt in attempts)} - snapshot.folders
         unrecorded = self._without_record(folders)
         everything = tuple(sorted([*snapshot.checkpoints, *unrecorded.values()], key=BY_STEP))
         snapshot = replace(snapshot, checkpoints=everything)
@@ -181,7 +185,24 @@ class Observer:
             if save.token is not None or keys.METADATA not in listed:
                 began = save.started if save.started is not None else 0.0
                 later = [time for folder, time in starts if folder == save.folder and time > began]
-                yield _with_objects(save, listed, committed, until=min(later, default=math.inf))
+                named = self._named(save.folder, listed.get(keys.METADATA))
+                yield _with_objects(save, listed, committed | named, until=min(later, default=math.inf))
+
+    def _named(self, folder: str, metadata: ObjectInfo | None) -> frozenset[str]:
+        """Return the tokens of the ranks that saved what is committed in a folder. One GET for each commit.
+
+        A save that died there must not be shown with the objects of the one that succeeded after it.
+        """
+        if metadata is None:
+            return frozenset()
+        etag, tokens = self._tokens.get(folder, (None, frozenset[str]()))
+        if etag is None or etag != metadata.etag:
+            try:
+                tokens = frozenset(keys.tokens_in(self.catalog.store.get(metadata.key)[0]))
+            except ObjectNotFoundError:
+                return frozenset()
+            self._tokens[folder] = metadata.etag, tokens
+        return tokens
 
 
 def _has_committed(attempt: Attempt, commit: Checkpoint | None) -> bool:

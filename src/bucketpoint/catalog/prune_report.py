@@ -19,6 +19,9 @@ class Pruned:
         freed: bytes of data that were removed with each deleted or thinned checkpoint.
         metrics: names of all metrics that the run has values of.
         failures: keys that the store did not delete, with the reason; the next prune tries them again.
+        gone: steps with a record whose checkpoint something else has removed or replaced. No rule counts them.
+        ahead: steps that were saved by a machine whose clock was ahead, and by how many seconds.
+        now: the store's time of the round; None if it tells none.
         stopped: the reason why nothing was done at all: another pruner is at work, or the newest checkpoint is not
             whole.
     """
@@ -31,4 +34,7 @@ class Pruned:
     freed: dict[tuple[int, str], int] = field(default_factory=dict)
     metrics: frozenset[str] = frozenset()
     failures: list[DeleteFailure] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    ahead: dict[int, float] = field(default_factory=dict)
+    now: float | None = None
     stopped: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
@@ -63,6 +63,38 @@ def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
     if one.created == youngest.created:
         return True
     return one.written is not None and youngest.written is not None and one.written > youngest.written
+
+
+def absent(
+    catalog: Catalog, checkpoints: Iterable[Checkpoint], *, dry_run: bool = False
+) -> tuple[list[Checkpoint], bool]:
+    """Return the checkpoints whose commit is not there any more, and True if a record was written anew.
+
+    One HEAD for each. A run that another tool has copied or moved has other ETags than its records say: if `.metadata`
+    is still that of the recorded attempt, the record is written anew, once.
+    """
+    gone: list[Checkpoint] = []
+    moved: list[tuple[Checkpoint, CommitRecord]] = []
+    for checkpoint in checkpoints:
+        try:
+            mark = catalog_keys.mark_of(catalog.store.head(catalog.metadata_key(checkpoint.folder)).etag)
+        except ObjectNotFoundError:
+            gone.append(checkpoint)
+            continue
+        if mark == checkpoint.mark != catalog_keys.UNKNOWN:
+            continue
+        record = metadata_record(catalog, checkpoint.folder)
+        if record is None or record.token != checkpoint.id:
+            gone.append(checkpoint)
+        elif mark != checkpoint.mark:
+            moved.append((checkpoint, record))
+    if dry_run:
+        return gone, False
+    for checkpoint, record in moved:
+        # With the time of the old record, so that no rule decides anew because of the move.
+        write_record(catalog, checkpoint.folder, checkpoint.step, replace(record, created=checkpoint.created))
+    catalog.store.delete([checkpoint.key for checkpoint, _ in moved if checkpoint.key is not None])
+    return gone, bool(moved)
 
 
 def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:

@@ -95,7 +95,7 @@ class SaveLog:
             # In one note with the metrics: a pruner that ranks the checkpoint by these knows of the others, too.
             metrics = {**self.metrics, **_nonfinite(record)}
             if metrics:
-                report(self.catalog, step, metrics)
+                report(self.catalog, step, metrics, token=record.token)
             if not intent_stays and record.token is not None:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:

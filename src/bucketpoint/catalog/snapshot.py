@@ -23,11 +23,15 @@ SAFETY_AGE_S = 48 * 3600.0
 """Age at which an attempt counts as dead. Far above the longest save."""
 
 
+FUTURE_S = 300.0
+"""Most seconds by which a record may claim to be younger than it is. Clocks that are kept right are closer."""
+
 BY_STEP = attrgetter("step", "created", "id")
 _BY_TIME = attrgetter("created", "step", "id")
 
 CLOCKS_S = 900.0
-"""Most seconds by which a pruner's clock may be ahead of the store's: S3 refuses requests that are 15 minutes off."""
+"""Most seconds by which clocks may differ: S3 refuses requests that are 15 minutes off, and the servers of one store
+may have clocks of their own."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Checkpoint:
         groups: bytes by object group.
         key: key of the record; None if there is none yet.
         written: time at which the record was written, by the store's clock, in seconds since the epoch.
+        ahead: seconds by which the record claims to be younger than `written`; `created` is then `written`.
     """
 
     step: int
@@ -52,6 +57,7 @@ class Checkpoint:
     groups: Mapping[str, int] = field(default_factory=dict)
     key: str | None = None
     written: float | None = None
+    ahead: float = 0.0
 
     @property
     def name(self) -> tuple[str, str]:
@@ -70,14 +76,14 @@ class Attempt:
     started: float | None
     """Seconds since the epoch, by the store's clock."""
 
-    def is_live(self, now: float, age: float = SAFETY_AGE_S) -> bool:
+    def is_live(self, now: float | None, age: float = SAFETY_AGE_S) -> bool:
         """Return True if the attempt may still commit. Without a date from the store it never counts as old."""
-        return self.started is None or now - self.started < age
+        return self.started is None or now is None or now - self.started < age
 
 
 @dataclass(frozen=True)
 class Tombstone:
-    """An order to delete or thin a checkpoint at `due`. `etag` is the note's ETag when it was listed.
+    """An order to delete or thin a checkpoint at `due`, by the store's clock. `etag`: the note's ETag as listed.
 
     Attributes:
         undone: True if it was taken back; what remains of it is void.
@@ -107,15 +113,22 @@ class Tombstone:
         """True if a prune may still take it back, because the policy of that prune keeps the checkpoint."""
         return self.by_policy and not self.begun and not self.undone
 
+    def is_due(self, now: float | None) -> bool:
+        """Return True if its time has come by the store's clock. Without a time from the store only 0 has come."""
+        return self.due <= (0.0 if now is None else now)
+
 
 @dataclass(frozen=True)
 class Pin:
-    """A request to keep a step, until `expires` if that is set."""
+    """A request to keep a step, until `expires` by the store's clock if that is set."""
 
     step: int
     id: str
     expires: float | None
     key: str
+
+    def holds(self, now: float | None) -> bool:
+        return self.expires is None or now is None or now < self.expires
 
 
 @dataclass(frozen=True)
@@ -128,21 +141,25 @@ class ReadLease:
     beaten: float | None
     key: str
 
-    def valid(self, now: float) -> bool:
-        # The heartbeat is by the store's clock and `now` by the pruner's. Neither this difference nor a store without
-        # times may end a lease early.
-        return self.beaten is None or now <= self.beaten + self.seconds + CLOCKS_S
+    def valid(self, now: float | None) -> bool:
+        # A store without times must not end a lease early.
+        return self.beaten is None or now is None or now <= self.beaten + self.seconds + CLOCKS_S
 
 
 @dataclass(frozen=True)
 class MetricReport:
-    """One metric of a step, as reported at `time`."""
+    """One metric of a step, as reported at `time`.
+
+    It is one of the commit with this `token` alone. A report without a token, of version 0.2 or from before the save,
+    is one of every commit of the step.
+    """
 
     step: int
     time: float
     name: str
     value: float
     key: str
+    token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -176,23 +193,31 @@ class Notes:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The catalog at the time `taken`.
+    """The catalog at the time `taken`, by the store's clock; None if the store tells no times.
 
     Attributes:
         checkpoints: in order, one for each folder. Those without a record are there only if they were looked for.
         superseded: records of commits that another commit in the same folder has replaced.
         finished: attempts whose intent still exists although they have a record.
+        gone: checkpoints with a record whose commit is not there any more. No rule counts them.
         runs: name of the run that owns the folders; empty if the run has no name. Several names appear only while two
             runs claim the folders at once.
     """
 
-    taken: float
+    taken: float | None
     checkpoints: tuple[Checkpoint, ...]
     superseded: tuple[Checkpoint, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     finished: tuple[Attempt, ...] = ()
     notes: Notes = field(default_factory=Notes)
     runs: frozenset[str] = frozenset()
+    gone: tuple[Checkpoint, ...] = ()
+
+    def without_gone(self, gone: Collection[Checkpoint]) -> Snapshot:
+        """Return the snapshot in which these checkpoints are gone."""
+        names = {checkpoint.name for checkpoint in gone}
+        left = tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.name not in names)
+        return replace(self, checkpoints=left, gone=(*self.gone, *gone))
 
     def with_notes(self, notes: Notes) -> Snapshot:
         """Return the snapshot with these notes; the tombstones stay those of the snapshot."""
@@ -210,8 +235,8 @@ class Snapshot:
         revocable = [stone for stone in self.notes.tombstones if stone.is_revocable]
         # Of two tombstones of one checkpoint the one for deletion counts.
         ordered = {stone.name: stone.action for stone in sorted(revocable, key=lambda stone: stone.action == DELETE)}
-        metrics = self.metrics()
         held = self.held()
+        metrics = self.metrics()
         return [
             Row(
                 step=checkpoint.step,
@@ -220,7 +245,7 @@ class Snapshot:
                 kind=checkpoint.kind,
                 bytes=sum(checkpoint.groups.values()),
                 groups=dict(checkpoint.groups),
-                metrics=metrics.get(checkpoint.step, {}),
+                metrics=metrics.get(checkpoint.name, {}),
                 pinned="pinned" in held.get(checkpoint.step, ()),
                 leased="leased" in held.get(checkpoint.step, ()),
                 restored_from="restored from" in held.get(checkpoint.step, ()),
@@ -239,6 +264,11 @@ class Snapshot:
     def unrecorded(self) -> tuple[Checkpoint, ...]:
         """Checkpoints without a record, if they were looked for: no rule decides on them."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.key is None)
+
+    @property
+    def ahead(self) -> dict[int, float]:
+        """Steps whose records claim to be younger than they are, and by how many seconds."""
+        return {checkpoint.step: checkpoint.ahead for checkpoint in self.recorded if checkpoint.ahead}
 
     @property
     def full(self) -> tuple[Checkpoint, ...]:
@@ -274,11 +304,17 @@ class Snapshot:
         left = tuple(stone for stone in self.notes.tombstones if stone.key not in keys)
         return replace(self, notes=replace(self.notes, tombstones=left))
 
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """Return the metrics by step and name; of several values the one that was reported last."""
-        metrics: dict[int, dict[str, float]] = {}
+    def metrics(self) -> dict[tuple[str, str], dict[str, float]]:
+        """Return the metrics by checkpoint (folder, id) and name; of several values the one that was reported last."""
+        steps: dict[int, list[Checkpoint]] = {}
+        for checkpoint in self.checkpoints:
+            steps.setdefault(checkpoint.step, []).append(checkpoint)
+        metrics: dict[tuple[str, str], dict[str, float]] = {}
         for report in sorted(self.notes.reports, key=attrgetter("time", "key")):
-            metrics.setdefault(report.step, {})[report.name] = report.value
+            for checkpoint in steps.get(report.step, ()):
+                # What was measured of a commit that was rolled back or replaced must not rank the one in its place.
+                if report.token in (None, checkpoint.id):
+                    metrics.setdefault(checkpoint.name, {})[report.name] = report.value
         return metrics
 
     def metric_names(self) -> frozenset[str]:
@@ -288,7 +324,7 @@ class Snapshot:
     def held(self) -> dict[int, set[str]]:
         """Return the steps that are held at the moment, with the reasons: pinned, leased or restored from."""
         notes = self.notes
-        holds = [(pin.step, "pinned") for pin in notes.pins if pin.expires is None or self.taken < pin.expires]
+        holds = [(pin.step, "pinned") for pin in notes.pins if pin.holds(self.taken)]
         holds += [(lease.step, "leased") for lease in notes.leases if lease.valid(self.taken)]
         holds += [(resume.step, "restored from") for resume in self.resumed]
         held: dict[int, set[str]] = {}
@@ -322,7 +358,7 @@ class Snapshot:
         return {max(some, key=key).name for some in sets if some for key in (BY_STEP, _BY_TIME)}
 
 
-def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Snapshot:
+def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float | None) -> Snapshot:
     """Parse checkpoints, attempts and tombstones from a listing of names. Unknown names are ignored."""
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []
@@ -331,17 +367,7 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
     for name, info in listed:
         commit = CommitKey.parse(name)
         if commit is not None:
-            one = Checkpoint(
-                commit.step,
-                commit.created,
-                commit.token,
-                commit.kind,
-                commit.mark,
-                commit.folder,
-                commit.groups,
-                info.key,
-                info.modified,
-            )
+            one = _checkpoint(commit, info)
             by_folder.setdefault(one.folder, []).append(one)
         elif attempt := AttemptKey.parse(name):
             attempts.append(Attempt(attempt.step, attempt.token, attempt.folder, info.key, info.modified))
@@ -367,6 +393,25 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
     )
 
 
+def _checkpoint(commit: CommitKey, info: ObjectInfo) -> Checkpoint:
+    # A record is written after its commit. A time of commit later than that is of a machine whose clock was ahead: it
+    # would make every other checkpoint old.
+    created, written = commit.created, info.modified
+    ahead = created - written if written is not None and created - written > FUTURE_S else 0.0
+    return Checkpoint(
+        commit.step,
+        created - ahead,
+        commit.token,
+        commit.kind,
+        commit.mark,
+        commit.folder,
+        commit.groups,
+        info.key,
+        written,
+        ahead,
+    )
+
+
 def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
     """Parse the notes, without tombstones, from a listing of names. Unknown and malformed names are ignored."""
     reports: list[MetricReport] = []
@@ -381,8 +426,13 @@ def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
         with contextlib.suppress(ValueError):
             match (note.kind, *note.fields):
                 case (catalog_keys.METRICS, time, *pairs) if len(pairs) % 2 == 0:
-                    values = zip(pairs[::2], map(float, pairs[1::2]), strict=True)
-                    reports += [MetricReport(step, _time(time), metric, value, key) for metric, value in values]
+                    values = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
+                    token = next(filter(None, map(catalog_keys.token_named, values)), None)
+                    reports += [
+                        MetricReport(step, _time(time), metric, value, key, token)
+                        for metric, value in values.items()
+                        if not catalog_keys.token_named(metric)
+                    ]
                 case (catalog_keys.PIN, pin, expires):
                     pins.append(Pin(step, pin, _time(expires) if expires else None, key))
                 case (catalog_keys.LEASE, holder, seconds):

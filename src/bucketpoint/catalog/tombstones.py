@@ -31,7 +31,7 @@ class GoneError(BucketpointError):
 def schedule_deletion(
     catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "", by_policy: bool = False
 ) -> str:
-    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (seconds since the epoch); its key.
+    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (see `Catalog.due`); its key.
 
     Args:
         by_policy: a later prune whose policy keeps the checkpoint takes the tombstone back.
@@ -51,7 +51,7 @@ def undo(catalog: Catalog, step: int) -> int:
         GoneError: a pruner has begun to delete or thin the checkpoint.
     """
     listed = catalog.listed(catalog_keys.STEPS, NoteKey(step, catalog_keys.TOMBSTONE, ("",)).name())
-    tombstones = read_steps(listed, taken=catalog.clock()).notes.tombstones
+    tombstones = read_steps(listed, taken=None).notes.tombstones
     for tombstone in tombstones:
         _take_back(catalog, tombstone)
     return len(tombstones)

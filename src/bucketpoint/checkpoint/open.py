@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
 from bucketpoint.errors import CheckpointDeletedError, CheckpointNotFoundError
-from bucketpoint.format import keys
+from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import IndexRef, ref_of
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.facts import extra, record_of
@@ -125,10 +125,13 @@ def open_checkpoint(
     return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
 
 
-def committed_below(
+def named_below(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
-) -> Iterator[str]:
-    """Yield the URLs of all checkpoints at and below a URL, in key order. One LIST per 1,000 objects."""
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the URLs of all checkpoints at and below a URL, and those of which there is a record, with its key.
+
+    In key order, so that records come first. One LIST per 1,000 objects.
+    """
     text = as_url(url) or ""
     store, prefix = open_store(text, storage_options=storage_options, fs=fs)
     above = prefix + "/" if prefix else ""
@@ -136,4 +139,11 @@ def committed_below(
         path = info.key[len(above) :]
         if path == keys.METADATA or path.endswith("/" + keys.METADATA):
             folder = path.removesuffix(keys.METADATA).rstrip("/")
-            yield f"{text.rstrip('/')}/{folder}" if folder else text
+            yield f"{text.rstrip('/')}/{folder}" if folder else text, None
+            continue
+        root, catalog, rest = path.rpartition(f"{catalog_keys.CATALOG}/")
+        parts = rest.split("/")
+        if catalog and len(parts) == 3 and parts[1] == catalog_keys.STEPS:
+            commit = catalog_keys.CommitKey.parse(parts[2])
+            if commit is not None:
+                yield f"{text.rstrip('/')}/{root}{commit.folder}", info.key

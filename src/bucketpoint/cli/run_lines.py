@@ -216,6 +216,7 @@ def notices(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"PROBLEM: {problem}"
     if document["policy"] is not None:
         yield from document["policy"]["unreported"].values()
+        yield from document["policy"]["future"]
         if document["unrecorded"]:
             yield f"{text.count(document['unrecorded'], 'checkpoint')} without a record, which no policy deletes"
 

@@ -23,6 +23,9 @@ STEPS = "steps"
 NOTES = "notes"
 UPLOADS = "uploads"
 LOCK = "pruner.json"
+CLOCK = "clock"
+"""The object that an actor writes to learn the store's time, if it writes nothing else first. It has no content."""
+
 CLAIM = "run.json"
 
 OPEN = "open"
@@ -187,6 +190,16 @@ class UploadKey:
         if parts is None or len(parts) != 4:
             return None
         return cls(int(parts[0]), parts[1], int(parts[2]), parts[3])
+
+
+def named_token(token: str) -> tuple[str, str]:
+    """Return the field pair by which a metrics note names its commit: version 0.2 reads it as one more metric."""
+    return f"@{token}", "0"
+
+
+def token_named(metric: str) -> str | None:
+    """Return the token of the commit that a metrics note is of, if this field names it."""
+    return metric[1:] if metric.startswith("@") and _TOKEN.fullmatch(metric[1:]) else None
 
 
 def run_of(name: str) -> str | None:

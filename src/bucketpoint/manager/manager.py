@@ -224,7 +224,7 @@ class CheckpointManager:
             raise
         self._triggers.saved()
         self._running = Running(step, handle, kind == FULL)
-        handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self._running))
+        handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self.catalog, self._running))
         return handle
 
     def _make_room(self, step: int, call: str) -> bool:
@@ -377,11 +377,18 @@ class CheckpointManager:
         return self._standing.status(self._running, self.pruning, skipped=self.skipped)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes, and raises."""
+        """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes, and raises.
+
+        They are metrics of the step's present checkpoint, or of the one whose save is under way: one that later
+        replaces it has none of them.
+        """
         step = whole_step(step)
         if self._ranks.is_coordinator:
+            known, running = notes.checked_metrics(metrics), self._running
+            if running is not None and running.step == step and running.hold_back(known):
+                return
             try:
-                notes.report(self.catalog, step, metrics)
+                notes.report(self.catalog, step, known)
             except StoreError as error:
                 if not self._warns(error):
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,6 +11,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
+from bucketpoint.catalog import notes
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.dcp import SaveHandle
 from bucketpoint.dcp.async_save import begin_save
 from bucketpoint.errors import (
@@ -44,6 +47,8 @@ _NEVER_WARNED = (
 _OUTAGES_ONCE_COMMITTED = (AccessDeniedError, CredentialsError)
 """Errors of a configuration that has never worked; after a commit they are outages, such as an expired token."""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Running:
@@ -59,6 +64,8 @@ class Running:
     handle: SaveHandle
     full: bool = True
     settled: threading.Event = field(default_factory=threading.Event)
+    _metrics: list[Mapping[str, float]] | None = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def failed(self) -> bool:
@@ -80,6 +87,20 @@ class Running:
         """Return the error to raise, and note that the program has received it: it is raised once."""
         self.handle._note_told()
         return self.error
+
+    def hold_back(self, metrics: Mapping[str, float]) -> bool:
+        """Keep metrics until the commit, whose token they get. Return False if the save has ended."""
+        with self._lock:
+            if self._metrics is None:
+                return False
+            self._metrics.append(metrics)
+            return True
+
+    def held_back(self) -> list[Mapping[str, float]]:
+        """Return the metrics that were kept. No more are."""
+        with self._lock:
+            metrics, self._metrics = self._metrics or [], None
+            return metrics
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
@@ -125,8 +146,13 @@ def may_be_warned(error: BaseException, *, committed: bool) -> bool:
     return isinstance(error, Exception) and not isinstance(error, never)
 
 
-def note_end(manager: weakref.ref[Any], running: Running, handle: SaveHandle) -> None:
-    """Tell the manager of a save how it ended, if there is one still."""
+def note_end(manager: weakref.ref[Any], catalog: Catalog, running: Running, handle: SaveHandle) -> None:
+    """Report the metrics of a save, and tell its manager how it ended, if there is one still."""
+    for metrics in running.held_back():
+        try:
+            notes.report(catalog, running.step, metrics)
+        except BucketpointError as error:
+            logger.warning("the metrics of step %d were not reported: %s", running.step, error)
     alive, error = manager(), handle.failure()
     if alive is not None and error is None:
         alive._standing.saved(running.step, handle.begun_s, full=running.full)

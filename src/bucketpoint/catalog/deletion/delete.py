@@ -134,7 +134,8 @@ def _uncommit(
             return Doomed(_data(listed, ended, ()))
         if marker is not None:
             tokens, paths = set(marker.tokens), marker.paths
-        elif same or (one.mark == catalog_keys.UNKNOWN and _token_in(data, committed) == one.id):
+        # The token tells the commit, too: the ETag of a run that another tool has copied is no longer the recorded one.
+        elif same or _token_in(data, committed) == one.id:
             tokens = keys.tokens_in(data)
             paths = () if tokens else _flat_paths(data)
         else:
@@ -155,7 +156,8 @@ def _uncommit(
             catalog.store.delete_if(committed.key, committed.etag)
         else:
             # If this pruner dies, the marker tells the next one which objects to delete.
-            marker = DeletionMarker(one.id, catalog.clock(), by, tuple(sorted(tokens)), paths)
+            at = catalog.now if catalog.now is not None else catalog.clock()
+            marker = DeletionMarker(one.id, at, by, tuple(sorted(tokens)), paths)
             remove = put_marker(catalog, able, committed, marker)
     except ObjectNotFoundError:
         pass
@@ -167,7 +169,7 @@ def _uncommit(
 
 def _fenced(catalog: Catalog, listed: dict[str, ObjectInfo], tokens: set[str]) -> bool:
     fences = [info for path, info in listed.items() if keys.parse_fence_path(path) in tokens]
-    oldest = catalog.clock() - MIN_SWEEP_AGE_S
+    oldest = catalog.now - MIN_SWEEP_AGE_S if catalog.now is not None else float("-inf")
     return any(info.modified is None or info.modified >= oldest for info in fences)
 
 

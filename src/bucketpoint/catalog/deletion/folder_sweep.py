@@ -29,9 +29,10 @@ _LOOKED_S = 60.0
 class Swept:
     """Report of a sweep: objects removed, or to be removed in a dry run.
 
-    `bytes` does not count the parts of uploads.
+    `bytes` does not count the parts of uploads. What was written after `oldest`, by the store's clock, is left alone.
     """
 
+    oldest: float = float("-inf")
     objects: list[str] = field(default_factory=list)
     bytes: int = 0
     uploads: list[str] = field(default_factory=list)

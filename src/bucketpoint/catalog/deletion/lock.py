@@ -5,6 +5,7 @@ Losing the lock is harmless: it only saves work, and no safety depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -12,21 +13,32 @@ import socket
 from dataclasses import dataclass
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalog_keys
 from bucketpoint.stores import ObjectInfo
 
-LONGEST_S = 3600.0
-"""Seconds after which any lock is free, by the store's time of its last write: pruners ask for less. A lock that says
-more is that of a process whose clock was wrong."""
+LOCK_SECONDS = 900.0
+"""Seconds for which a lock holds, by the store's time of its write. Longer than deleting a batch takes; a dead pruner
+blocks others as long."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """The pruners' lock, held by `holder` until `expires`, seconds since the epoch."""
+    """The pruners' lock.
 
-    holder: str
-    expires: float
+    Attributes:
+        catalog: the catalog at the store's time of the lock, which is the time of its holder's round.
+        watch: started before the lock was written.
+    """
+
+    catalog: Catalog
+    watch: Stopwatch
+
+    @property
+    def holds(self) -> bool:
+        """False once the lock may have expired, and may belong to another pruner."""
+        return self.watch.seconds() < LOCK_SECONDS
 
 
 def holder_name() -> str:
@@ -34,24 +46,23 @@ def holder_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def acquire(catalog: Catalog, holder: str, *, seconds: float) -> Lock | None:
+def acquire(catalog: Catalog, holder: str) -> Lock | None:
     """Acquire the lock; None while another holder's has not expired. One PUT if it is free."""
-    key = catalog.own_key(catalog_keys.LOCK)
-    lock = Lock(holder, catalog.clock() + seconds)
-    body = json.dumps({"expires": lock.expires, "holder": lock.holder}, sort_keys=True).encode()
-    if catalog.create(key, body):
-        return lock
-    try:
-        data, info = catalog.store.get(key, max_bytes=1 << 16)
-    except ObjectNotFoundError:
-        return lock if catalog.create(key, body) else None
-    if _free_at(data, info) > catalog.clock() and _holder(data) != holder:
-        return None
-    try:
-        catalog.write(key, body, if_match=info.etag)
-        return lock
-    except PreconditionFailedError:
-        return None
+    key, watch = catalog.own_key(catalog_keys.LOCK), Stopwatch()
+    # Version 0.2 goes by `expires`, a time by the clock of the holder's machine.
+    body = json.dumps({"expires": catalog.clock() + LOCK_SECONDS, "holder": holder}, sort_keys=True).encode()
+    written = catalog.create(key, body)
+    if written is None:
+        try:
+            data, info = catalog.store.get(key, max_bytes=1 << 16)
+        except ObjectNotFoundError:
+            written = catalog.create(key, body)
+        else:
+            if _holder(data) != holder and not _is_free(catalog, data, info):
+                return None
+            with contextlib.suppress(PreconditionFailedError):
+                written = catalog.write(key, body, if_match=info.etag)
+    return None if written is None else Lock(catalog.dated(written), watch)
 
 
 def held_by(catalog: Catalog) -> str:
@@ -60,20 +71,25 @@ def held_by(catalog: Catalog) -> str:
         data, info = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)
     except ObjectNotFoundError:
         return "another pruner was running"
-    until = datetime.datetime.fromtimestamp(_free_at(data, info), datetime.timezone.utc).strftime("%H:%M:%S UTC")
+    ends = info.modified + LOCK_SECONDS if info.modified is not None else _expires(data)
+    until = datetime.datetime.fromtimestamp(ends, datetime.timezone.utc).strftime("%H:%M:%S UTC")
     holder = (_holder(data) or "")[:80]
     return f"another pruner is running ({holder!r}); if it has died, its lock expires at {until}"
 
 
-def give_back(catalog: Catalog, lock: Lock) -> None:
+def give_back(lock: Lock) -> None:
     """Remove the lock, unless it has expired and may belong to another pruner by now."""
-    if catalog.clock() < lock.expires:
-        catalog.store.delete([catalog.own_key(catalog_keys.LOCK)])
+    if lock.holds:
+        lock.catalog.store.delete([lock.catalog.own_key(catalog_keys.LOCK)])
 
 
-def _free_at(data: bytes, info: ObjectInfo) -> float:
-    expires = _expires(data)
-    return expires if info.modified is None else min(expires, info.modified + LONGEST_S)
+def _is_free(catalog: Catalog, data: bytes, info: ObjectInfo) -> bool:
+    """Return True if another's lock has expired. Two requests, as only an object written now has the store's time."""
+    now = catalog.at_store_time().now
+    if now is None or info.modified is None:
+        # The store tells no times. A lock only saves work, so the machines' clocks decide.
+        return _expires(data) <= catalog.clock()
+    return info.modified + LOCK_SECONDS <= now
 
 
 def _expires(data: bytes) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,24 @@ def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Coll
         metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
         for metric in unreported(policy, rows, reported)
     }
+
+
+def gone_lines(root: str, gone: Collection[int]) -> Iterator[str]:
+    """Yield a line about records whose checkpoints something other than bucketpoint has removed or replaced."""
+    if gone:
+        yield (
+            f"the checkpoint that the record names is gone, or another one is in its place, so no rule counts it: step "
+            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {root}` removes such records"
+        )
+
+
+def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
+    """Yield a line for each step that claims to have been committed after its record was written."""
+    for step, seconds in sorted(ahead.items()):
+        yield (
+            f"step {step} was saved by a machine whose clock was {seconds / 3600:.1f} h ahead: its "
+            "record is from the future, and counts from when it was written by the store's clock"
+        )
 
 
 class PruneWorker:
@@ -211,8 +229,8 @@ class PruneWorker:
         return worker_of, (self.catalog, self.policy)
 
     def _discard(self) -> None:
-        grace = self.policy.prune.grace
-        done = bury_discards(self.catalog, self.given_up, due=self.catalog.clock() + grace.total_seconds())
+        grace, catalog = self.policy.prune.grace, self.catalog.at_store_time()
+        done = bury_discards(catalog, self.given_up, due=catalog.due(grace.total_seconds()))
         for discard in done.buried:
             logger.log(
                 logging.WARNING if discard.damaged else logging.INFO,
@@ -279,7 +297,8 @@ class PruneWorker:
             if not self._swept:
                 # Once for each job: debris is left by earlier jobs.
                 self._swept = True
-                sweep(catalog, older_than=self.policy.prune.debris_after.total_seconds())
+                at = replace(catalog, now=self.last.done.now)
+                sweep(at, older_than=self.policy.prune.debris_after.total_seconds())
             self._log(catalog, self.last)
         except BucketpointError as error:
             self._failed(error)
@@ -291,9 +310,10 @@ class PruneWorker:
     def _log(self, catalog: Catalog, report: Round, *, forced: bool = False) -> None:
         _log(catalog, self.policy, report, forced=forced)
         rows = [entry.row for entry in report.plan.entries] if report.plan is not None else []
-        for metric, line in missing_metrics(self.policy, rows, report.done.metrics).items():
-            if metric not in self._missed:
-                self._missed.add(metric)
+        missed = missing_metrics(self.policy, rows, report.done.metrics).values()
+        for line in (*missed, *gone_lines(catalog.url, report.done.gone), *future_lines(report.done.ahead)):
+            if line not in self._missed:
+                self._missed.add(line)
                 logger.warning("%s", line)
 
     def _failed(self, error: BucketpointError) -> None:

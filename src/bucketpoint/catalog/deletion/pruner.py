@@ -15,14 +15,11 @@ from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
 from bucketpoint.catalog.deletion.rights import require_deletes
 from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
 from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.reconcile import reconcile
+from bucketpoint.catalog.reconcile import absent, reconcile
 from bucketpoint.catalog.snapshot import DELETE, KEEP, THIN, Attempt, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import claim, schedule_deletion, spare, unclaim, withdraw
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.retention.row import Row
-
-LOCK_SECONDS = 900.0
-"""Seconds for which a pruner's lock holds. Longer than deleting a batch takes; a dead pruner blocks others as long."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +52,24 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
     Raises:
         StoreError: a request failed for good. The next round finishes what was begun.
     """
-    lock = locks.acquire(catalog, holder, seconds=LOCK_SECONDS)
+    lock = locks.acquire(catalog, holder)
     if lock is None:
         return Pruned(stopped=locks.held_by(catalog))
+    # The time of the round is the store's. A pruner's own clock may be wrong by days.
+    catalog = lock.catalog
     try:
-        snapshot = reconcile(catalog, catalog.snapshot())
-        if not snapshot.full and snapshot.checkpoints:
-            return Pruned(stopped="the run has no full checkpoint")
-        given_up = snapshot.given_up()
-        # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
-        # others.
-        staying = [checkpoint for checkpoint in snapshot.full if checkpoint.name not in given_up] or snapshot.full
-        newest = inspect(catalog, staying[-1]) if staying else None
-        if newest is not None and newest.problem is not None:
-            return Pruned(stopped=newest.problem)
-        done = Pruned(metrics=snapshot.metric_names())
-        decided = decide(snapshot.rows())
+        snapshot, newest = _newest(catalog, reconcile(catalog, catalog.snapshot()))
+        done = Pruned(metrics=snapshot.metric_names(), now=catalog.now)
+        if not snapshot.full and (snapshot.checkpoints or snapshot.gone):
+            done.stopped = "the run has no full checkpoint"
+        elif newest is not None and newest.problem is not None:
+            done.stopped = newest.problem
+        else:
+            snapshot, decided = existing(catalog, snapshot, decide, looked_at=newest.checkpoint if newest else None)
+        done.gone += sorted(checkpoint.step for checkpoint in snapshot.gone)
+        done.ahead |= snapshot.ahead
+        if done.stopped is not None:
+            return done
         spared = snapshot.spared({(order.step, order.id): order.action for order in decided})
         snapshot, orders = snapshot.without(spared), [order for order in decided if order.action != KEEP]
         looked = Stopwatch()
@@ -79,17 +78,64 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
             return Pruned(stopped=problem)
         for tombstone in spared:
             spare(catalog, tombstone, done)
-        _bury(catalog, snapshot, orders, catalog.clock() + grace, done)
+        _bury(catalog, snapshot, orders, catalog.due(grace), done)
         # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
         # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be
         # left.
         replaced, unheard = {checkpoint.folder for checkpoint in snapshot.superseded}, _unheard(snapshot)
         ended = [attempt for attempt in snapshot.finished if attempt not in unheard and attempt.folder not in replaced]
         done.failures += catalog.store.delete([attempt.key for attempt in ended])
-        collect(catalog, done, looked, until=lock.expires)
+        collect(catalog, done, looked, lock)
         return done
     finally:
-        locks.give_back(catalog, lock)
+        locks.give_back(lock)
+
+
+def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected | None]:
+    """Return the newest full checkpoint that is there, and the snapshot without newer ones that are gone."""
+    while True:
+        given_up = snapshot.given_up()
+        # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
+        # others.
+        staying = [checkpoint for checkpoint in snapshot.full if checkpoint.name not in given_up] or snapshot.full
+        newest = inspect(catalog, staying[-1]) if staying else None
+        if newest is None or not newest.gone:
+            return snapshot, newest
+        snapshot = snapshot.without_gone([newest.checkpoint])
+
+
+def existing(
+    catalog: Catalog, snapshot: Snapshot, decide: Decide, *, looked_at: Checkpoint | None = None, dry_run: bool = False
+) -> tuple[Snapshot, Sequence[Order]]:
+    """Decide on the checkpoints that are there. Return the snapshot without those that are gone, and the orders.
+
+    A checkpoint that something else removed leaves its record: if a rule counted it, another one would be deleted in
+    its place. So before anything is deleted, each checkpoint that stays is looked for: one HEAD for each.
+
+    Args:
+        looked_at: a checkpoint that is known to be there.
+        dry_run: write no records.
+    """
+    known = {looked_at.name} if looked_at is not None else set()
+    while True:
+        decided = decide(snapshot.rows())
+        fates = {(order.step, order.id): order.action for order in decided}
+        stones = [stone for stone in snapshot.without(snapshot.spared(fates)).notes.tombstones if not stone.undone]
+        if {*fates.values()} <= {KEEP} and not any(stone.is_due(snapshot.taken) for stone in stones):
+            return snapshot, decided
+        going = {stone.name for stone in stones if stone.action == DELETE}
+        staying = [
+            checkpoint
+            for checkpoint in snapshot.recorded
+            if checkpoint.name not in known | going and fates.get((checkpoint.step, checkpoint.id)) != DELETE
+        ]
+        gone, written = absent(catalog, staying, dry_run=dry_run)
+        known |= {checkpoint.name for checkpoint in staying}
+        if not gone and not written:
+            return snapshot, decided
+        if written:
+            snapshot = catalog.snapshot().without_gone(snapshot.gone)
+        snapshot = snapshot.without_gone(gone)
 
 
 def _damage_of_newest(
@@ -97,7 +143,7 @@ def _damage_of_newest(
 ) -> str | None:
     """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or if nothing goes."""
     stones = [tombstone for tombstone in snapshot.notes.tombstones if not tombstone.undone]
-    if newest is None or (not orders and all(tombstone.due > snapshot.taken + LOCK_SECONDS for tombstone in stones)):
+    if newest is None or (not orders and not any(tombstone.is_due(snapshot.taken) for tombstone in stones)):
         return None
     going = {(tombstone.step, tombstone.id) for tombstone in stones} | {(order.step, order.id) for order in orders}
     staying = [checkpoint for checkpoint in snapshot.full if (checkpoint.step, checkpoint.id) not in going]
@@ -130,14 +176,13 @@ def _held(snapshot: Snapshot, one: Checkpoint | Tombstone) -> str | None:
     return f"it is {' and '.join(sorted(reasons))}" if reasons else None
 
 
-def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) -> None:
+def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, lock: locks.Lock) -> None:
     """Carry out the tombstones that are due. One claim and one LIST for each; deletes share requests.
 
     Args:
         looked: started when the newest checkpoint was looked at.
-        until: moment at which the lock expires. Nothing is begun after it.
+        lock: nothing is begun after it has expired.
     """
-    now = catalog.clock()
     tombstones = catalog.snapshot().notes.tombstones
     for tombstone in tombstones:
         if tombstone.undone:
@@ -148,7 +193,7 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
         tombstone
         for tombstone in tombstones
         if not tombstone.undone
-        and tombstone.due <= now
+        and tombstone.is_due(catalog.now)
         and catalog.template.step_of(tombstone.folder) == tombstone.step
     ]
     if due:
@@ -167,9 +212,9 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
     # A checkpoint may have two: what gave it up knows its present `.metadata`, which may differ from its record.
     by_policy_first = sorted(going, key=lambda tombstone: not tombstone.by_policy)
     deleted = {tombstone.name: tombstone for tombstone in by_policy_first if tombstone.action == DELETE}
-    if catalog.clock() < until and deleted:
+    if lock.holds and deleted:
         delete_checkpoints(catalog, snapshot, [*deleted.values()], done, looked)
-    if catalog.clock() < until and (thinned := [tombstone for tombstone in going if tombstone.action == THIN]):
+    if lock.holds and (thinned := [tombstone for tombstone in going if tombstone.action == THIN]):
         # Imported here, because only thinning decodes metadata, which needs torch.
         from bucketpoint.catalog.deletion.thin import thin
 

@@ -14,7 +14,7 @@ from bucketpoint.catalog.catalog import Catalog, get_metadata, open_catalog
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.delete import delete_checkpoints
 from bucketpoint.catalog.deletion.fence import Stopwatch
-from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS, still_goes
+from bucketpoint.catalog.deletion.pruner import still_goes
 from bucketpoint.catalog.deletion.rights import require_deletes
 from bucketpoint.catalog.deletion.wholeness import is_whole
 from bucketpoint.catalog.prune_report import Pruned
@@ -105,13 +105,14 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
     """
     catalog, one = removal.catalog, removal.checkpoint
     require_deletes(catalog, one.folder)
-    lock = locks.acquire(catalog, holder, seconds=LOCK_SECONDS)
+    lock = locks.acquire(catalog, holder)
     if lock is None:
         return Pruned(stopped=locks.held_by(catalog))
+    catalog = lock.catalog
     try:
         done = Pruned()
         reconcile(catalog, catalog.snapshot())
-        key = schedule_deletion(catalog, one, DELETE, due=catalog.clock(), reason="a person deleted it by name")
+        key = schedule_deletion(catalog, one, DELETE, due=catalog.due(0.0), reason="a person deleted it by name")
         stones = [stone for stone in catalog.steps().notes.tombstones if stone.key == key]
         begun = claim(catalog, stones[0]) if stones else None
         if begun is None:
@@ -128,7 +129,7 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
             logger.info("%s is deleted", removal.url)
         return done
     finally:
-        locks.give_back(catalog, lock)
+        locks.give_back(lock)
 
 
 def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Catalog, str]:

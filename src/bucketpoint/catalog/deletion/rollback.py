@@ -62,7 +62,7 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
             url=catalog.url_of_folder(target.folder),
             remedy="Roll back to another step; `bucketpoint verify` lists the damage of this one",
         )
-    due = catalog.clock() + grace
+    due = (catalog if dry_run else catalog.at_store_time()).due(grace)
     discards = rolled_back(catalog, snapshot, step)
     if not dry_run and any(tombstone.step == step for tombstone in snapshot.notes.tombstones):
         undo(catalog, step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.folder_sweep import Swept, is_old, sweep_folder
-from bucketpoint.catalog.reconcile import reconcile
+from bucketpoint.catalog.reconcile import absent, reconcile
 from bucketpoint.catalog.snapshot import SAFETY_AGE_S, Snapshot
-from bucketpoint.errors import BucketpointError, CorruptDataError, ObjectNotFoundError
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import UPLOADS, UploadKey, content_of
 from bucketpoint.stores import ObjectInfo, OpenUpload
@@ -26,7 +28,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     Args:
         older_than: at least an hour, so that a save that is still running is not taken for dead.
         deep: look into every folder of the run, and not only where an intent says that an attempt began. One LIST for
-            each 1,000 objects, and one GET for each checkpoint. Records whose `.metadata` is gone are removed as well.
+            each 1,000 objects, and one GET and one HEAD for each checkpoint. Records whose commit is gone are removed.
 
     Raises:
         BucketpointError: `older_than` is less than an hour.
@@ -37,8 +39,13 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             url=catalog.url,
             remedy=f"Sweep what is {MIN_SWEEP_AGE_S / 3600:g} hour old or older (--older-than 1h, debris_after: 1h)",
         )
+    if catalog.now is None:
+        # Without the right to write, a dry run goes by the newest time that it lists.
+        with contextlib.suppress(AccessDeniedError) if dry_run else contextlib.nullcontext():
+            catalog = catalog.at_store_time()
     snapshot = catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot())
-    oldest = snapshot.taken - older_than
+    # By the store's clock: a machine whose clock is ahead would take a save under way for dead.
+    oldest = snapshot.taken - older_than if snapshot.taken is not None else float("-inf")
     announced = _announced(catalog)
     live = {attempt.folder for attempt in snapshot.attempts if not is_old(attempt.started, oldest)}
     # An intent that outlived its commit shows that objects of the checkpoint it replaced may still be there.
@@ -51,7 +58,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     elif not catalog.store.capabilities.conditional_delete:
         # If the pruner cannot remove its markers, they stay in folders that have no record any more.
         folders |= set(catalog.folders()) - snapshot.folders
-    swept = Swept()
+    swept = Swept(oldest=oldest)
     clean, uncommitted = set(), set()
     for folder in sorted(folders - live):
         noted = [note.key for upload, note in announced if upload.folder == folder]
@@ -66,7 +73,12 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     # A young note is of a save that began after the intents were listed, and that may begin its uploads now.
     notes += [note.key for upload, note in announced if upload.folder in clean and is_old(note.modified, oldest)]
     # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
-    notes += [record.key for record in snapshot.checkpoints if record.folder in uncommitted and record.key]
+    records = [record for record in snapshot.recorded if record.folder in uncommitted]
+    if deep:
+        records += absent(
+            catalog, [one for one in snapshot.recorded if one.folder in clean - uncommitted], dry_run=True
+        )[0]
+    notes += [record.key for record in records if record.key]
     notes += _stale(catalog, snapshot, oldest)
     swept.notes += dict.fromkeys(notes)
     if not dry_run:

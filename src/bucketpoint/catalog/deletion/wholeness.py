@@ -28,12 +28,14 @@ class Inspected:
 
     Attributes:
         problem: the reason why they cannot be relied on; None if the metadata is what the record says.
+        gone: True if there is no metadata.
     """
 
     checkpoint: Checkpoint
     problem: str | None
     record: CommitRecord | None = None
     data: bytes = field(default=b"", repr=False)
+    gone: bool = False
 
 
 def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
@@ -43,7 +45,7 @@ def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
         record = read_record(catalog, newest.key) if newest.key is not None else None
         data, _ = get_metadata(catalog.store, catalog.metadata_key(folder))
     except ObjectNotFoundError:
-        return Inspected(newest, f"checkpoint {folder} has no metadata")
+        return Inspected(newest, f"checkpoint {folder} has no metadata", gone=True)
     except MetadataError as error:
         return Inspected(newest, f"the record of checkpoint {folder} cannot be read: {error.message}")
     if is_marker(data):

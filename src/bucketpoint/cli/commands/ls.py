@@ -37,6 +37,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
     snapshot = survey(catalog) if seen is None or seen.is_empty else seen.snapshot
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
+    document["gone"] = sorted(checkpoint.step for checkpoint in snapshot.gone)
     if seen is not None:
         document["attempts"] = [
             {"step": save.step, "url": catalog.url_of_folder(save.folder), "token": save.token, "started": save.started}
@@ -64,13 +65,15 @@ def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
             "bytes": sum(saved.groups.values()) if saved.key is not None else None,
             "groups": dict(saved.groups),
             "token": saved.id or None,
-            "metrics": {name: json_number(value) for name, value in sorted(metrics.get(saved.step, {}).items())},
+            "metrics": {name: json_number(value) for name, value in sorted(metrics.get(saved.name, {}).items())},
             "held": sorted(held.get(saved.step, ())),
             "tombstone": {"action": tombstone.action, "due": tombstone.due} if tombstone is not None else None,
         }
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
+    from bucketpoint.catalog.deletion.prune_worker import gone_lines
+
     rows = document["checkpoints"]
     if not rows:
         hint = "" if "attempts" in document else "; --all lists saves that are under way or died"
@@ -82,6 +85,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         more = ", and more of unknown size" if missing else ""
         yield f"{text.count(len(rows), 'checkpoint')}, {total}{more}"
         yield from unrecorded_lines(document["root"], missing)
+    yield from gone_lines(document["root"], document["gone"])
     for save in document.get("attempts", ()):
         yield f"step {save['step']}: a save began {text.when(save['started'])} and has not committed"
 

@@ -50,8 +50,8 @@ def pin(catalog: Catalog, step: int, reason: str, expires: float | None) -> Comm
     """Pin a step, so that no policy deletes it until it is unpinned. Withdraws a tombstone that the step has."""
     from bucketpoint.catalog import notes
 
-    until = catalog.clock() + expires if expires is not None else None
     notes.refuse_missing(catalog, step)
+    until = catalog.at_store_time().due(expires) if expires is not None else None
     name = notes.pin(catalog, step, reason=reason, expires=until)
     line = f"step {step} is pinned" + (f" until {text.when(until)}" if until is not None else "") + f": {name}"
     return CommandResult({"step": step, "pin": name, "expires": until, "reason": reason}, [line])

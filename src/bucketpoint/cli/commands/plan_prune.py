@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from bucketpoint.cli.progress_line import watched
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.catalog.snapshot import Snapshot
-    from bucketpoint.retention import Plan, RetentionPolicy, Verdict
+    from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict
 
 _OUTCOMES = {
     "tombstones": "got a tombstone",
@@ -43,13 +43,11 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None) -> Comm
     nearly kept it. Exits with 1 if the circuit breaker (max_delete) would refuse: a prune then carries out only a few
     of the deletions.
     """
-    from bucketpoint.catalog.deletion.prune_worker import judged
     from bucketpoint.catalog.survey import survey
 
     if picture is not None and not picture.endswith(".svg"):
         raise click.BadParameter(f"{picture!r} does not end in .svg, and SVG is the only format", param_hint="--plot")
-    snapshot = survey(catalog)
-    planned, verdict = judged(policy, snapshot.rows())
+    snapshot, planned, verdict = _planned(policy, catalog, survey(catalog))
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
     beside = beside_plan(policy, catalog, snapshot, planned)
     document = {"root": catalog.url, **planned.to_dict(), **judgement, **beside}
@@ -77,13 +75,13 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
     done, or if a delete failed.
     """
     from bucketpoint.catalog.deletion.lock import holder_name
-    from bucketpoint.catalog.deletion.prune_worker import judged, prune_by
+    from bucketpoint.catalog.deletion.prune_worker import prune_by
     from bucketpoint.catalog.survey import survey
 
     # Survey before the lock is written: writing the lock would create a mistyped root.
     snapshot = survey(catalog)
     if dry_run:
-        planned, verdict = judged(policy, snapshot.rows())
+        snapshot, planned, verdict = _planned(policy, catalog, snapshot)
         summary = planned.to_dict()["summary"]
         beside = beside_plan(policy, catalog, snapshot, planned)
         document = {"root": catalog.url, "dry_run": True, **summary, "verdict": verdict.why, **beside}
@@ -104,9 +102,23 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
         "refused": [{"step": step, "token": token, "why": why} for (step, token), why in pruned.refused.items()],
         "failures": [vars(failure) for failure in pruned.failures],
         **_notices(policy, catalog, snapshot),
+        "gone": pruned.gone,
     }
     fine = pruned.stopped is None and not refused and not pruned.failures
     return CommandResult(document, _done_lines(document, refused=refused), ok=fine)
+
+
+def _planned(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Plan, Verdict]:
+    """Return the plan that a prune would make, which looks for each checkpoint that stays: one HEAD for each."""
+    from bucketpoint.catalog.deletion.prune_worker import judged
+    from bucketpoint.catalog.deletion.pruner import Order, existing
+
+    def decide(rows: Sequence[Row]) -> list[Order]:
+        entries = judged(policy, rows)[0].entries
+        return [Order(entry.row.step, entry.row.id, entry.action) for entry in entries if entry.action != "keep"]
+
+    snapshot, _ = existing(catalog, snapshot, decide, dry_run=True)
+    return snapshot, *judged(policy, snapshot.rows())
 
 
 def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
@@ -114,10 +126,12 @@ def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a policy does not decide on: checkpoints without a record, and metrics that nobody reports."""
-    from bucketpoint.catalog.deletion.prune_worker import missing_metrics
+    """Return what a plan needs to be understood: what it does not decide on, and clocks that were ahead."""
+    from bucketpoint.catalog.deletion.prune_worker import future_lines, missing_metrics
 
     return {
+        "gone": sorted(checkpoint.step for checkpoint in snapshot.gone),
+        "future": list(future_lines(snapshot.ahead)),
         "unrecorded": [catalog.url_of_folder(saved.folder) for saved in snapshot.unrecorded],
         "unreported": missing_metrics(policy, snapshot.rows(), snapshot.metric_names()),
     }
@@ -128,14 +142,13 @@ def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, p
     fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
     spared = snapshot.spared(fates)
     sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
-    now = catalog.clock()
     waiting = [
         {
             "step": note.step,
             "token": note.id,
             "action": note.action,
             "due": note.due,
-            "is_due": note.begun or note.due <= now,
+            "is_due": note.begun or note.is_due(snapshot.taken),
             "bytes": sizes[note.folder, note.id],
         }
         for note in snapshot.notes.tombstones
@@ -194,8 +207,11 @@ def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any], picture:
 
 
 def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
+    from bucketpoint.catalog.deletion.prune_worker import gone_lines
+
     if document["stopped"] is not None:
         yield f"nothing was pruned: {document['stopped']}"
+        yield from gone_lines(document["root"], document["gone"])
         return
     if refused:
         yield (
@@ -216,5 +232,9 @@ def _due(note: Mapping[str, Any]) -> str:
 
 
 def _notice_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    from bucketpoint.catalog.deletion.prune_worker import gone_lines
+
+    yield from document["future"]
+    yield from gone_lines(document["root"], document["gone"])
     yield from document["unreported"].values()
     yield from unrecorded_lines(document["root"], len(document["unrecorded"]))

@@ -44,7 +44,7 @@ def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress:
 
     with watched(catalog, progress) as at:
         done = sweep(at, older_than=older_than, deep=deep, dry_run=dry_run)
-        trials = sweep_leftovers(at.store, at.prefix, oldest=at.clock() - older_than, dry_run=dry_run)
+        trials = sweep_leftovers(at.store, at.prefix, oldest=done.oldest, dry_run=dry_run)
     failures = [*done.failures, *trials.failures]
     document: dict[str, Any] = {
         "root": catalog.url,

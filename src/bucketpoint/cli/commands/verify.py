@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, command
 from bucketpoint.cli.options import progress_option, trusted_option
-from bucketpoint.errors import CheckpointNotFoundError, MetadataError, UnsafeDataError
+from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.verify import Verification
@@ -29,9 +30,10 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     With --all, check every checkpoint below the URL. Names each damaged item, missing object and wrong size, and
     reports the number of bytes without a checksum to compare with. Exits with 1 if anything is damaged.
     """
-    from bucketpoint.checkpoint.open import committed_below, open_checkpoint
+    from bucketpoint.checkpoint.open import named_below, open_checkpoint
     from bucketpoint.checkpoint.verify import verify as run
     from bucketpoint.dcp.progress_bar import progress_callback
+    from bucketpoint.stores import open_store
 
     options = access.for_url(url)
 
@@ -45,7 +47,12 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     documents: list[dict[str, Any]] = []
     texts: list[str] = []
     whole = 0
-    for at in committed_below(url, storage_options=options):
+    recorded: dict[str, str] = {}
+    for at, record in named_below(url, storage_options=options):
+        if record is not None:
+            recorded[at] = record
+            continue
+        recorded.pop(at, None)
         try:
             verification = verified(at)
         except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
@@ -56,6 +63,16 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
             whole += verification.ok
             documents.append({**document(verification), "error": None})
             texts += lines(verification)
+    for at, record in recorded.items():
+        with contextlib.suppress(ObjectNotFoundError):
+            # A prune beside this command deletes the record, too.
+            open_store(url, storage_options=options)[0].head(record)
+            message = (
+                "it has a record and no .metadata, so something else removed it; `bucketpoint gc --deep` on its run "
+                "removes the record"
+            )
+            documents.append({"url": at, "error": {"kind": "CheckpointNotFoundError", "message": message}})
+            texts.append(f"GONE {at}: {message}")
     if not documents:
         raise CheckpointNotFoundError("No checkpoint was found below this URL", url=url)
     texts.append(f"{whole} of {text.count(len(documents), 'checkpoint')} below {url} {text.are(whole)} whole")

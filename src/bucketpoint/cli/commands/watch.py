@@ -73,11 +73,13 @@ def document_of(
         shown: number of the newest checkpoints that are in it; None for all.
     """
     snapshot, newest, record = observation.snapshot, observation.newest, observation.record
+    # Ages are shown by this machine's clock, unless an object in the store is younger. Nothing is decided by them.
+    now = max(catalog.clock(), snapshot.taken or 0.0)
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {
         "root": catalog.url,
         "run": min(snapshot.runs, default=None),
-        "taken": snapshot.taken,
+        "taken": now,
         "newest": None,
         "interval_s": interval(snapshot.full),
         "count": len(rows),
@@ -94,7 +96,7 @@ def document_of(
             "step": newest.step,
             "url": catalog.url_of_folder(newest.folder),
             "created": newest.created,
-            "age_s": max(snapshot.taken - newest.created, 0.0),
+            "age_s": max(now - newest.created, 0.0),
             "bytes": sum(newest.groups.values()) if newest.key is not None else None,
             "objects": record.objects if record is not None else None,
             "seconds": record.seconds if record is not None else None,
@@ -111,7 +113,7 @@ def interval(checkpoints: Sequence[Checkpoint]) -> float | None:
     return statistics.median(gaps) if gaps else None
 
 
-def _attempt(catalog: Catalog, save: AttemptProgress, now: float) -> dict[str, Any]:
+def _attempt(catalog: Catalog, save: AttemptProgress, now: float | None) -> dict[str, Any]:
     return {
         "step": save.step,
         "url": catalog.url_of_folder(save.folder),

@@ -21,7 +21,7 @@ class DeletionMarker:
 
     Attributes:
         token: the attempt whose commit was replaced, as its record names it.
-        at: seconds since the epoch, by the clock of the pruner.
+        at: seconds since the epoch, by the store's clock, or the pruner's if the store tells no time.
         reason: text of the policy, or of the person who deleted.
         tokens: tokens of all ranks of the attempt. The objects to delete are found by them.
         paths: objects to delete whose names have no token: those of other writers.

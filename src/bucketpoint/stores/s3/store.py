@@ -7,6 +7,7 @@ import contextlib
 import http.client
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -167,7 +168,7 @@ class S3Store(HttpStore):
             # S3 answers If-Match on a missing key with 404. For the caller the condition did not hold.
             gone = PreconditionFailedError(error.message, url=error.url)
         else:
-            return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")))
+            return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")), _answered(reply))
         raise gone
 
     def _look(self, key: str, if_none_match: bool, if_match: str | None) -> None:
@@ -404,6 +405,14 @@ class S3Store(HttpStore):
 def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
     modified = entry.get("LastModified")
     return ObjectInfo(key, int(size or 0), _unquoted(entry.get("ETag")), modified.timestamp() if modified else None)
+
+
+def _answered(reply: dict[str, Any]) -> float | None:
+    """Return the service's time of a reply to a write: the reply does not contain the object's own time."""
+    date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    with contextlib.suppress(ValueError):
+        return parsedate_to_datetime(date).timestamp() if date else None
+    return None
 
 
 def _checksum(crc32c: int | None) -> dict[str, str]:
