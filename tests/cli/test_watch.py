@@ -118,7 +118,7 @@ def test_a_tombstone_that_is_due_goes_with_the_next_prune(program: Program, tmp_
     file = str(write(tmp_path, root, grace="1h"))
     program("prune", file)
     catalog = open_catalog(root)
-    later = replace(catalog, clock=lambda: catalog.clock() + 3601)
+    later = replace(catalog, clock=lambda: catalog.clock() + 3601, now=catalog.clock() + 3601)
     document = module.document_of(later, read_policy(file), Observer(later).look())
     size = text.size(3 * document["newest"]["bytes"])
     assert f"  step 10, 20, 30: deleted, {size}" in [*run_lines.lines(document, later.clock())]

@@ -126,7 +126,7 @@ class Place:
 
     def sweep(self) -> None:
         """`bucketpoint gc`, some days later."""
-        catalog = replace(self.catalog(), clock=lambda: time.time() + DAYS_S)
+        catalog = replace(self.catalog(), now=time.time() + DAYS_S)
         swept = sweep(catalog)
         assert not swept.failures
 

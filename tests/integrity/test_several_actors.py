@@ -83,8 +83,8 @@ class Run:
         return prune(self.catalog, decide, grace=0.0, holder="test")
 
     def sweep_later(self, hours: float, **how: Any) -> list[str]:
-        """Sweep so many hours from now, by the sweeper's clock. Returns what went."""
-        later = dataclasses.replace(self.catalog, clock=lambda: time.time() + hours * HOUR)
+        """Sweep so many hours from now, by the store's clock. Returns what went."""
+        later = dataclasses.replace(self.catalog, now=time.time() + hours * HOUR)
         return sweep(later, older_than=HOUR, **how).objects
 
 
@@ -240,7 +240,7 @@ def test_a_sweep_that_comes_after_the_fence_of_a_save_leaves_its_data(
         fences.extend(key for key in run.service.listed() if "/fences/" in key)
         # Data and fence are old by its clock: what it may not do is take a fence that it has not seen.
         unseen = Unseen(run.catalog.store, fences[0])
-        late = dataclasses.replace(run.catalog, store=unseen, clock=lambda: real() + 2 * HOUR)
+        late = dataclasses.replace(run.catalog, store=unseen, now=real() + 2 * HOUR)
         assert sweep(late, older_than=HOUR, deep=True).objects == []
 
     monkeypatch.setattr(AttemptFence, "take", take)
@@ -305,7 +305,7 @@ def test_the_open_upload_of_a_dead_plain_save_is_swept_where_uploads_are_listed(
     store.create_multipart(f"run/step-1/{key}")
     store.create_multipart(f"run/step-1/finetune/step-3/{key}")
     store.create_multipart(f"elsewhere/step-1/{key}")
-    later = dataclasses.replace(run.catalog, clock=lambda: time.time() + 2 * HOUR)
+    later = dataclasses.replace(run.catalog, now=time.time() + 2 * HOUR)
     assert sweep(later, older_than=HOUR).uploads == [f"run/step-1/{key}"]
     left = sorted(one.key for one in store.list_multipart(""))
     assert left == [f"elsewhere/step-1/{key}", f"run/step-1/finetune/step-3/{key}"]

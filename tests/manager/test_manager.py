@@ -518,7 +518,7 @@ def test_the_index_of_a_large_checkpoint_is_no_debris_and_goes_with_the_optimize
         manager.wait()
         # Two pruners never work at once.
         manager.pruning.drain()
-        later = replace(manager.catalog, clock=lambda: time.time() + 2 * MIN_SWEEP_AGE_S)
+        later = replace(manager.catalog, now=time.time() + 2 * MIN_SWEEP_AGE_S)
         assert sweep(later, older_than=MIN_SWEEP_AGE_S, deep=True).objects == []
         assert len(list(Path(root).rglob("*-index-0.distcp"))) == 2
         first = manager.catalog.steps().checkpoints[0]

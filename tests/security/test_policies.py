@@ -200,7 +200,7 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     store = catalog.store
     upload = open_store(f"{root}/x", storage_options=minio.options)[0].create_multipart(debris)
     assert [one.upload_id for one in store.list_multipart(debris)] == [upload]
-    later = replace(catalog, clock=lambda: time.time() + 2 * MIN_SWEEP_AGE_S)
+    later = replace(catalog, now=time.time() + 2 * MIN_SWEEP_AGE_S)
     swept = sweep(later, older_than=MIN_SWEEP_AGE_S, deep=True)
     assert swept.failures == []
     assert debris in swept.objects

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,9 +50,10 @@ class Actor:
     skews: tuple[float, ...] = (0.0,)
     signs: bool = True
     spared: bool = False
+    jumps: tuple[tuple[float, float], ...] = ()
 
     def with_steps(self, steps: tuple[Step, ...]) -> Actor:
-        return Actor(self.name, steps, self.ranks, self.skews, self.signs, self.spared)
+        return replace(self, steps=steps)
 
 
 @dataclass
@@ -84,7 +85,13 @@ class Running:
         self.rolled_back_to: int | None = None
         skews = (actor.skews * actor.ranks)[: actor.ranks]
         self.processes = [
-            Process(f"{actor.name}.{rank}" if actor.ranks > 1 else actor.name, skew, actor.signs, spared=actor.spared)
+            Process(
+                f"{actor.name}.{rank}" if actor.ranks > 1 else actor.name,
+                skew,
+                actor.jumps,
+                actor.signs,
+                spared=actor.spared,
+            )
             for rank, skew in enumerate(skews)
         ]
 
@@ -356,11 +363,11 @@ class Running:
             view = self.world.view
             view.delete([info.key for info in view.list(f"{root}/step-{step}/data/")])
 
-    def remove(self, number: int, root: str, step: int) -> None:
-        """A person deletes a checkpoint's folder."""
+    def remove(self, number: int, root: str, step: int, only: str = "") -> None:
+        """A person, or a lifecycle rule, deletes a checkpoint's folder, or one object there."""
         with self.op("person", f"deletes {root} {step}"):
             view = self.world.view
-            view.delete([info.key for info in view.list(f"{root}/step-{step}/")])
+            view.delete([info.key for info in view.list(f"{root}/step-{step}/{only}")])
 
     def plant(self, number: int, key: str) -> None:
         """Somebody puts a file of their own into a checkpoint's folder."""

@@ -50,6 +50,8 @@ class Bucket:
     expiring_delete: bool = False
     lists_uploads: bool = True
     copies_inside: bool = False
+    dates_writes: bool = True
+    """Whether the reply to a write contains the time of the object."""
     objects: dict[str, Held] = field(default_factory=dict)
     uploads: dict[str, Upload] = field(default_factory=dict)
     numbers: int = 0
@@ -70,7 +72,7 @@ class Bucket:
         held = Held(data, etag or hashlib.md5(data, usedforsecurity=False).hexdigest(), self.clock())
         self.objects[key] = held
         self.changed(op, key, before, held)
-        return ObjectInfo(key, len(data), held.etag, held.modified)
+        return ObjectInfo(key, len(data), held.etag, held.modified if self.dates_writes else None)
 
     def remove(self, op: Any, key: str) -> None:
         before = self.objects.pop(key, None)

@@ -33,6 +33,8 @@ class Op:
     rolled_back_to: int | None = None
     wanted: int | None = None
     asked: int = 0
+    at: float | None = None
+    """The true time of its first change."""
 
     def __str__(self) -> str:
         return f"{self.actor}: {self.kind} {self.text}".rstrip()

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ from bucketpoint.catalog.deletion import fence, folder_sweep, pruner
 from bucketpoint.catalog.deletion import sweep as sweeping
 from bucketpoint.catalog.snapshot import Attempt, Snapshot
 from bucketpoint.dcp.saving import commit, commit_put
-from bucketpoint.format import keys
+from bucketpoint.format import catalog_keys, keys
 from bucketpoint.stores.retry import Budget
 
 
@@ -76,6 +76,10 @@ def _under_way(snapshot: Snapshot) -> list[Attempt]:
     return [one for one in snapshot.attempts if one.is_live(snapshot.taken)]
 
 
+def _by_its_own_clock(self: Catalog, written: Any) -> Catalog:
+    return replace(self, now=self.clock())
+
+
 GUARDS: dict[str, Guard] = {
     "deletion is conditional": Guard(_unconditional_deletion, "asleep"),
     "deletion by token": Guard(_replaced(deletion, "_data", _all_that_is_there), "plain_over_due"),
@@ -89,6 +93,9 @@ GUARDS: dict[str, Guard] = {
     "fence of a save that may commit again": Guard(_replaced(deletion, "_fenced", lambda *given: False), "unheard"),
     "intent after a second request": Guard(_replaced(commit, "process_budget", Budget), "unheard"),
     "a policy that keeps takes back": Guard(_replaced(Snapshot, "spared", lambda self, fates: []), "changed_mind"),
+    "the store's time": Guard(_replaced(Catalog, "dated", _by_its_own_clock), "wrong_clocks"),
+    "commit that a record names": Guard(_replaced(pruner, "absent", lambda *given, **named: ([], False)), "removed"),
+    "metrics of a commit": Guard(_replaced(catalog_keys, "token_named", lambda metric: None), "measured_again"),
     "claims are not withdrawn": Guard(_replaced(pruner, "still_goes", _may_withdraw(pruner.still_goes)), "held"),
 }
 

@@ -54,13 +54,23 @@ class Oracle:
     rows_changed: dict[str, list[tuple[int, Op]]] = field(default_factory=dict)
     """By root: who has changed what plans are made from, and when."""
     counts: dict[str, int] = field(default_factory=dict)
+    ordered: dict[str, float] = field(default_factory=dict)
+    """By key of a tombstone that a prune wrote: the true time before which it may not be carried out."""
+    gone: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By root and id: when a person removed the commit."""
+    replaced: dict[str, int] = field(default_factory=dict)
+    """By root: when a save last replaced a commit."""
+    measured: dict[str, str | None] = field(default_factory=dict)
+    """By key of a note with metrics: the id of the commit that was measured; None if there was none."""
+    unsure: set[str] = field(default_factory=set)
+    """Roots where a step was replaced while it was measured."""
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def changed(self, op: Any, key: str, before: Held | None, after: Held | None) -> None:
         self.seq += 1
         if op is not None and op.began is None:
-            op.began = self.seq
+            op.began, op.at = self.seq, self.bucket.clock()
         if key in self.planted and op.kind != "plant":
             raise ViolationError("foreign", f"{op} touched {key}, which is nobody's", row="4")
         if key.endswith(".metadata"):
@@ -76,6 +86,8 @@ class Oracle:
                 self._withdrawn(key)
             elif before is not None and b"waiting" in before.data and b"begun" in after.data:
                 self._claimed(op, key)
+        if "/notes/" in key and "__metrics__" in key and before is None:
+            self._measured(op, key)
         if "/steps/" in key or "/notes/" in key:
             root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
             self.rows_changed.setdefault(root, []).append((self.seq, op))
@@ -176,7 +188,10 @@ class Oracle:
     def _removed(self, op: Op, was: Commit, now: Commit | None) -> None:
         self.counts[f"removed by {op.kind}"] = self.counts.get(f"removed by {op.kind}", 0) + 1
         if op.kind == "person":
+            self.gone[was.prefix.rpartition("/")[0], was.id] = self.seq
             return
+        if op.kind in SAVES:
+            self.replaced[was.prefix.rpartition("/")[0]] = self.seq
         if op.kind in SAVES and now is not None:
             began = op.began if op.began is not None else self.seq
             if not op.overwrite and not self._given_up(op, was):
@@ -201,6 +216,13 @@ class Oracle:
         if not self._buried(root, folder, was.id, catalog_action):
             raise ViolationError("not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5")
         now = self.bucket.clock()
+        orders = [
+            self.ordered.get(key)
+            for key in self._steps_of(root)
+            if tombstone_of(key) == (was.id, catalog_action, folder)
+        ]
+        if all(due is not None and due > now + 1.0 for due in orders):
+            raise ViolationError("grace", f"{op} removed {was.key} before its grace was over")
         for name, pin in self.pins.items():
             if (pin.root, pin.step) == (root, was.step) and now < pin.until:
                 raise ViolationError(pin.what, f"{op} removed {was.key}, which {name} holds")
@@ -245,12 +267,18 @@ class Oracle:
         token, action, folder = tombstone
         if op.kind != "prune":
             return
+        self.ordered[key] = (op.at or 0.0) + op.policy.prune.grace.total_seconds()
         root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
         began = op.began if op.began is not None else self.seq
         if any(seq > began and by.kind == "report" for seq, by in self.rows_changed.get(root, [])):
             # The plan was made without the value that has come since.
             return
-        rows = self.rows(root)
+        if self.replaced.get(root, -1) > began:
+            # The plan counted a commit, and its values, that a save has replaced since.
+            return
+        if root in self.unsure:
+            return
+        rows = self.rows(root, began)
         planned = plan(op.policy, rows)
         for entry in planned.entries:
             if entry.row.id == token:
@@ -278,10 +306,10 @@ class Oracle:
         )
         # What others changed since the plan, the plan does not know. What was given up, or is being deleted, goes
         # whatever the policy says.
-        if not by_policy or others or given_up:
+        if not by_policy or others or given_up or root in self.unsure:
             return
         # Of a subset of these rows, such as the pruner may have decided on, a policy keeps at least as much.
-        for entry in plan(op.policy, self.rows(root)).entries:
+        for entry in plan(op.policy, self.rows(root, op.began)).entries:
             held = entry.row.pinned or entry.row.leased or entry.row.restored_from
             if entry.row.id == token and not held and entry.action != "delete" and entry.action != action:
                 reasons = "; ".join(map(str, entry.reasons))
@@ -295,7 +323,16 @@ class Oracle:
             token, _, folder = tombstone
             self.withdrawn[key[: key.index(f"/{catalog_keys.CATALOG}/")], folder, token] = self.seq
 
-    def rows(self, root: str) -> list[Any]:
+    def _measured(self, op: Op, key: str) -> None:
+        """A step is measured: what is committed there now, or was when the report began."""
+        root, step = key[: key.index(f"/{catalog_keys.CATALOG}/")], int(key.rpartition("/")[2].split("__")[0])
+        there = [one for one in self._of_root(root) if one.step == step]
+        self.measured[key] = there[0].id if there else None
+        if (any(one.seq > op.asked for one in there) and op.kind == "report") or len(there) > 1:
+            self.unsure.add(root)
+
+    def rows(self, root: str, since: int | None = None) -> list[Any]:
+        """The rows of a root, of the commits that are there or that a person removed after `since`."""
         above = f"{root}/{catalog_keys.CATALOG}/step-N/"
         objects = self.bucket.objects
         infos = {
@@ -308,7 +345,15 @@ class Oracle:
         # Whoever has a tombstone counts as well: what this one was ordered for is in no snapshot without it.
         steps = [(name, info) for name, info in steps if "__tombstone__" not in name]
         snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
-        return snapshot.rows()
+        live = {one.id for one in self._of_root(root)}
+        rows = []
+        for row in snapshot.rows():
+            if row.id not in live and self.gone.get((root, row.id), self.seq) <= (since or 0):
+                continue
+            reports = sorted(snapshot.notes.reports, key=lambda report: (report.time, report.key))
+            of_it = [one for one in reports if one.step == row.step and self.measured.get(one.key) in (None, row.id)]
+            rows.append(replace(row, metrics={one.name: one.value for one in of_it}))
+        return rows
 
     # -- acknowledgements ----------------------------------------------------------------------------------------------
 

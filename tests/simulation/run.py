@@ -55,6 +55,7 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
         expiring_delete=made.expiring_delete,
         lists_uploads=made.lists_uploads,
         copies_inside=made.copies_inside,
+        dates_writes=made.dates_writes,
     )
     oracle = Oracle(bucket)
     bucket.changed = oracle.changed

@@ -37,6 +37,7 @@ class Scenario:
     expiring_delete: bool = False
     lists_uploads: bool = True
     copies_inside: bool = False
+    dates_writes: bool = True
     policy: RetentionPolicy | None = None
 
 
@@ -286,6 +287,66 @@ def changed_mind(rng: random.Random) -> Scenario:
     return Scenario("changed mind", setup, tuple(actors), policy=mine, chances=chances)
 
 
+def removed(rng: random.Random) -> Scenario:
+    """A person or a lifecycle rule removes checkpoints: their records must not count."""
+    grace = rng.choice([0.0, 0.0, 60.0])
+    rule = policy(rng.choice([1, 2]), grace, best=rng.choice([0, 1]), thin=rng.choice([0, 0, 200]))
+    steps = rng.sample([100, 200, 300, 400], rng.choice([1, 2, 3]))
+    person = Actor(
+        "person",
+        tuple(
+            part
+            for step in steps
+            for part in (
+                ("remove", {"root": RUN, "step": step, "only": rng.choice(["", "", ".metadata"])}),
+                _sleep(rng.choice([0.0, 1.0, 70.0])),
+            )
+        ),
+    )
+    waits = [_sleep(rng.choice([1.0, 2.0, 70.0])) for _ in range(3)]
+    pruner = Actor("pruner", tuple(part for wait in waits for part in (wait, _prune(rule))))
+    others = [step for step in (100, 200, 300, 400) if step not in steps]
+    save = _save(RUN, rng.choice([500, *others]), **_how(rng, rule))
+    saver = Actor("saver", (_sleep(rng.choice([1.0, 80.0])), save))
+    setup = _saves(RUN, 100, 200, 300, 400)
+    setup += tuple(("report", {"root": RUN, "step": step, "value": rng.random()}) for step in (100, 200, 300, 400))
+    chances = Chances(0.3, rng.choice([0.0, 0.02]))
+    return Scenario("removed", setup, (person, pruner, saver), policy=rule, chances=chances)
+
+
+def measured_again(rng: random.Random) -> Scenario:
+    """Steps are saved again, and may be measured again: what was measured of the commit before must not rank them."""
+    rule = policy(1, rng.choice([0.0, 0.0, 60.0]), best=1)
+    again = rng.choice([200, 300])
+    saves: tuple[Step, ...] = (_save(RUN, again, how="log"),)
+    if rng.random() < 0.3:
+        saves += (("report", {"root": RUN, "step": again, "value": rng.random()}),)
+    saver = Actor("saver", saves)
+    waits = [_sleep(rng.choice([1.0, 30.0, 70.0])) for _ in range(2)]
+    pruner = Actor("pruner", tuple(part for wait in waits for part in (wait, _prune(rule))))
+    setup = _saves(RUN, 100, 200, 300, 400)
+    setup += tuple(("report", {"root": RUN, "step": step, "value": rng.random()}) for step in (100, 200, 300))
+    return Scenario(
+        "measured again", setup, (saver, pruner), policy=rule, chances=Chances(0.2, rng.choice([0.0, 0.01]))
+    )
+
+
+def wrong_clocks(rng: random.Random) -> Scenario:
+    """Readers with leases, a slow save, graces: beside pruners and sweepers whose clocks are wrong by days."""
+    rule = policy(rng.choice([1, 2]), rng.choice([0.0, 3600.0, 86400.0]), debris=3600.0)
+    slow = rng.choice([0.0, 1700.0, 3500.0, 3700.0])
+    how = rng.choice([{"how": "plain"}, {"how": "log"}])
+    saver = Actor("saver", (_save(RUN, 400, slow=slow, slow_end=rng.random() < 0.7, **how),), rng.choice([1, 2]))
+    reader = Actor("reader", (_sleep(rng.choice([0.0, 50.0])), ("load", {"root": RUN, "step": rng.choice([100, 200])})))
+    waits = [_sleep(rng.choice([1.0, 60.0, slow, 3601.0])) for _ in range(3)]
+    pruner = Actor("pruner", tuple(part for wait in waits for part in (wait, _prune(rule))))
+    sweep = _sweep(3600.0, deep=rng.random() < 0.7)
+    sweeper = Actor("sweeper", tuple(part for wait in waits for part in (wait, sweep)))
+    chances = Chances(rng.choice([0.3, 0.7]), rng.choice([0.0, 0.02]), (4, 1, 1, 1, 1, 1, 1, 0))
+    setup = _saves(RUN, 100, 200, 300)
+    return Scenario("wrong clocks", setup, (saver, reader, pruner, sweeper), policy=rule, chances=chances)
+
+
 def mixture(rng: random.Random) -> Scenario:
     """Everybody at once."""
     rule = _rule(rng)
@@ -363,6 +424,18 @@ def mixture(rng: random.Random) -> Scenario:
     )
 
 
+WRONG_S = 50 * 3600.0
+
+
+def _with_a_wrong_clock(actor: Actor, rng: random.Random) -> Actor:
+    """The actor at a store whose requests carry no time: nothing refuses a clock that is wrong, or jumps."""
+    skews = tuple(rng.choice([0.0, rng.uniform(-WRONG_S, WRONG_S), WRONG_S]) for _ in range(actor.ranks))
+    jumps = tuple(
+        (rng.choice([1.0, 100.0, 4000.0]), rng.uniform(-WRONG_S, WRONG_S)) for _ in range(rng.choice([0, 0, 1, 2]))
+    )
+    return replace(actor, signs=False, skews=skews, jumps=jumps)
+
+
 Family = Callable[[random.Random], Scenario]
 
 FAMILIES: tuple[tuple[Family, int], ...] = (
@@ -377,6 +450,9 @@ FAMILIES: tuple[tuple[Family, int], ...] = (
     (newest_gone, 1),
     (going_on, 2),
     (changed_mind, 2),
+    (removed, 1),
+    (measured_again, 1),
+    (wrong_clocks, 2),
     (mixture, 6),
 )
 
@@ -388,10 +464,14 @@ def scenario(seed: int, only: str = "") -> Scenario:
     family = next((one for one in names if one.__name__ == only), None) or rng.choices(names, weights)[0]
     made = family(rng)
     deletes = rng.random()
+    signed = made.family != "wrong clocks" and rng.random() < 0.6
+    if not signed:
+        made = replace(made, actors=tuple(_with_a_wrong_clock(actor, rng) for actor in made.actors))
     return replace(
         made,
         conditional_delete=deletes < 0.6,
-        expiring_delete=deletes >= 0.7,
+        expiring_delete=signed and deletes >= 0.7,
+        dates_writes=rng.random() < 0.7,
         page=rng.choice([2, 4, 1000]),
         delete_page=rng.choice([2, 1000]),
         lists_uploads=rng.random() < 0.7,

@@ -93,16 +93,21 @@ class Decisions:
 
 @dataclass(eq=False)
 class Process:
-    """What is killed and suspended as a whole. `skew` is how far its clock is ahead."""
+    """What is killed and suspended as a whole. `skew` is how far its clock is ahead, before it `jumps`."""
 
     name: str
     skew: float = 0.0
+    jumps: tuple[tuple[float, float], ...] = ()
+    """When its clock is set, in seconds from the start, and by how much."""
     signs: bool = True
     """Whether its requests carry the time of its clock; else they carry the true one."""
     dead: bool = False
     wakes: float = 0.0
     spared: bool = False
     """Whether nothing ever happens to it."""
+
+    def clock(self, now: float) -> float:
+        return now + self.skew + sum(by for at, by in self.jumps if now - START >= at)
 
 
 @dataclass(eq=False)
@@ -329,7 +334,7 @@ class Scheduler:
 
     def signed(self, process: Process) -> float:
         """The time that a request carries which is signed now."""
-        return self.now + process.skew if process.signs else self.now
+        return process.clock(self.now) if process.signs else self.now
 
     def _give_up(self, task: Task) -> None:
         task.ready = self.now + CLIENT_TIMEOUT_S

@@ -142,13 +142,15 @@ def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, p
     fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
     spared = snapshot.spared(fates)
     sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
+    # Shown by this machine's clock, unless an object in the store is younger. A prune decides by the store's.
+    now = max(catalog.clock(), snapshot.taken or 0.0)
     waiting = [
         {
             "step": note.step,
             "token": note.id,
             "action": note.action,
             "due": note.due,
-            "is_due": note.begun or note.is_due(snapshot.taken),
+            "is_due": note.begun or note.is_due(now),
             "bytes": sizes[note.folder, note.id],
         }
         for note in snapshot.notes.tombstones
