@@ -151,8 +151,8 @@ def note_end(manager: weakref.ref[Any], catalog: Catalog, running: Running, hand
     for metrics in running.held_back():
         try:
             notes.report(catalog, running.step, metrics)
-        except BucketpointError as error:
-            logger.warning("the metrics of step %d were not reported: %s", running.step, error)
+        except BucketpointError as lost:
+            logger.warning("the metrics of step %d were not reported: %s", running.step, lost)
     alive, error = manager(), handle.failure()
     if alive is not None and error is None:
         alive._standing.saved(running.step, handle.begun_s, full=running.full)
