@@ -11,7 +11,7 @@ import numpy as np
 from tests.simulation.bucket import Bucket, Held
 from tests.simulation.facts import Commit, Op, Pinned, ViolationError, ordered_by, tombstone_of
 
-from bucketpoint.catalog.snapshot import read_notes, read_steps
+from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.convert.journal import NAME as JOURNAL
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalog_keys

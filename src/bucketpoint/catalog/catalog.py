@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bucketpoint.catalog.snapshot import BY_STEP, Checkpoint, Snapshot, read_notes, read_steps
+from bucketpoint.catalog.listing import read_notes, read_steps
+from bucketpoint.catalog.snapshot import BY_STEP, Checkpoint, Snapshot
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,

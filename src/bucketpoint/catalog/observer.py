@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.catalog.save_log import read_record
 from bucketpoint.catalog.snapshot import (
     BY_STEP,
@@ -18,8 +19,6 @@ from bucketpoint.catalog.snapshot import (
     ReadLease,
     Resume,
     Snapshot,
-    read_notes,
-    read_steps,
 )
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys

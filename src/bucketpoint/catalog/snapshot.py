@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.retention.row import FULL, Row
-from bucketpoint.stores import ObjectInfo
 
 KEEP = "keep"
 DELETE = "delete"
@@ -356,109 +352,3 @@ class Snapshot:
         given_up = self.given_up()
         sets = ([one for one in some if one.name not in given_up] or some for some in (self.full, self.checkpoints))
         return {max(some, key=key).name for some in sets if some for key in (BY_STEP, _BY_TIME)}
-
-
-def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float | None) -> Snapshot:
-    """Parse checkpoints, attempts and tombstones from a listing of names. Unknown names are ignored."""
-    by_folder: dict[str, list[Checkpoint]] = {}
-    attempts = []
-    tombstones = []
-    runs = set()
-    for name, info in listed:
-        commit = CommitKey.parse(name)
-        if commit is not None:
-            one = _checkpoint(commit, info)
-            by_folder.setdefault(one.folder, []).append(one)
-        elif attempt := AttemptKey.parse(name):
-            attempts.append(Attempt(attempt.step, attempt.token, attempt.folder, info.key, info.modified))
-        elif tombstone := _tombstone(name, info):
-            tombstones.append(tombstone)
-        elif run := catalog_keys.run_of(name):
-            runs.add(run)
-    current, superseded = [], []
-    for records in by_folder.values():
-        # Of two records of one attempt, the thinned one is the later: nothing makes a thinned checkpoint whole again.
-        *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
-        current.append(last)
-        superseded += older
-    committed = {checkpoint.name for checkpoint in [*current, *superseded]}
-    return Snapshot(
-        taken,
-        tuple(sorted(current, key=BY_STEP)),
-        tuple(superseded),
-        tuple(attempt for attempt in attempts if (attempt.folder, attempt.token) not in committed),
-        tuple(attempt for attempt in attempts if (attempt.folder, attempt.token) in committed),
-        Notes(tombstones=tuple(tombstones)),
-        frozenset(runs),
-    )
-
-
-def _checkpoint(commit: CommitKey, info: ObjectInfo) -> Checkpoint:
-    # A record is written after its commit. A time of commit later than that is of a machine whose clock was ahead: it
-    # would make every other checkpoint old.
-    created, written = commit.created, info.modified
-    ahead = created - written if written is not None and created - written > FUTURE_S else 0.0
-    return Checkpoint(
-        commit.step,
-        created - ahead,
-        commit.token,
-        commit.kind,
-        commit.mark,
-        commit.folder,
-        commit.groups,
-        info.key,
-        written,
-        ahead,
-    )
-
-
-def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
-    """Parse the notes, without tombstones, from a listing of names. Unknown and malformed names are ignored."""
-    reports: list[MetricReport] = []
-    pins: list[Pin] = []
-    leases: list[ReadLease] = []
-    resumes: list[Resume] = []
-    for name, info in listed:
-        note = NoteKey.parse(name)
-        if note is None:
-            continue
-        step, key = note.step, info.key
-        with contextlib.suppress(ValueError):
-            match (note.kind, *note.fields):
-                case (catalog_keys.METRICS, time, *pairs) if len(pairs) % 2 == 0:
-                    values = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
-                    token = next(filter(None, map(catalog_keys.token_named, values)), None)
-                    reports += [
-                        MetricReport(step, _time(time), metric, value, key, token)
-                        for metric, value in values.items()
-                        if not catalog_keys.token_named(metric)
-                    ]
-                case (catalog_keys.PIN, pin, expires):
-                    pins.append(Pin(step, pin, _time(expires) if expires else None, key))
-                case (catalog_keys.LEASE, holder, seconds):
-                    leases.append(ReadLease(step, holder, float(seconds), info.modified, key))
-                case (catalog_keys.RESTORED, time, *_):
-                    resumes.append(Resume(step, _time(time), key, info.modified))
-    return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes))
-
-
-def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
-    note = NoteKey.parse(name)
-    if note is None or note.kind != catalog_keys.TOMBSTONE or len(note.fields) < 5:
-        return None
-    token, moment, action, mark, folder, *author = note.fields
-    if author not in ([], [catalog_keys.BY_POLICY]):
-        return None
-    due = catalog_keys.seconds(moment)
-    if due is None or action not in (DELETE, THIN):
-        return None
-    # An undone tombstone is empty, and a claimed one has at least `BEGUN_BYTES`: the size in a listing tells the state.
-    undone, begun = info.size == 0, info.size >= BEGUN_BYTES
-    return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, undone, begun, bool(author))
-
-
-def _time(text: str) -> float:
-    time = catalog_keys.seconds(text)
-    if time is None:
-        raise ValueError("not a time")
-    return time

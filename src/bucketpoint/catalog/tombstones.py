@@ -11,8 +11,9 @@ import os
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.listing import read_steps
 from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone, read_steps
+from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import NoteKey
