@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp.planning.rank_state import DIGEST_BYTES, rank_state, saved_ranks, value_digests
+from bucketpoint.dcp.planning.rank_state import DIGEST_BYTES, compared_digests, rank_state, saved_ranks
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
 from dcp.planning import planner_scenarios as scenarios
@@ -41,7 +41,7 @@ def test_values_that_differ_between_ranks_are_named_once(caplog: pytest.LogCaptu
     states = [{"loader": {"position": rank, "epoch": 3}, "lr": 0.1, "w": torch.ones(3)} for rank in range(3)]
     planners = planned(states)
     (said,) = warnings(caplog)
-    assert said.startswith("ranks have different values for these keys, and only the value of one rank is saved: ")
+    assert said.startswith("ranks have different values for these keys, and only that of one rank is saved: ")
     assert "loader.position" in said
     assert "rank_state(value)" in said
     planned([{**state, "new": 1} for state in states], planners)
@@ -56,6 +56,46 @@ def test_five_of_many_keys_are_named(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = warnings(caplog)
     assert "key4 and 4 more. " in said
     assert [f"key{number}" in said for number in range(9)] == [True] * 5 + [False] * 4
+
+
+def parts(planners: list[SavePlanner], name: str) -> int:
+    return len(planners[0].metadata.state_dict_metadata[name].chunks)
+
+
+@pytest.mark.parametrize("at", [0, 100_000, 199_999])
+def test_saves_tensors_that_ranks_hold_different_ones_of_from_one_rank_and_warns(
+    at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Experts that each rank numbers from 0: parts of two ranks' tensors made one."""
+    states = []
+    for rank in range(3):
+        expert = torch.zeros(200_000)
+        expert[at] = float(rank == 2)
+        # Running statistics of BatchNorm differ rightly, and are too small to be cut.
+        states.append(
+            {"expert": expert, "shared": torch.ones(200_000), "running_mean": torch.full((4096,), 1.0 * rank)}
+        )
+    planners = planned(states)
+    (said,) = warnings(caplog)
+    assert said.startswith(
+        "ranks have different tensors under these names, and only that of one rank is saved: expert."
+    )
+    assert parts(planners, "expert") == 1
+    assert parts(planners, "shared") > 1
+    # Those of the first rank, so that tensors that belong together are of one rank.
+    plans, _ = planners[0].create_global_plan([planner.plan for planner in planners])
+    assert any(item.index.fqn == "expert" for item in plans[0].items)
+    # Once they are equal they are cut again.
+    planners = planned([states[0]] * 3, planners)
+    assert parts(planners, "expert") > 1
+
+
+def test_compares_tensors_in_any_memory(caplog: pytest.LogCaptureFixture) -> None:
+    strided = [torch.full((300, 400), float(rank)).t() for rank in range(2)]
+    parameters = [torch.nn.Parameter(torch.full((120_000,), float(rank))) for rank in range(2)]
+    planned([{"strided": one, "parameter": two} for one, two in zip(strided, parameters, strict=True)])
+    (said,) = warnings(caplog)
+    assert "parameter, strided" in said
 
 
 def generator_state(seed: int) -> torch.Tensor:
@@ -117,7 +157,7 @@ def test_values_of_one_rank_alone_are_not_compared(caplog: pytest.LogCaptureFixt
 def test_digests_take_four_bytes_an_item_and_nothing_when_the_state_is_unchanged() -> None:
     states = [{f"key{number}": "x" * 1000 for number in range(50)} for _ in range(2)]
     planners = planned(states)
-    assert len(value_digests(planners[0].plan.items, planners[0].state_dict)) == 50 * DIGEST_BYTES
+    assert len(compared_digests(planners[0].plan.items, planners[0].state_dict)) == 50 * DIGEST_BYTES
     for planner in planners:
         planner.finish_plan(planner.plan.__class__(planner.plan.items, planner_data=_dealt()))
         planner.set_up_planner(states[0], None, True)

@@ -39,7 +39,9 @@ def item_bytes(item: WriteItem) -> int:
     return int(prod(data.chunk.sizes)) * int(data.properties.dtype.itemsize)
 
 
-def balanced(plans: Sequence[SavePlan], nodes: Sequence[object] | None = None) -> list[SavePlan]:
+def balanced(
+    plans: Sequence[SavePlan], nodes: Sequence[object] | None = None, apart: Sequence[str] = ()
+) -> list[SavePlan]:
     """Keep each item on one of the ranks that hold it, so that all ranks, and all nodes, write about the same.
 
     Deterministic: the same plans give the same result on any rank. Items that only one rank holds stay as they are.
@@ -47,6 +49,7 @@ def balanced(plans: Sequence[SavePlan], nodes: Sequence[object] | None = None) -
     Args:
         plans: plans of all ranks, by rank.
         nodes: for each rank a value that identifies the node: ranks of one node share a network card.
+        apart: names under which ranks hold different tensors: the first rank that has one saves it, whole.
 
     Returns:
         The plans without duplicates, with large duplicates cut along dimension 0 into items of type SHARD.
@@ -71,8 +74,9 @@ def balanced(plans: Sequence[SavePlan], nodes: Sequence[object] | None = None) -
     pieces = [
         (piece, ranks)
         for (item, ranks), size in zip(replicated, sizes, strict=True)
-        for piece in _cut(item, size, slice_bytes)
+        for piece in ([item] if item.index.fqn in apart else _cut(item, size, slice_bytes))
     ]
+    pieces = [(piece, ranks[:1] if piece.index.fqn in apart else ranks) for piece, ranks in pieces]
     chosen = assign([(item_bytes(piece), ranks) for piece, ranks in pieces], loads, nodes)
     kept: list[list[WriteItem]] = [[item for item in plan.items if len(holders[item.index]) == 1] for plan in plans]
     for (piece, _), rank in zip(pieces, chosen, strict=True):

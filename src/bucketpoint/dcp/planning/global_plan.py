@@ -17,7 +17,7 @@ from bucketpoint.dcp.planning.balance import balanced
 from bucketpoint.dcp.planning.columnar.assign import Assignment, assign_items
 from bucketpoint.dcp.planning.columnar.assignments import LazyItems, assignment_digest
 from bucketpoint.dcp.planning.columnar.encoding import AskedItems, LocalItems, PackedItems, Table, unpack_table
-from bucketpoint.dcp.planning.rank_state import own_names, own_names_of
+from bucketpoint.dcp.planning.rank_state import Compared
 from bucketpoint.dcp.planning.results import items_digest
 from bucketpoint.errors import BucketpointError
 
@@ -37,11 +37,11 @@ class GlobalPlan(NamedTuple):
     assignment: Assignment | None
 
 
-def own_names_by_rank(plans: Sequence[SavePlan], tables: Mapping[bytes, Table]) -> list[tuple[str, ...]]:
-    """Return for each rank the names of the items whose values may differ between ranks."""
-    of_table = {blob: own_names_of(table) for blob, table in tables.items()}
+def compared_by_rank(plans: Sequence[SavePlan], tables: Mapping[bytes, Table]) -> list[Compared]:
+    """Return for each rank the names of the items that are compared between ranks."""
+    of_table = {blob: Compared.of_table(table) for blob, table in tables.items()}
     return [
-        own_names(plan.items) if packed is None else sum((of_table[blob] for blob in packed.tables), ())
+        Compared.of(plan.items) if packed is None else sum((of_table[blob] for blob in packed.tables), Compared())
         for plan, packed in zip(plans, map(packed_items, plans), strict=True)
     ]
 
@@ -53,12 +53,17 @@ def unpack_tables(plans: Sequence[SavePlan]) -> dict[bytes, Table]:
 
 
 def plan_globally(
-    plans: Sequence[SavePlan], tables: Mapping[bytes, Table], nodes: Sequence[object], *, whole: bool = False
+    plans: Sequence[SavePlan],
+    tables: Mapping[bytes, Table],
+    nodes: Sequence[object],
+    apart: Sequence[str] = (),
+    *,
+    whole: bool = False,
 ) -> GlobalPlan:
     """Assign the items that all ranks hold to ranks.
 
     Args:
-        nodes: as in `balanced`.
+        nodes, apart: as in `balanced`.
         whole: put real items on the plans, for ranks that look at them before the encoded assignment is decoded.
 
     Raises:
@@ -66,10 +71,10 @@ def plan_globally(
         RanksDisagreeError: ranks hold different tensors under one name.
     """
     packed = [each for each in map(packed_items, plans) if each is not None]
-    assignment = assign_items(packed, tables, nodes) if len(packed) == len(plans) else None
+    assignment = assign_items(packed, tables, nodes, apart) if len(packed) == len(plans) else None
     if assignment is None:
         agree_on_tensors(plans)
-        assigned, metadata = create_default_global_save_plan(balanced(plans, nodes))
+        assigned, metadata = create_default_global_save_plan(balanced(plans, nodes, apart))
         _validate(assigned, metadata)
         return GlobalPlan(assigned, [items_digest(plan.items) for plan in assigned], metadata, None)
     state = assignment.metadata.state_dict_metadata

@@ -1,4 +1,4 @@
-"""State that differs between ranks: a key for each rank, so that all values are saved, and a check for lost values.
+"""State that differs between ranks: a key for each rank, so that all values are saved, and checks for lost values.
 
 DCP saves one rank's value under each name. Every rank has the position of a dataloader, or the state of a random
 generator, under the same name: without a key for each rank, the value of one rank is saved for all.
@@ -6,21 +6,25 @@ generator, under the same name: without a key for each rank, the value of one ra
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import hashlib
 import struct
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from bucketpoint.dcp.planning.balance import MIN_SLICE_BYTES
 from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, TENSOR, Table
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.coverage import RANK
+from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable
 
 DIGEST_BYTES = 4
 
@@ -30,6 +34,10 @@ _MAX_BYTES = 64 << 10
 
 _MAX_NODES = 20_000
 """Nested values that are compared at most, over all items: takes about 20 ms."""
+
+_SAMPLE_BYTES = 2
+_COMPARED_BYTES = 512
+"""Bytes that are compared at the beginning, in the middle and at the end of each replica of a tensor."""
 
 
 def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
@@ -72,38 +80,121 @@ def rank_state_name(fqn: str) -> str | None:
     return fqn[: match.start()] if match is not None else None
 
 
-def value_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> bytes:
-    """Return 4 bytes for each item that may differ between ranks, in order: see `differing`. Zeros: not comparable."""
-    budget = [_MAX_NODES]
-    return b"".join(_digest(state.get(item.index.fqn), budget) for item in items if _may_be_own(item))
+class Compared(NamedTuple):
+    """The names of a rank's items that are compared with those of other ranks, in order.
+
+    Attributes:
+        values: items whose values may rightly differ, of which one rank's value is saved.
+        replicas: tensors that may be cut, so that several ranks save parts of them.
+    """
+
+    values: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()
+
+    def __add__(self, other: Any) -> Compared:
+        return Compared(self.values + other.values, self.replicas + other.replicas)
+
+    @staticmethod
+    def of(items: Iterable[WriteItem]) -> Compared:
+        """Return those of a rank's items."""
+        items = list(items)
+        return Compared(
+            tuple([item.index.fqn for item in items if _may_be_own(item)]),
+            tuple([item.index.fqn for item in items if _may_be_cut(item)]),
+        )
+
+    @staticmethod
+    def of_table(table: Table) -> Compared:
+        """Return those of a table."""
+        own = [_is_generator_state(size, properties) for properties, size in table.descriptions]
+        large = [_is_large(size, properties) for properties, size in table.descriptions]
+        rows = list(zip(table.names, table.kinds, table.described, strict=True))
+        return Compared(
+            tuple([name for name, kind, at in rows if kind == BYTE_IO or (kind == TENSOR and own[at])]),
+            tuple([name for name, kind, at in rows if kind == TENSOR and large[at]]),
+        )
 
 
-def differing(names: Sequence[tuple[str, ...]], digests: Sequence[bytes]) -> list[str]:
-    """Return the names under which ranks hold different values, sorted.
+def compared_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> bytes:
+    """Return 4 bytes for each value and then 2 for each replica that `Compared.of` names. Zeros: not comparable.
+
+    A replica takes some 4 us in host memory, and a copy of 512 bytes on a device.
+    """
+    budget, values, samples = [_MAX_NODES], [], []
+    for item in items:
+        if _may_be_own(item):
+            values.append(_digest(state.get(item.index.fqn), budget))
+        elif _may_be_cut(item):
+            samples.append(_sample(state.get(item.index.fqn)))
+    # Behind the values: a coordinator of an older version then compares neither.
+    return b"".join(values + samples)
+
+
+def differing(compared: Sequence[Compared], digests: Sequence[bytes]) -> list[str]:
+    """Return the names of the values that differ between ranks, sorted.
 
     Args:
-        names: for each rank, the names of the items that may differ between ranks, in order.
-        digests: for each rank, the result of `value_digests` for these items.
+        compared: for each rank, the names that it compares.
+        digests: for each rank, the result of `compared_digests`; of another length if it sent none.
     """
+    return _differing([names.values for names in compared], _parts(compared, digests, replicas=False))
+
+
+def differing_replicas(compared: Sequence[Compared], digests: Sequence[bytes]) -> list[str]:
+    """Return the names under which ranks hold different tensors of one shape, sorted.
+
+    Args:
+        compared, digests: as for `differing`.
+    """
+    return _differing([names.replicas for names in compared], _parts(compared, digests, replicas=True))
+
+
+def _parts(compared: Sequence[Compared], digests: Sequence[bytes], *, replicas: bool) -> list[bytes]:
+    cuts = [DIGEST_BYTES * len(names.values) for names in compared]
+    return [joined[cut:] if replicas else joined[:cut] for joined, cut in zip(digests, cuts, strict=True)]
+
+
+def _differing(names: Sequence[tuple[str, ...]], digests: Sequence[bytes]) -> list[str]:
+    """Return the names that have more than one digest, of those that are not zeros."""
     seen: dict[str, set[bytes]] = defaultdict(set)
     # Each distinct pair once, as most ranks send the same.
     for mine, joined in dict.fromkeys(zip(names, digests, strict=True)):
-        if len(joined) == DIGEST_BYTES * len(mine):
+        width = len(joined) // max(len(mine), 1)
+        if width and len(joined) == width * len(mine):
             for at, name in enumerate(mine):
-                seen[name].add(joined[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
-    return sorted(name for name, values in seen.items() if len(values - {_UNKNOWN}) > 1)
+                digest = joined[width * at : width * (at + 1)]
+                if any(digest):
+                    seen[name].add(digest)
+    return sorted(name for name, found in seen.items() if len(found) > 1)
 
 
-def own_names(items: Iterable[WriteItem]) -> tuple[str, ...]:
-    """Return the names of the items that may differ between ranks, in order."""
-    return tuple([item.index.fqn for item in items if _may_be_own(item)])
+def _may_be_cut(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return item.type == WriteItemType.TENSOR and data is not None and _is_large(data.size, data.properties)
 
 
-def own_names_of(table: Table) -> tuple[str, ...]:
-    """Return the names of the items of a table that may differ between ranks, in order."""
-    own = [_is_generator_state(size, properties) for properties, size in table.descriptions]
-    rows = zip(table.names, table.kinds, table.described, strict=True)
-    return tuple([name for name, kind, at in rows if kind == BYTE_IO or (kind == TENSOR and own[at])])
+def _is_large(size: torch.Size, properties: Any) -> bool:
+    """Return True for tensors that may be cut. Smaller ones are saved by one rank, as DCP does.
+
+    They may differ rightly: running statistics of BatchNorm do.
+    """
+    return size.numel() * int(properties.dtype.itemsize) > MIN_SLICE_BYTES
+
+
+def _sample(value: Any) -> bytes:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+        return bytes(_SAMPLE_BYTES)
+    nbytes = value.numel() * value.element_size()
+    if is_viewable(value):
+        # Copies of few bytes, as a view of the whole tensor takes longer to make.
+        begin, crc = value.data_ptr(), 0
+        for start in (0, nbytes // 2, nbytes - _COMPARED_BYTES):
+            crc = zlib.crc32(ctypes.string_at(begin + start, _COMPARED_BYTES), crc)
+    else:
+        piece = bytearray(_COMPARED_BYTES)
+        copy_stretch(value, nbytes // 2, memoryview(piece))
+        crc = zlib.crc32(piece)
+    return (crc % 0xFFFF + 1).to_bytes(_SAMPLE_BYTES, "big")
 
 
 def _may_be_own(item: WriteItem) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import socket
@@ -26,7 +27,7 @@ from bucketpoint.dcp.planning.columnar.assignments import (
     items_of,
 )
 from bucketpoint.dcp.planning.columnar.encoding import LocalItems, content_digest, merged_mappings, pack_mappings
-from bucketpoint.dcp.planning.global_plan import own_names_by_rank, packed_items, plan_globally, unpack_tables
+from bucketpoint.dcp.planning.global_plan import compared_by_rank, packed_items, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
 from bucketpoint.dcp.planning.plan_cache import (
@@ -38,7 +39,7 @@ from bucketpoint.dcp.planning.plan_cache import (
     WriterMeta,
     stock,
 )
-from bucketpoint.dcp.planning.rank_state import differing, value_digests
+from bucketpoint.dcp.planning.rank_state import compared_digests, differing, differing_replicas
 from bucketpoint.dcp.planning.results import AssignedPlan, items_digest
 from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
 from bucketpoint.dcp.process_groups import this_rank
@@ -147,7 +148,7 @@ class SavePlanner(DefaultSavePlanner):
             items = LocalItems(write_items(self.state_dict, self.is_coordinator))
         self._asked = items
         mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
-        digests = value_digests(items, self.state_dict)
+        digests = compared_digests(items, self.state_dict)
         local = _Local(None, sender, node, mappings, digests, self._int_keys)
         self.plan = SavePlan(items, planner_data=local)
         return self.plan
@@ -260,16 +261,21 @@ class SavePlanner(DefaultSavePlanner):
         """Assign the items of all ranks, and keep the resulting plan."""
         asked = [plan if plan.usable else self._recall(rank, plan) for rank, plan in enumerate(all_plans)]
         tables = unpack_tables(asked)
-        names = own_names_by_rank(asked, tables)
-        self._warn_of_lost_values([(mine, plan) for mine, plan in zip(names, all_plans, strict=True) if plan.usable])
+        sent = [plan.usable for plan in all_plans]
+        compared = list(itertools.compress(compared_by_rank(asked, tables), sent))
+        digests = [plan.planner_data.digests for plan in itertools.compress(all_plans, sent)]
+        self._warn_of_lost_values(differing(compared, digests), "values for these keys")
+        # Never a tensor in parts of several ranks' tensors. All from one rank, so that they fit each other.
+        apart = differing_replicas(compared, digests)
+        self._warn_of_lost_values(apart, "tensors under these names")
         nodes = [plan.planner_data.node for plan in all_plans]
-        content = _content(asked, senders, nodes) if self._sends_items else None
+        content = _content(asked, senders, nodes, apart) if self._sends_items else None
         for kept in self._cache.agreed.values():
             if content is not None and kept.content == content:
                 return kept
         # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
         whole = type(self).finish_plan is not SavePlanner.finish_plan
-        plans, digests, metadata, assignment = plan_globally(asked, tables, nodes, whole=whole)
+        plans, digests, metadata, assignment = plan_globally(asked, tables, nodes, apart, whole=whole)
         if self.flatten_state_dict:
             merged = merged_mappings([plan.planner_data.mappings for plan in asked])
             metadata = replace(metadata, planner_data=merged)
@@ -285,14 +291,14 @@ class SavePlanner(DefaultSavePlanner):
                 del self._cache.agreed[old]
         return agreed
 
-    def _warn_of_lost_values(self, sent: list[tuple[tuple[str, ...], SavePlan]]) -> None:
-        lost = differing([names for names, _ in sent], [plan.planner_data.digests for _, plan in sent])
+    def _warn_of_lost_values(self, lost: list[str], what: str) -> None:
         news = [name for name in lost if name not in self._cache.warned]
         if news:
             self._cache.warned.update(news)
             logger.warning(
-                "ranks have different values for these keys, and only the value of one rank is saved: %s. "
-                "To save the value of each rank, wrap it: state[key] = rank_state(value)",
+                "ranks have different %s, and only that of one rank is saved: %s. "
+                "To save that of each rank, wrap it: state[key] = rank_state(value)",
+                what,
                 first_of(news, _NAMED_AT_MOST),
             )
 
@@ -335,7 +341,9 @@ _caches: dict[str, PlanCache] = {}
 """Plans of the planners that were sent to this process, by the planner's identity."""
 
 
-def _content(asked: Sequence[SavePlan], senders: Sequence[int], nodes: Sequence[str]) -> bytes | None:
+def _content(
+    asked: Sequence[SavePlan], senders: Sequence[int], nodes: Sequence[str], apart: Sequence[str]
+) -> bytes | None:
     """Return a digest of all that the coordinator makes a plan of; None if some rank did not send columns."""
     described = []
     for plan in asked:
@@ -343,7 +351,7 @@ def _content(asked: Sequence[SavePlan], senders: Sequence[int], nodes: Sequence[
         if packed is None:
             return None
         described += [packed.digest, *plan.planner_data.mappings, repr(plan.planner_data.int_keys).encode()]
-    return content_digest(repr((senders, nodes)).encode(), *described)
+    return content_digest(repr((senders, nodes, apart)).encode(), *described)
 
 
 def _refuse_partial(state: dict[str, Any]) -> None:

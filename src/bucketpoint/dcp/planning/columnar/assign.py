@@ -7,6 +7,7 @@ items of one rank hold): the caller then works on the items themselves.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,19 +73,19 @@ def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
 
 
 def assign_items(
-    asked: Sequence[PackedItems], tables: Mapping[bytes, Table], nodes: Sequence[object]
+    asked: Sequence[PackedItems], tables: Mapping[bytes, Table], nodes: Sequence[object], apart: Sequence[str] = ()
 ) -> Assignment | None:
     """Assign the items of all ranks; return None if they are not regular.
 
     Args:
         asked: items of each rank.
         tables: unpacked tables, by the bytes in which they were sent.
-        nodes: as in `balanced`.
+        nodes, apart: as in `balanced`.
     """
     try:
         # A training script may have set another default device; planning runs on the CPU.
         with without_gc(), torch.device("cpu"):
-            return _assigned(_held(asked, tables), len(asked), nodes)
+            return _assigned(_held(asked, tables), len(asked), nodes, frozenset(apart))
     except _IrregularError:
         return None
 
@@ -235,8 +236,8 @@ def _column(blob: bytes) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _assigned(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
-    source, seen_first, first, rows, rank = _chosen(held, ranks, nodes)
+def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[str]) -> Assignment:
+    source, seen_first, first, rows, rank = _chosen(held, ranks, nodes, apart)
     names, number = held.names, held.number[source]
     offsets, sizes, keys = held.offsets[source], held.sizes[source], held.keys[source]
     cut = first != _WHOLE
@@ -282,7 +283,7 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
     return Assignment(kept, nbytes, Metadata(state), index, tuple([texts[at] for at in doubtful]))
 
 
-def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Tensor, ...]:
+def _chosen(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[str]) -> tuple[torch.Tensor, ...]:
     """Choose the rank of each item.
 
     Returns:
@@ -309,10 +310,12 @@ def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Ten
     pieces: list[tuple[int, tuple[int, ...]]] = []
     cuts: list[tuple[int, int, int]] = []
     spans = zip(begins[shared].tolist(), counts[shared].tolist(), nbytes[shared].tolist(), rows, strict=True)
-    for begin, count, size, height in spans:
-        holding = tuple(owners[begin : begin + count])
+    texts = [held.names.texts[number] for number in held.number[items[shared]].tolist()] if apart else []
+    for (begin, count, size, height), name in itertools.zip_longest(spans, texts):
+        whole = name in apart
+        holding = tuple(owners[begin : begin + (1 if whole else count)])
         holding = holders.setdefault(holding, holding)
-        borders = row_borders(height, size, slice_bytes)
+        borders = [] if whole else row_borders(height, size, slice_bytes)
         for top, bottom in pairwise(borders):
             pieces.append((size // height * (bottom - top), holding))
             cuts.append((begin, top, bottom - top))
