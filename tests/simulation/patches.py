@@ -198,10 +198,10 @@ def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
     return failed
 
 
-def _async_save(*given: Any, **named: Any) -> Any:
+def _begin_together(ranks: Any, what: str, state: Any, url: str, **named: Any) -> Any:
     found = here()
     assert found is not None
-    return found[1].async_save(*given, **named)
+    return found[1].async_save(state, checkpoint_id=url, **named)
 
 
 class _NoExit:
@@ -238,7 +238,7 @@ def simulated() -> Iterator[None]:
         put(pruning, "prune_by", _labelled("prune", pruning.prune_by))
         put(pruning, "sweep", _labelled("sweep", pruning.sweep))
         put(pruning.PruneWorker, "_failed", _failed(pruning.PruneWorker._failed))
-        put(managing, "async_save", _async_save)
+        put(managing, "begin_together", _begin_together)
         put(managing, "atexit", _NoExit)
         logging.disable(logging.CRITICAL)
         stack.callback(logging.disable, level)
