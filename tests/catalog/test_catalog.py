@@ -104,6 +104,17 @@ def test_a_record_whose_metadata_is_gone_does_not_count(store: MemoryStore) -> N
     assert latest.step == 100
 
 
+def test_passes_over_a_checkpoint_whose_metadata_has_no_bytes(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    save(catalog, 2)
+    store.put(catalog.metadata_key("step-2"), [memoryview(b"")], crc32c=0)
+    store.put(catalog.metadata_key("step-3"), [memoryview(b"")], crc32c=0)
+    latest = catalog.latest()
+    assert latest is not None
+    assert latest.step == 1
+
+
 def test_only_full_checkpoints_are_resumed_from(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)

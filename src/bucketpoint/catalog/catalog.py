@@ -286,12 +286,13 @@ class Catalog:
 
 
 def committed_info(store: Store, key: str) -> ObjectInfo | None:
-    """Return a `.metadata` object; None if there is none, or a deletion marker in its place. One small GET."""
+    """Return a `.metadata` object; None without one, or if it is a deletion marker or has no bytes. One small GET."""
     try:
         head, info = store.get(key, first=MARKER_HEAD_BYTES)
     except ObjectNotFoundError:
         return None
-    return None if is_marker(head) else info
+    # A tool that failed half-way leaves an empty object. No writer commits one, and no reader can read it.
+    return info if head and not is_marker(head) else None
 
 
 def get_metadata(store: Store, key: str, *, max_bytes: int = MAX_METADATA_BYTES) -> tuple[bytes, ObjectInfo]:

@@ -7,21 +7,33 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.convert.other_files import explain, files_of_folder
 from bucketpoint.convert.readers.from_dcp import read_dcp
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
 from bucketpoint.convert.readers.from_torch import read_torch
-from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TORCH, Source
+from bucketpoint.convert.source import (
+    BUCKETPOINT,
+    DCP,
+    SAFETENSORS,
+    SAFETENSORS_SUFFIX,
+    TORCH,
+    TORCH_SUFFIXES,
+    Source,
+)
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.dcp.session import as_url
-from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError
+from bucketpoint.errors import (
+    CheckpointDeletedError,
+    CheckpointNotFoundError,
+    InvalidURLError,
+    MetadataError,
+    ObjectNotFoundError,
+)
 from bucketpoint.format import keys
 from bucketpoint.stores import Store, check_url, open_store, parse_url, this_url
 from bucketpoint.transfer import TransferOptions
 
 AUTO = "auto"
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-SAFETENSORS_SUFFIX = ".safetensors"
 
 _EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile stands for"}
 """Schemes of other packages' filesystems, which fsspec does not list by itself: the remedy if a scheme is unknown."""
@@ -75,21 +87,33 @@ def open_source(
     """
     text = as_url(url) or ""
     store, folder = open_place(text, storage_options=storage_options, fs=fs)
-    missing = CheckpointNotFoundError(f"There is no checkpoint in the format {format} at {this_url(store)}", url=text)
+    missing = CheckpointNotFoundError(
+        f"There is no checkpoint in the format {format} at {this_url(store)}",
+        url=text,
+        remedy=check_url(store, text),
+    )
+    source = SourceBytes(store, transfer)
     if format in (AUTO, BUCKETPOINT, DCP):
         try:
             saved = open_checkpoint(text, storage_options=storage_options, fs=fs, trusted=trusted)
-            return read_dcp(SourceBytes(saved.store, transfer), saved, exclude=exclude, trusted=trusted)
         except CheckpointNotFoundError as error:
             if format != AUTO:
                 raise
             missing = error
+        except MetadataError as error:
+            try:
+                raise explain(source, keys.join(folder, keys.METADATA), error) from None
+            except ObjectNotFoundError:
+                raise error from None
+        else:
+            return read_dcp(SourceBytes(saved.store, transfer), saved, exclude=exclude, trusted=trusted)
     if format in (AUTO, SAFETENSORS):
-        source = SourceBytes(store, transfer)
         if source.has(keys.join(folder, INDEX_NAME)):
             return read_index(source, folder, text, prefix=prefix, exclude=exclude)
         if source.has(keys.join(folder, SINGLE_NAME)):
             return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix, exclude=exclude)
+    if not isinstance(missing, CheckpointDeletedError):
+        missing = files_of_folder(source, folder, text) or missing
     try:
         store, key = open_object(text, storage_options=storage_options, fs=fs)
     except InvalidURLError:

@@ -15,12 +15,12 @@ from typing import Any
 
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
+from bucketpoint.convert.detect import AUTO, open_object, open_place, open_source
 from bucketpoint.convert.journal import Journal, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
-from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
+from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, TORCH_SUFFIXES, Source
 from bucketpoint.convert.target import TargetLayout, TargetPlace, batched
 from bucketpoint.convert.writers.to_dcp import plan_bucketpoint, plan_stock
 from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors

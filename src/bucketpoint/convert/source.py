@@ -30,6 +30,9 @@ SAFETENSORS = "safetensors"
 
 FORMATS = (BUCKETPOINT, DCP, TORCH, SAFETENSORS)
 
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS_SUFFIX = ".safetensors"
+
 
 @dataclass(frozen=True)
 class Checksum:

@@ -268,6 +268,17 @@ def test_a_missing_record_does_not_fail_a_save(
     assert loaded(service, service.url("a")) == 1.0
 
 
+def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(SaveLog):
+        def committed(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyError("no such table")
+
+    catalog = open_catalog(str(tmp_path))
+    dcp.save({"w": torch.ones(4)}, storage_writer=BucketWriter(catalog.url_of(1), log=Broken(catalog)), no_dist=True)
+    assert "was not written (`bucketpoint adopt` writes it): 'no such table'" in caplog.text
+    assert catalog.metadata_info("step-1") is not None
+
+
 def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(service: Service) -> None:
     class Forgetful(DefaultSavePlanner):
         def finish_plan(self, new_plan: Any) -> Any:

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint.convert.other_files import explain, missing_files
 from bucketpoint.convert.safetensors_header import LENGTH_BYTES, TensorEntry, decode_header, decode_json, header_nbytes
 from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch, describe, excluded_keys
 from bucketpoint.convert.source_reader import MAX_READ_BYTES, SourceBytes
-from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError
+from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import keys
 from bucketpoint.transfer.pieces import for_each
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+_AGAIN = "Index and files are not of one save: download all of them again, or save the model with its index again"
 
 
 def read_file(
@@ -32,39 +35,56 @@ def read_index(
 
     Raises:
         MetadataError: the index or a file is malformed, or they do not fit each other.
-        CorruptDataError: a file is missing.
+        CheckpointNotFoundError: files are missing.
     """
     name = keys.join(folder, INDEX_NAME)
     size = source.look(name).size
     if size > MAX_READ_BYTES:
         raise MetadataError(f"The index has {size} bytes, which is too many", url=url, key=name)
-    named = decode_json(bytes(source.take(name, 0, size)), key=name).get("weight_map")
+    try:
+        named = decode_json(bytes(source.take(name, 0, size)), key=name).get("weight_map")
+    except MetadataError as error:
+        raise explain(source, name, error) from None
     if type(named) is not dict or not all(type(file) is str for file in named.values()):
-        raise MetadataError("The index has no weight_map", url=url, key=name)
+        raise MetadataError("The index has no weight_map", url=url, key=name, remedy=_AGAIN)
     files: dict[str, list[tuple[TensorEntry, int]]] = {}
+    gone: set[str] = set()
 
     def read(file: str) -> None:
         key = keys.join(folder, file)
         try:
             files[key] = _entries(source, key)
         except ObjectNotFoundError:
-            raise CorruptDataError("A safetensors file that the index names is missing", url=url, key=file) from None
+            gone.add(file)
 
     for_each(dict.fromkeys(named.values()), read, source.options)
+    if gone:
+        raise missing_files(gone, url)
     held = {entry.name: key for key, entries in files.items() for entry, _ in entries}
     for tensor, file in named.items():
         if held.get(tensor) != keys.join(folder, file):
             raise MetadataError(
-                f"The index names {file} for a tensor that the file does not have", url=url, key=tensor[:200]
+                f"The index names {file} for a tensor that the file does not have",
+                url=url,
+                key=tensor[:200],
+                remedy=_AGAIN,
             )
-    if sum(map(len, files.values())) != len(named):
-        raise MetadataError("The files hold tensors that the index does not name", url=url, key=name)
+    more = sorted(held.keys() - named.keys())
+    if more or sum(map(len, files.values())) != len(named):
+        listed = first_of([f"{tensor[:200]} of {held[tensor].rpartition('/')[2]}" for tensor in more], 5)
+        what = listed or "one tensor in two files"
+        raise MetadataError(
+            f"The files hold tensors that the index does not name: {what}", url=url, key=name, remedy=_AGAIN
+        )
     return _source(source, url, dict(sorted(files.items())), prefix, exclude)
 
 
 def _entries(source: SourceBytes, key: str) -> list[tuple[TensorEntry, int]]:
     size = source.look(key).size
-    nbytes = header_nbytes(bytes(source.take(key, 0, min(LENGTH_BYTES, size))), size, key=key)
+    try:
+        nbytes = header_nbytes(bytes(source.take(key, 0, min(LENGTH_BYTES, size))), size, key=key)
+    except MetadataError as error:
+        raise explain(source, key, error) from None
     first = LENGTH_BYTES + nbytes
     entries = decode_header(bytes(source.take(key, LENGTH_BYTES, nbytes)), size - first, key=key)
     return [(entry, first + entry.start) for entry in entries]

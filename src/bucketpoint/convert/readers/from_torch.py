@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint.convert.other_files import explain
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe, excluded_keys, without
 from bucketpoint.convert.source_reader import SourceBytes
@@ -38,11 +39,12 @@ def read_torch(
     """
     archive = open_archive(source, key, 0, source.look(key).size)
     if archive is None:
-        raise MetadataError(
+        not_ours = MetadataError(
             "The file is not an archive of torch.save",
             url=url,
             remedy="If the file is older than torch 1.6, load it with torch.load and save it again",
         )
+        raise explain(source, key, not_ours)
     skeleton = Skeleton(archive, trusted=trusted)
     metadata, tensors, objects = describe(_as_state(skeleton.root, url))
     excluded = excluded_keys(exclude, metadata.state_dict_metadata, url=url)

@@ -229,10 +229,12 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
             return
         body = memoryview(record.to_json())
         request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
-    except BucketpointError as error:
+    # The checkpoint exists by now: an error of any kind, such as one of a caller's own `CommitLog`, must not call it
+    # a failed save.
+    except Exception as error:  # noqa: BLE001
         logger.warning(
             "the checkpoint is committed, but its catalog record was not written (`bucketpoint adopt` writes it): %s",
-            error,
+            str(error) or type(error).__name__,
         )
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from bucketpoint.errors import BucketpointError, StaleStateError
-from bucketpoint.format.changes import DATA, MOMENTS, RANDOM, Changes
+from bucketpoint.format.changes import DATA, MOMENTS, Changes
 from bucketpoint.format.groups import MODEL
 
 logger = logging.getLogger(__name__)
 
-_WATCHED = (MODEL, MOMENTS, RANDOM, DATA)
-# The state of a random generator that nobody draws from never changes.
-_MUST_MOVE = (MODEL, MOMENTS, DATA)
+# Random generators are not watched: without dropout, one is drawn from only where a DataLoader begins an epoch, so that
+# their state rightly stands still between saves.
+_WATCHED = (MODEL, MOMENTS, DATA)
 
 _MEANING = {
     MODEL: (
@@ -26,13 +26,11 @@ _MEANING = {
     MOMENTS: (
         "The optimizer may no longer step, or the state that is saved may be a stale copy of the optimizer's own"
     ),
-    RANDOM: "The state that is saved may be a stale copy, so that a restart would draw the same random numbers again",
     DATA: ("The position that is saved may not be that of the dataloader in use, so that a restart would repeat data"),
 }
 _CHECK = {
     MODEL: "Check that optimizer.param_groups holds the model's own parameters and that their .grad is not None",
     MOMENTS: "Check that the optimizer whose state is saved is the one on which training calls step()",
-    RANDOM: "Check that the state is read anew for each save",
     DATA: "Check that the dataloader whose state is saved is the one that training iterates over",
 }
 
@@ -46,7 +44,7 @@ class StalePart:
 
     Attributes:
         part: name of the part; several names if nothing of the kind ever changed.
-        kind: `model`, `moments`, `random` or `data`.
+        kind: `model`, `moments` or `data`.
         last_changed: URL of the last save in which the part had changed; None if it changed in none since the first.
         url: the save in which it had not.
     """
@@ -132,7 +130,7 @@ class StaleWatch:
             if any(watched.last_changed is not None for _, watched in parts):
                 still = [(name, watched) for name, watched in parts if not changes.parts[name].changed_items]
                 stale += self._look_at_still(kind, still, url)
-            elif kind in _MUST_MOVE and kind not in self._told_kinds:
+            elif kind not in self._told_kinds:
                 self._told_kinds.add(kind)
                 stale.append(StalePart(", ".join(name for name, _ in parts), kind, None, url))
         return stale
