@@ -139,7 +139,7 @@ def test_the_simulated_limiter_does_what_the_real_one_does(events: list[tuple[in
         elif kind and running:
             slot = sorted(running)[which % len(running)]
             throttled = kind == 1
-            real.leave(running.pop(slot), throttled=throttled, succeeded=not throttled)
+            real.leave(running.pop(slot), answered=True, throttled=throttled, succeeded=not throttled)
             if throttled:
                 simulated.refused(np.array([slot]), np.array([now]), random)
             else:
