@@ -15,14 +15,14 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import rolled_back
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.deletion.pruner import Order, prune
-from bucketpoint.catalog.deletion.remove import Removal, _identified, remove
+from bucketpoint.catalog.deletion.remove import Removal, _identified, plan_removal, remove
 from bucketpoint.catalog.deletion.rollback import roll_back
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.survey import survey
-from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
+from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
@@ -219,3 +219,9 @@ def test_a_save_that_dies_over_what_has_no_record_leaves_it_to_no_policy(store: 
         store.now += SAFETY_AGE_S + 1
     sweep(catalog)
     assert [(one.step, one.key is None) for one in survey(catalog).checkpoints] == [(4, True), (9, False)]
+
+
+def test_refuses_the_root_of_a_bucket_and_names_the_way() -> None:
+    with pytest.raises(InvalidURLError, match="root of a bucket") as refused:
+        plan_removal("s3://bucket")
+    assert "delete .metadata, then data/" in (refused.value.remedy or "")

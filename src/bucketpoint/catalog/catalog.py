@@ -206,7 +206,7 @@ class Catalog:
     def latest(self, kind: str = "full") -> Checkpoint | None:
         """Return the newest checkpoint whose `.metadata` exists, or None. One small GET for each one looked at."""
         for one in self.candidates(kind):
-            if one.key is None or self.metadata_info(one.folder) is not None:
+            if is_whole(self.metadata_info(one.folder)):
                 return one
         return None
 
@@ -286,13 +286,17 @@ class Catalog:
 
 
 def committed_info(store: Store, key: str) -> ObjectInfo | None:
-    """Return a `.metadata` object; None without one, or if it is a deletion marker or has no bytes. One small GET."""
+    """Return a `.metadata` object; None if there is none, or a deletion marker in its place. One small GET."""
     try:
         head, info = store.get(key, first=MARKER_HEAD_BYTES)
     except ObjectNotFoundError:
         return None
-    # A tool that failed half-way leaves an empty object. No writer commits one, and no reader can read it.
-    return info if head and not is_marker(head) else None
+    return None if is_marker(head) else info
+
+
+def is_whole(committed: ObjectInfo | None) -> bool:
+    """Return True if there is a commit that is not empty: tools that fail half-way leave empty objects."""
+    return committed is not None and committed.size > 0
 
 
 def get_metadata(store: Store, key: str, *, max_bytes: int = MAX_METADATA_BYTES) -> tuple[bytes, ObjectInfo]:
@@ -380,6 +384,6 @@ def newest_folder(store: Store, prefix: str) -> str | None:
         elif name == catalog_keys.CATALOG:
             going = {one for one, _ in Catalog(store.url, store, prefix).steps().going()}
     for _, _, name in sorted(((name not in going, step, name) for step, name in folders), reverse=True):
-        if committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA)) is not None:
+        if is_whole(committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA))):
             return name
     return None

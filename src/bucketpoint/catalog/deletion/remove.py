@@ -137,9 +137,9 @@ def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tup
     split = parent_and_name(url)
     if split is None:
         raise InvalidURLError(
-            "The URL names no folder, so it is not the URL of a checkpoint",
+            "The URL names no folder: a checkpoint at the root of a bucket cannot be told from what else lies there",
             url=url,
-            remedy="Pass a URL such as s3://bucket/run/step-5",
+            remedy="Pass a URL such as s3://bucket/run/step-5, or delete .metadata, then data/, with the store's tool",
         )
     known = catalog_above(url.rstrip("/"), storage_options=storage_options, fs=fs)
     if known is not None:
