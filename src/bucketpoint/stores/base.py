@@ -82,11 +82,12 @@ class Part:
 
 @dataclass(frozen=True)
 class DeleteFailure:
-    """A key that a batched delete could not remove, with the reason."""
+    """A key that a batched delete could not remove, with the reason and its remedy."""
 
     key: str
     code: str
     message: str
+    remedy: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""Answers that are not the store's, but a login page's, a proxy's or another server's; and bounds on answers."""
+"""Classification of answers: rules by operation and code; and answers that are not the store's, but a login page's, a
+proxy's or another server's."""
 
 from __future__ import annotations
 
+import enum
 import re
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from bucketpoint.errors import Action, EndpointError
+from bucketpoint.errors import Action, EndpointError, StoreError
 from bucketpoint.stores.redact import HIDDEN, clean, without_credentials
 
 ERROR_BYTES = 1 << 20
@@ -34,6 +37,48 @@ _REMEDY = (
     "Check endpoint_url (its host, its port, and http or https), HTTPS_PROXY and NO_PROXY, and whether a proxy or a "
     "login page lies between this machine and the store"
 )
+
+
+class Asked(enum.Enum):
+    """Kind of request that was answered. CONDITION is added for a request that names an ETag or a version."""
+
+    READ = "read"
+    WRITE = "write"
+    DELETE = "delete"
+    LIST = "list"
+    CONDITION = "condition"
+
+
+class ErrorRule(NamedTuple):
+    """Classification of a failure: error class, retry action, remedy."""
+
+    kind: type[StoreError]
+    action: Action
+    remedy: str | None = None
+
+
+RuleKey = str | int | tuple[str | int, Asked]
+"""The code of an answer, or its HTTP status; with a kind of request, for answers to such requests only."""
+
+_PROOFS = frozenset({404, 409, 412, 416})
+"""Statuses that alone mean a missing, existing, replaced or short object, but not beside a code of another cause."""
+
+
+def find_rule(
+    rules: Mapping[RuleKey, ErrorRule], code: str, status: int | None, asked: Collection[Asked]
+) -> ErrorRule | None:
+    """Return the rule for an answer: by its code, or else by its status.
+
+    A status that would prove something about the object is not relied on if the answer has a code that is not known:
+    Azure answers 409 for an archived blob, MinIO 404 for a missing KMS key, and such a checkpoint may be whole.
+    """
+    for name in (code, None if code and status in _PROOFS else status):
+        if not name:
+            continue
+        for key in (*((name, one) for one in asked), name):
+            if key in rules:
+                return rules[key]
+    return None
 
 
 class ForeignAnswer(Exception):

@@ -30,15 +30,16 @@ def require_deletes(catalog: Catalog, folder: str) -> None:
     if place in _granted:
         return
     try:
-        reason = next((f"{kept.code}: {kept.message}" for kept in catalog.store.delete([_key(catalog, folder)])), None)
+        kept = next(iter(catalog.store.delete([_key(catalog, folder)])), None)
+        reason, remedy = (f"{kept.code}: {kept.message}", kept.remedy) if kept is not None else (None, None)
     except AccessDeniedError as error:
-        reason = error.message
+        reason, remedy = error.message, error.remedy
     if reason is not None:
         raise AccessDeniedError(
             f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')})",
             url=catalog.url,
-            remedy="Delete with the role pruner (policies/aws/pruner.json, policies/minio/pruner.json), and let jobs "
-            "of other roles have a policy with when: manual",
+            remedy=f"{f'{remedy}. ' if remedy else ''}Delete with a role that may delete, and let jobs of other roles "
+            "have a policy with when: manual",
         )
     _granted.add(place)
 

@@ -1,7 +1,8 @@
 """Translation of the exceptions of fsspec's filesystems to the classes in `bucketpoint.errors`.
 
 Each filesystem raises the exceptions of its client library: built-in exceptions of Python, or exceptions with an HTTP
-status in some attribute. Both are looked for along the chain of causes; the text of an exception is never used.
+status and the service's code in some attributes. They are looked for along the chain of causes; the text of an
+exception is never used.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import errno
 import http.client
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bucketpoint.errors import (
     AccessDeniedError,
+    BucketNotFoundError,
     BucketpointError,
     CredentialsError,
     EndpointError,
@@ -22,7 +24,9 @@ from bucketpoint.errors import (
     StoreError,
     ThrottledError,
     TransientStoreError,
+    UploadNotFoundError,
 )
+from bucketpoint.stores.foreign import Asked, ErrorRule, RuleKey, find_rule
 from bucketpoint.stores.redact import describe
 
 CHECK_ENDPOINT = "Check the endpoint, the host or the connection string in storage_options, and the network"
@@ -45,22 +49,175 @@ _RIGHTS = {
 }
 """Permission that an operation needs, for messages, if it is not the operation's name."""
 
-_REFUSED = frozenset({http.client.CONFLICT, http.client.PRECONDITION_FAILED})
-_TOO_MANY = frozenset({http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE})
+_ASKED = {
+    **dict.fromkeys(("get", "head", "read"), Asked.READ),
+    **dict.fromkeys(("list", "list_multipart"), Asked.LIST),
+    "delete": Asked.DELETE,
+}
+"""Kinds of requests; all others are writes."""
+
+_ARCHIVED = (
+    "The object is in an archive tier: rehydrate it to an online tier (`az storage blob set-tier --tier Hot`) and try "
+    "again, and leave checkpoints out of the rule that archives them"
+)
+_LEASED = "A lease on the blob or its container refuses the change: break it (`az storage blob lease break`)"
+_IMMUTABLE = (
+    "An immutability policy or a legal hold keeps the blob: wait for its end, remove it (az storage blob legal-hold), "
+    "or let checkpoints be in a container without one"
+)
+_VAULT = (
+    "Check the key in Azure Key Vault that encrypts the account: it must be enabled, and the account's identity needs "
+    "get, wrapKey and unwrapKey"
+)
+_FIREWALL = "Assign the role {role} to this identity, and check the firewall of the storage account"
+_DISABLED = "The account or the container is disabled, or is being deleted: ask who administers the storage account"
+_SNAPSHOTS = "Delete the snapshots of the blob first"
+_GLACIER = (
+    "The object is in an archive class: restore it with `aws s3api restore-object` (s3:RestoreObject) and try again, "
+    "and leave checkpoints out of the lifecycle rule that archives them"
+)
+_KMS = "Check the KMS key of the bucket or of the request: it must be enabled, and allow these credentials to use it"
+_ROLES = {
+    Asked.READ: "Storage Blob Data Reader",
+    Asked.LIST: "Storage Blob Data Reader",
+    Asked.WRITE: "Storage Blob Data Contributor",
+    Asked.DELETE: "Storage Blob Data Contributor",
+}
+_UNAUTHORISED = (
+    "AuthorizationFailure",
+    "AuthorizationPermissionMismatch",
+    "AuthorizationSourceIPMismatch",
+    "InsufficientAccountPermissions",
+    "UnauthorizedBlobOverwrite",
+)
+_CREDENTIALS = "Check the credentials in storage_options"
 
 
-def translate(error: Exception, operation: str, url: str, options: Mapping[str, Any] | None = None) -> StoreError:
+def _rule(kind: type[StoreError], remedy: str | None = None) -> ErrorRule:
+    return ErrorRule(kind, kind.action, remedy)
+
+
+# https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and common-rest-api-error-codes; and
+# S3's codes, which s3fs keeps in the cause, where the status alone would mean something else.
+RULES: dict[RuleKey, ErrorRule] = {
+    **dict.fromkeys(
+        ("BlobNotFound", "PathNotFound", "ResourceNotFound", "SourcePathNotFound"), _rule(ObjectNotFoundError)
+    ),
+    **dict.fromkeys(("ContainerNotFound", "FilesystemNotFound", "NoSuchBucket"), _rule(BucketNotFoundError)),
+    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "NotFound", 404), _rule(ObjectNotFoundError)),
+    "NoSuchUpload": _rule(UploadNotFoundError),
+    **dict.fromkeys(
+        [
+            (code, Asked.CONDITION)
+            for code in (
+                "BlobAlreadyExists",
+                "ConditionNotMet",
+                "TargetConditionNotMet",
+                "PathAlreadyExists",
+                "PreconditionFailed",
+                "ConditionalRequestConflict",
+                http.client.CONFLICT,
+                http.client.PRECONDITION_FAILED,
+            )
+        ],
+        _rule(PreconditionFailedError),
+    ),
+    # The library reads a large blob in pieces, each on the condition that it is the blob of the first.
+    ("ConditionNotMet", Asked.READ): _rule(PreconditionFailedError),
+    **dict.fromkeys(("BlobArchived", "BlobBeingRehydrated"), _rule(StoreError, _ARCHIVED)),
+    "InvalidObjectState": _rule(StoreError, _GLACIER),
+    **dict.fromkeys(
+        (
+            "LeaseIdMissing",
+            "LeaseIdMismatchWithBlobOperation",
+            "LeaseIdMismatchWithContainerOperation",
+            "LeaseLost",
+            "LeaseNotPresentWithBlobOperation",
+        ),
+        _rule(AccessDeniedError, _LEASED),
+    ),
+    **dict.fromkeys(
+        (
+            "BlobImmutableDueToPolicy",
+            "BlobImmutableDueToLegalHold",
+            "ContainerHasLegalHold",
+            "ContainerImmutabilityPolicyLocked",
+        ),
+        _rule(AccessDeniedError, _IMMUTABLE),
+    ),
+    **dict.fromkeys(
+        ("KeyVaultAccessTokenCannotBeAcquired", "KeyVaultEncryptionKeyNotFound", "KeyVaultVaultNotFound"),
+        _rule(StoreError, _VAULT),
+    ),
+    **dict.fromkeys(
+        (
+            "KMS.DisabledException",
+            "KMS.InvalidKeyUsageException",
+            "KMS.KMSInvalidStateException",
+            "KMS.NotFoundException",
+            "kms:KeyNotFound",
+        ),
+        _rule(StoreError, _KMS),
+    ),
+    **dict.fromkeys(("AccountIsDisabled", "ContainerDisabled", "ContainerBeingDeleted"), _rule(StoreError, _DISABLED)),
+    "SnapshotsPresent": _rule(StoreError, _SNAPSHOTS),
+    "PendingCopyOperation": _rule(TransientStoreError),
+    **{
+        (code, asked): _rule(AccessDeniedError, _FIREWALL.format(role=role))
+        for code in _UNAUTHORISED
+        for asked, role in _ROLES.items()
+    },
+    **dict.fromkeys(
+        ("AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation"),
+        _rule(CredentialsError, f"{_CREDENTIALS}, the end of a SAS token, and this machine's clock"),
+    ),
+    "PublicAccessNotPermitted": _rule(CredentialsError, f"{_CREDENTIALS}: the account refuses anonymous requests"),
+    http.client.UNAUTHORIZED: _rule(CredentialsError, _CREDENTIALS),
+    http.client.FORBIDDEN: _rule(AccessDeniedError),
+    http.client.TOO_MANY_REQUESTS: _rule(ThrottledError),
+    http.client.SERVICE_UNAVAILABLE: _rule(ThrottledError),
+}
+
+
+def translate(
+    error: Exception,
+    operation: str,
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    conditional: bool = False,
+) -> StoreError:
     """Return the bucketpoint error for an exception. A `StoreError` is returned unchanged.
 
     Args:
         options: options of the filesystem, whose secrets the exception may quote.
+        conditional: the request named an ETag, or that there must be no object.
     """
     if isinstance(error, StoreError):
         return error
-    kind, remedy = _kind(error, operation)
+    asked = _ASKED.get(operation, Asked.WRITE)
+    rule = _rule_for(error, (Asked.CONDITION, asked) if conditional else (asked,))
+    remedy = rule.remedy
+    if rule.kind is AccessDeniedError and remedy is None:
+        lacking = f"The credentials lack the right to {_RIGHTS.get(operation, operation)} here"
+        remedy = f"{lacking}. A trainer needs to write and to read; a reader, to read"
     # Only the first line: in further lines Azure's library quotes the reply.
     text = error.message if isinstance(error, BucketpointError) else describe(error, options).partition("\n")[0]
-    return kind(f"{operation} failed: {text}", url=url, remedy=remedy)
+    failure = rule.kind(f"{operation} failed: {text}", url=url, remedy=remedy)
+    failure.action = rule.action
+    return failure
+
+
+def code_of(error: BaseException) -> str:
+    """Return the service's code in an exception or in one of its causes; empty if there is none."""
+    for one in _chain(error):
+        response = getattr(one, "response", None)
+        # botocore's errors have the code in the response, azure's in `error_code`, which may be a member of an enum.
+        held = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        code = held or getattr(one, "error_code", None)
+        if isinstance(code, str) and not code.isdigit():
+            return str(getattr(code, "value", code))
+    return ""
 
 
 def status_of(error: BaseException) -> int | None:
@@ -76,31 +233,26 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def _kind(error: Exception, operation: str) -> tuple[type[StoreError], str | None]:
-    if isinstance(error, FileExistsError):
-        return PreconditionFailedError, None
-    if isinstance(error, _MISSING):
-        return ObjectNotFoundError, None
-    status = status_of(error)
-    if status in _REFUSED:
-        return PreconditionFailedError, None
-    if status == http.client.NOT_FOUND:
-        return ObjectNotFoundError, None
-    if status == http.client.UNAUTHORIZED:
-        return CredentialsError, "Check the credentials in storage_options"
-    if status == http.client.FORBIDDEN or isinstance(error, PermissionError):
-        lacking = f"The credentials lack the right to {_RIGHTS.get(operation, operation)} here"
-        return AccessDeniedError, f"{lacking}. A trainer needs to write and to read; a reader, to read"
-    if status in _TOO_MANY:
-        return ThrottledError, None
+def _rule_for(error: Exception, asked: Collection[Asked]) -> ErrorRule:
+    code, status = code_of(error), status_of(error)
+    if not code:
+        if isinstance(error, FileExistsError):
+            return _rule(PreconditionFailedError)
+        if isinstance(error, _MISSING):
+            return _rule(ObjectNotFoundError)
+    rule = find_rule(RULES, code, status, asked)
+    if rule is not None:
+        return rule
+    if isinstance(error, PermissionError):
+        return RULES[http.client.FORBIDDEN]
     if status is not None and status >= http.client.INTERNAL_SERVER_ERROR:
-        return TransientStoreError, None
+        return _rule(TransientStoreError)
     chain = list(_chain(error))
     if any(isinstance(one, _UNREACHABLE) or _number(one) in _UNREACHABLE_NUMBERS for one in chain):
-        return EndpointError, CHECK_ENDPOINT
+        return _rule(EndpointError, CHECK_ENDPOINT)
     if status is None and any(isinstance(one, _PASSING) or _number(one) in _PASSING_NUMBERS for one in chain):
-        return TransientStoreError, None
-    return StoreError, None
+        return _rule(TransientStoreError)
+    return _rule(StoreError)
 
 
 def _number(error: BaseException) -> int | None:

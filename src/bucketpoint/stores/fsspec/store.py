@@ -151,7 +151,10 @@ class FsspecStore:
         looks = conditional and (probed is None or not native)
         # A service may refuse to replace a missing object with "not found" instead of "precondition failed".
         missing = self._above if if_match is None else PreconditionFailedError
-        with self._errors("put", key, missing=missing), _one_writer if looks else contextlib.nullcontext():
+        with (
+            self._errors("put", key, missing=missing, conditional=conditional),
+            _one_writer if looks else contextlib.nullcontext(),
+        ):
             if looks:
                 self._look(key, if_none_match=if_none_match, if_match=if_match)
             target = self.fs, self._path(key), data
@@ -166,13 +169,13 @@ class FsspecStore:
     @_given_up
     def create_unseen(self, key: str, data: bytes) -> None:
         """Create an object by the service's condition alone, for the probe."""
-        with self._errors("put", key, missing=self._above):
+        with self._errors("put", key, missing=self._above, conditional=True):
             self._written(key, len(data), self.driver.create(self.fs, self._path(key), data, None))
 
     @_given_up
     def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
         """Replace an object by the service's condition alone, for the probe."""
-        with self._errors("put", key):
+        with self._errors("put", key, conditional=True):
             self._written(key, len(data), self.driver.replace(self.fs, self._path(key), data, etag, None))
 
     @_given_up
@@ -268,7 +271,7 @@ class FsspecStore:
         for key, problem in zip(keys, removed, strict=True):
             failure = None if problem is None else self._translated(problem, "delete", key)
             if failure is not None and not isinstance(failure, ObjectNotFoundError):
-                failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
+                failures.append(DeleteFailure(key, type(failure).__name__, failure.message, failure.remedy))
         return failures
 
     @_given_up
@@ -384,8 +387,11 @@ class FsspecStore:
         self.fs.invalidate_cache(self._path(key))
         try:
             info: WriteReply = self.fs.info(self._path(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except (FileNotFoundError, NotADirectoryError) as error:
+            # Libraries raise it for other answers too, such as a missing key of the encryption.
+            if isinstance(self._translated(error, "head", key), ObjectNotFoundError):
+                return None
+            raise
         return info if info.get("type") == "file" else None
 
     def _check_etag(self, key: str, if_match: str | None) -> None:
@@ -402,12 +408,18 @@ class FsspecStore:
     def _url(self, key: str) -> str:
         return f"{self.url.rstrip('/')}/{key}"
 
-    def _translated(self, error: Exception, operation: str, key: str) -> StoreError:
-        return translate(error, operation, self._url(key), _options(self.fs))
+    def _translated(self, error: Exception, operation: str, key: str, *, conditional: bool = False) -> StoreError:
+        return translate(error, operation, self._url(key), _options(self.fs), conditional=conditional)
 
     @contextmanager
     def _errors(
-        self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError, requests: int = 1
+        self,
+        operation: str,
+        key: str,
+        *,
+        missing: type[StoreError] = ObjectNotFoundError,
+        requests: int = 1,
+        conditional: bool = False,
     ) -> Iterator[None]:
         failure: StoreError
         process_budget().add({operation: requests})
@@ -419,7 +431,7 @@ class FsspecStore:
         except WrongSumError as error:
             failure = CorruptDataError(f"{operation} failed: {error}", url=self._url(key))
         except Exception as error:  # noqa: BLE001 (each filesystem has exceptions of its own; none may escape unnamed)
-            failure = self._translated(error, operation, key)
+            failure = self._translated(error, operation, key, conditional=conditional)
             if isinstance(failure, ObjectNotFoundError):
                 failure = missing(failure.message, url=failure.url)
         try:

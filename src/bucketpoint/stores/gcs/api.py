@@ -225,7 +225,7 @@ class Bucket:
                         raise self.not_found()
                 else:
                     failure, code = failure_of(status, body, "objects.delete", f"{self.url}/{key}")
-                    failed[key] = DeleteFailure(key, code or str(status), failure.message)
+                    failed[key] = DeleteFailure(key, code or str(status), failure.message, failure.remedy)
                     if failure.action is not Action.FATAL:
                         left.append(key)
                         refusal = _SomeLeft(failure.message, url=self.url)

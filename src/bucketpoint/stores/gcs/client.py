@@ -113,7 +113,8 @@ class GCSClient:
             answer = received(give_up_when_cut(request, operation), operation, stream=stream)
             if answer.status_code < 300:
                 return answer
-            failure = failure_of(answer.status_code, answer.content, operation, url)[0]
+            conditional = any(name.startswith("if") for name in query or ())
+            failure = failure_of(answer.status_code, answer.content, operation, url, conditional=conditional)[0]
             asked = answer.headers.get("Retry-After", "")
             failure.wait_s = float(asked) if asked.isdecimal() else 0.0
             raise failure
@@ -176,7 +177,10 @@ def build_client(options: GCSOptions) -> GCSClient:
         raise type(failure)(hide(failure.message, _given(options)), **failure.fields()) from None
     except ValueError as error:
         # google-auth raises ValueError for malformed credentials.
-        raise CredentialsError(f"the GCS client cannot be made: {hide(str(error), _given(options))}") from None
+        raise CredentialsError(
+            f"the GCS client cannot be made: {hide(str(error), _given(options))}",
+            remedy="Check `token` in storage_options, or the file that GOOGLE_APPLICATION_CREDENTIALS names",
+        ) from None
     session = library._http
     if isinstance(session, AuthorizedSession) and not session.is_mtls:
         session.mount("https://", _adapter(options))
@@ -272,4 +276,7 @@ def _tls_context(options: GCSOptions) -> ssl.SSLContext:
         folder = os.path.isdir(bundle)
         return ssl.create_default_context(cafile=None if folder else bundle, capath=bundle if folder else None)
     except OSError as error:
-        raise EndpointError(f"the CA bundle {bundle} cannot be read: {error.strerror or error}") from None
+        raise EndpointError(
+            f"the CA bundle {bundle} cannot be read: {error.strerror or error}",
+            remedy="Check ca_bundle in storage_options, or REQUESTS_CA_BUNDLE",
+        ) from None

@@ -25,50 +25,11 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.foreign import ForeignAnswer, causes, speaks_plainly
+from bucketpoint.stores.foreign import Asked, ErrorRule, ForeignAnswer, RuleKey, causes, find_rule, speaks_plainly
 from bucketpoint.stores.http_body import BrokenBody
 from bucketpoint.stores.redact import clean, describe
 
 T = TypeVar("T")
-
-# The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
-# (https://cloud.google.com/storage/docs/xml-api/reference-status). For all other codes the status decides.
-KIND_BY_CODE: dict[str, type[StoreError]] = {
-    "rateLimitExceeded": ThrottledError,
-    "userRateLimitExceeded": ThrottledError,
-    "quotaExceeded": ThrottledError,
-    "authError": CredentialsError,
-    "required": CredentialsError,
-    "userProjectMissing": AccessDeniedError,
-    "userProjectAccountProblem": AccessDeniedError,
-    "UserProjectMissing": AccessDeniedError,
-    "NoSuchBucket": BucketNotFoundError,
-    "NoSuchKey": ObjectNotFoundError,
-    "NoSuchUpload": UploadNotFoundError,
-    "ExpiredToken": CredentialsError,
-    "InvalidSecurity": CredentialsError,
-    "SignatureDoesNotMatch": CredentialsError,
-    "BadDigest": CorruptDataError,
-    "CrcMismatch": CorruptDataError,
-    "InvalidDigest": CorruptDataError,
-    "SlowDown": ThrottledError,
-}
-
-KIND_BY_STATUS: dict[int, type[StoreError]] = {
-    401: CredentialsError,
-    403: AccessDeniedError,
-    404: ObjectNotFoundError,
-    408: TransientStoreError,
-    # Two requests changed one object at once:
-    # https://cloud.google.com/storage/docs/json_api/v1/status-codes#409_Conflict
-    409: TransientStoreError,
-    412: PreconditionFailedError,
-    416: CorruptDataError,
-    429: ThrottledError,
-    503: ThrottledError,
-}
-
-_PAYER_CODES = frozenset({"userProjectMissing", "UserProjectMissing"})
 
 _REMEDIES: dict[type[StoreError], str] = {
     EndpointError: "Check the network, STORAGE_EMULATOR_HOST or endpoint_url, and the CA bundle",
@@ -101,7 +62,91 @@ RIGHT_BY_OPERATION: dict[str, str] = {
     "abort multipart upload": "storage.multipartUploads.abort",
     "list multipart uploads": "storage.multipartUploads.list",
 }
+
+_KEPT = (
+    "A retention policy, an object retention or a hold keeps the object: wait for its end, release it (`gcloud storage "
+    "objects update --no-temporary-hold`), or let checkpoints be in a bucket without one"
+)
+_BILLING = "The project or its billing account is disabled: enable billing for the project that owns the bucket"
+_PERIMETER = "A perimeter of VPC Service Controls refuses the request: add an ingress rule, or run inside the perimeter"
+_ORGANISATION = "A constraint of the organisation policy refuses the request: ask who administers the organisation"
+_KMS = (
+    "Check the Cloud KMS key (kms_key_name, or the bucket's default key): it must be enabled, in the bucket's "
+    "location, and grant roles/cloudkms.cryptoKeyEncrypterDecrypter to the project's Cloud Storage service agent"
+)
+_CSEK = "The object is encrypted with a customer-supplied key, which is not supported: rewrite it without one"
 _PAYER_REMEDY = "The bucket charges the requester: pass requester_pays='the-project-to-charge'"
+
+
+def _rule(kind: type[StoreError], remedy: str | None = None) -> ErrorRule:
+    return ErrorRule(kind, kind.action, _REMEDIES.get(kind) if remedy is None else remedy)
+
+
+# The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
+# (https://cloud.google.com/storage/docs/xml-api/reference-status), which begin with a capital letter; here none does.
+RULES: dict[RuleKey, ErrorRule] = {
+    **dict.fromkeys(("rateLimitExceeded", "userRateLimitExceeded", "quotaExceeded", "slowDown"), _rule(ThrottledError)),
+    **dict.fromkeys(
+        ("authError", "required", "expiredToken", "invalidSecurity", "signatureDoesNotMatch"), _rule(CredentialsError)
+    ),
+    "userProjectMissing": _rule(AccessDeniedError, _PAYER_REMEDY),
+    **dict.fromkeys(
+        ("accountDisabled", "userProjectAccountProblem", "accountProblem"), _rule(AccessDeniedError, _BILLING)
+    ),
+    **dict.fromkeys(("vpcServiceControls", "securityPolicyViolated"), _rule(AccessDeniedError, _PERIMETER)),
+    "orgPolicyConstraintFailed": _rule(AccessDeniedError, _ORGANISATION),
+    **dict.fromkeys(("retentionPolicyNotMet", "objectUnderActiveHold"), _rule(AccessDeniedError, _KEPT)),
+    **dict.fromkeys(
+        (
+            "cloudKmsBadKey",
+            "cloudKmsDecryptionKeyNotFound",
+            "cloudKmsDisabledKey",
+            "cloudKmsEncryptionKeyNotFound",
+            "cloudKmsKeyLocationNotAllowed",
+        ),
+        _rule(StoreError, _KMS),
+    ),
+    "resourceIsEncryptedWithCustomerEncryptionKey": _rule(StoreError, _CSEK),
+    "noSuchBucket": _rule(BucketNotFoundError),
+    **dict.fromkeys(("noSuchKey", "notFound", 404), _rule(ObjectNotFoundError)),
+    "noSuchUpload": _rule(UploadNotFoundError),
+    **dict.fromkeys(("badDigest", "crcMismatch", "invalidDigest"), _rule(CorruptDataError)),
+    **dict.fromkeys(("requestedRangeNotSatisfiable", "invalidRange", 416), _rule(CorruptDataError)),
+    **dict.fromkeys(
+        [(code, Asked.CONDITION) for code in ("conditionNotMet", "preconditionFailed", 412)],
+        _rule(PreconditionFailedError),
+    ),
+    401: _rule(CredentialsError),
+    403: _rule(AccessDeniedError),
+    408: _rule(TransientStoreError),
+    # Two requests changed one object at once:
+    # https://cloud.google.com/storage/docs/json_api/v1/status-codes#409_Conflict
+    **dict.fromkeys(("conflict", 409), _rule(TransientStoreError)),
+    429: _rule(ThrottledError),
+    503: _rule(ThrottledError),
+}
+
+_GENERAL = frozenset({"", "forbidden", "insufficientPermissions", "accessDenied"})
+"""Codes of a refusal for want of a permission. Only the message distinguishes a hold or a KMS key."""
+_OTHERWISE = {
+    Asked.READ: "If the message names a Cloud KMS key, grant roles/cloudkms.cryptoKeyDecrypter to the service agent",
+    Asked.WRITE: (
+        "If the message names a hold, release it; if it names a Cloud KMS key, grant "
+        "roles/cloudkms.cryptoKeyEncrypterDecrypter on it to the Cloud Storage service agent"
+    ),
+    Asked.DELETE: "If the message names a hold, release it",
+}
+_READ = frozenset({"buckets.get", "objects.get"})
+_LISTS = frozenset({"objects.list", "list multipart uploads"})
+
+
+def asked_by(operation: str) -> Asked:
+    """Return the kind of request that an operation is."""
+    if operation in _READ:
+        return Asked.READ
+    if operation in _LISTS:
+        return Asked.LIST
+    return Asked.DELETE if operation.endswith("objects.delete") else Asked.WRITE
 
 
 def failures() -> tuple[type[BaseException], ...]:
@@ -211,21 +256,34 @@ def _kind(error: BaseException) -> type[StoreError]:
     return TransientStoreError
 
 
-def failure_of(status: int, body: bytes, operation: str, url: str) -> tuple[StoreError, str]:
-    """Return the error for a reply with this status and this JSON or XML body, which may be empty, and its code."""
+def failure_of(
+    status: int, body: bytes, operation: str, url: str, *, conditional: bool = False
+) -> tuple[StoreError, str]:
+    """Return the error for a reply with this status and this JSON or XML body, which may be empty, and its code.
+
+    Args:
+        conditional: the request named a generation that the object must have.
+    """
     code, message = _details(body)
-    kind = KIND_BY_CODE.get(code) or KIND_BY_STATUS.get(status)
-    if kind is None:
-        kind = TransientStoreError if status >= 500 or status == 200 else StoreError
+    name, asked = code[:1].lower() + code[1:], asked_by(operation)
+    rule = find_rule(RULES, name, status, (Asked.CONDITION, asked) if conditional else (asked,))
+    if rule is None:
+        rule = _rule(TransientStoreError if status >= 500 or status == 200 else StoreError)
     text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
     if message:
         text += f": {message.rstrip('.')}"
-    remedy = _REMEDIES.get(kind)
-    if code in _PAYER_CODES:
-        remedy = _PAYER_REMEDY
-    elif kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
-        remedy = f"This request needs {RIGHT_BY_OPERATION[operation]}. {remedy}"
-    failure = kind(text, url=url, remedy=remedy)
+    remedy = rule.remedy
+    if rule is RULES[403] and name not in _GENERAL:
+        remedy = "Google names the reason in the code and the message above: it is no missing permission"
+    elif rule is RULES[403] and operation in RIGHT_BY_OPERATION:
+        remedy = ". ".join(
+            (
+                f"This request needs {RIGHT_BY_OPERATION[operation]}",
+                remedy or "",
+                *filter(None, [_OTHERWISE.get(asked)]),
+            )
+        )
+    failure = rule.kind(text, url=url, remedy=remedy)
     if status in (502, 504):
         # A proxy, or Google's front end, that does not reach the service.
         failure.action = Action.OUTAGE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import botocore.exceptions as boto
 import botocore.parsers
@@ -31,7 +31,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
-from bucketpoint.stores.foreign import ForeignAnswer, causes, speaks_plainly
+from bucketpoint.stores.foreign import Asked, ErrorRule, ForeignAnswer, RuleKey, causes, find_rule, speaks_plainly
 from bucketpoint.stores.http_body import BrokenBody
 from bucketpoint.stores.pace import TooSlowError
 from bucketpoint.stores.redact import describe
@@ -56,14 +56,6 @@ FAILURES = (
 """Exceptions that a request can raise."""
 
 
-class ErrorRule(NamedTuple):
-    """The class of error that a failure becomes, the reaction that it calls for, and a remedy of its own."""
-
-    kind: type[StoreError]
-    action: Action
-    remedy: str | None = None
-
-
 _KEY = (
     "Check the encryption key (sse_kms_key_id in storage_options, or the bucket's default key): it must exist in this "
     "region, be enabled, and allow these credentials to encrypt and decrypt"
@@ -75,6 +67,11 @@ _QUOTA = (
     "The quota of the bucket or the user, or the disk of the store, is full: raise the quota, or delete checkpoints"
 )
 _SMALLER = "Send smaller parts with TransferOptions(part_bytes=...), or raise the limit on requests"
+_ARCHIVED = (
+    "The object is in an archive class: restore it with `aws s3api restore-object` (s3:RestoreObject) and try again, "
+    "and leave checkpoints out of the lifecycle rule that archives them"
+)
+_LOCKED = "Object Lock protects the object: wait for the end of its retention, or remove the legal hold"
 _PLAIN = "The server answers without TLS: write the endpoint with http://, or name its port for https"
 _NO_CREDENTIALS = (
     "Set credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or an instance role; anon=true in "
@@ -82,7 +79,7 @@ _NO_CREDENTIALS = (
 )
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
-RULE_BY_CODE: dict[str, ErrorRule] = {
+RULES: dict[RuleKey, ErrorRule] = {
     "NoSuchBucket": ErrorRule(BucketNotFoundError, _FATAL),
     "InvalidBucketName": ErrorRule(
         StoreError, _FATAL, "Check the bucket's name: S3 allows 3 to 63 lower-case letters, digits, hyphens and dots"
@@ -91,9 +88,10 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "NoSuchKey": ErrorRule(ObjectNotFoundError, _FATAL),
     "NoSuchVersion": ErrorRule(ObjectNotFoundError, _FATAL),
     "NotFound": ErrorRule(ObjectNotFoundError, _FATAL),
-    # A reply to HEAD has no body, and botocore then uses the status as the code. A code that is not in this table never
-    # means a missing object, whatever its status: a save or a restore would take it for "no checkpoint here".
-    "404": ErrorRule(ObjectNotFoundError, _FATAL),
+    # Lifecycle rules move objects to such classes: the checkpoint is whole, and can be read once it is restored.
+    "InvalidObjectState": ErrorRule(StoreError, _FATAL, _ARCHIVED),
+    # MinIO, for an object under retention.
+    "ObjectLocked": ErrorRule(AccessDeniedError, _FATAL, _LOCKED),
     # Faults of the key of SSE-KMS, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
     # https://docs.aws.amazon.com/kms/latest/APIReference/API_GenerateDataKey.html#API_GenerateDataKey_Errors
     # https://github.com/minio/minio/blob/master/internal/kms/errors.go
@@ -135,8 +133,8 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "IllegalLocationConstraintException": ErrorRule(WrongRegionError, _FATAL),
     "IncorrectEndpoint": ErrorRule(WrongRegionError, _FATAL),
     # Never retried: only the caller, who set the condition, can tell a lost answer from another writer.
-    "PreconditionFailed": ErrorRule(PreconditionFailedError, _FATAL),
-    "ConditionalRequestConflict": ErrorRule(PreconditionFailedError, _FATAL),
+    ("PreconditionFailed", Asked.CONDITION): ErrorRule(PreconditionFailedError, _FATAL),
+    ("ConditionalRequestConflict", Asked.CONDITION): ErrorRule(PreconditionFailedError, _FATAL),
     "SlowDown": ErrorRule(ThrottledError, _THROTTLE),
     "SlowDownRead": ErrorRule(ThrottledError, _THROTTLE),
     "SlowDownWrite": ErrorRule(ThrottledError, _THROTTLE),
@@ -166,16 +164,14 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "InvalidRange": ErrorRule(CorruptDataError, _FATAL),
     # A service other than AWS does not know a condition, a checksum header, or encryption.
     "NotImplemented": ErrorRule(UnsupportedRequestError, _FATAL),
-}
-
-# For unknown codes, and for replies without a code, such as those to HEAD.
-RULE_BY_STATUS: dict[int, ErrorRule] = {
+    # For unknown codes, and for replies without a code, such as those to HEAD.
     301: ErrorRule(WrongRegionError, _FATAL),
     307: ErrorRule(WrongRegionError, _FATAL),
     401: ErrorRule(CredentialsError, _FATAL),
     403: ErrorRule(AccessDeniedError, _FATAL),
+    404: ErrorRule(ObjectNotFoundError, _FATAL),
     408: ErrorRule(TransientStoreError, _RETRY),
-    412: ErrorRule(PreconditionFailedError, _FATAL),
+    (412, Asked.CONDITION): ErrorRule(PreconditionFailedError, _FATAL),
     413: ErrorRule(StoreError, _FATAL, _SMALLER),
     416: ErrorRule(CorruptDataError, _FATAL),
     429: ErrorRule(ThrottledError, _THROTTLE),
@@ -214,7 +210,12 @@ _UNKNOWN_REQUEST = (
     "`bucketpoint doctor` finds the features that this store lacks, and names the option that switches each off: "
     '{"conditional_puts": false} or {"checksums": false} in storage_options'
 )
-_CONDITIONS = frozenset({"IfNoneMatch", "IfMatch"})
+_CONDITIONS = frozenset({"IfNoneMatch", "IfMatch", "CopySourceIfMatch"})
+_ASKED = {
+    **dict.fromkeys(("GetObject", "HeadObject"), Asked.READ),
+    **dict.fromkeys(("ListObjectsV2", "ListMultipartUploads"), Asked.LIST),
+    **dict.fromkeys(("DeleteObject", "DeleteObjects"), Asked.DELETE),
+}
 _ENCRYPTION = {"SSECustomerKey": "sse_customer_key", "SSEKMSKeyId": "sse_kms_key_id", "ServerSideEncryption": "sse"}
 """Parameters that ask for encryption, and the storage options that set them. The most particular ones come first."""
 
@@ -296,13 +297,16 @@ def translated(
     raise failure
 
 
-def why_kept(entry: dict[str, Any]) -> str:
-    """Return the reason why an object was not deleted, from the object's entry in the reply to DeleteObjects."""
+def why_kept(entry: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the reason why an object was not deleted, from its entry in the reply to DeleteObjects, and the remedy."""
     message = str(entry.get("Message", ""))
-    rule = RULE_BY_CODE.get(str(entry.get("Code", "")))
-    if rule is None or rule.kind is not AccessDeniedError:
-        return message
-    return f"{message.rstrip('.')}. It needs the permission {RIGHT_BY_OPERATION['DeleteObjects']}"
+    rule = RULES.get(str(entry.get("Code", "")))
+    if rule is None or rule.kind is not AccessDeniedError or rule.remedy is not None:
+        return message, None if rule is None else rule.remedy
+    return (
+        f"{message.rstrip('.')}. It needs the permission {RIGHT_BY_OPERATION['DeleteObjects']}",
+        "policies/aws/pruner.json and policies/minio/pruner.json grant it to the role pruner",
+    )
 
 
 def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
@@ -321,10 +325,13 @@ def _from_reply(
     meta = reply.get("ResponseMetadata", {})
     code = str(detail.get("Code", ""))
     status = int(meta.get("HTTPStatusCode", 0))
-    rule = RULE_BY_CODE.get(code) or RULE_BY_STATUS.get(status)
+    # A reply to HEAD has no body, and botocore then uses the status as the code.
+    named = bool(code) and not code.isdigit()
+    conditions = () if _CONDITIONS.isdisjoint(asked) else (Asked.CONDITION,)
+    requests = (*conditions, _ASKED.get(operation, Asked.WRITE))
+    rule = find_rule(RULES, code if named else "", int(code) if code.isdigit() else status, requests)
     if rule is None:
         rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
-    named = bool(code) and not code.isdigit()
     text = f"{operation} failed: {code if named else 'no error code'} (HTTP {status})"
     message = str(detail.get("Message", ""))
     if message and named:

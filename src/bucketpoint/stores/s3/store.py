@@ -221,7 +221,7 @@ class S3Store(HttpStore):
             batch = [{"Key": key} for key in keys[start : start + MAX_DELETE_KEYS]]
             reply = self._call("DeleteObjects", None, Delete={"Objects": batch, "Quiet": True})
             failures += [
-                DeleteFailure(entry.get("Key", ""), entry.get("Code", ""), why_kept(entry))
+                DeleteFailure(entry.get("Key", ""), entry.get("Code", ""), *why_kept(entry))
                 for entry in reply.get("Errors", [])
                 if entry.get("Code") not in _GONE
             ]
