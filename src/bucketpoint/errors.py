@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def first_of(names: Sequence[object], most: int, between: str = ", ", last: str = " and ") -> str:
@@ -236,6 +238,33 @@ UNSAVEABLE = (
     "which it can be rebuilt"
 )
 """The remedy for a value that cannot be copied or pickled."""
+
+
+def at_key(error: Exception, key: str, what: str, kind: type[BucketpointError] = BucketpointError) -> BucketpointError:
+    """Return the error for a failure at one value, with its key in the state. One of ours keeps its class and text."""
+    if isinstance(error, BucketpointError):
+        error.key = error.key or key
+        return error
+    text = f"The value of {key} cannot be {what}: {type(error).__name__}: {error}"
+    return kind(text, key=key, remedy=UNSAVEABLE if what == "saved" else None)
+
+
+def first_fault(
+    error: Exception,
+    values: Iterable[tuple[str, T]],
+    act: Callable[[str, T], object],
+    kind: type[BucketpointError] = BucketpointError,
+) -> Exception:
+    """Return the error for a failure at many values that were saved at once: that of the first key that fails alone.
+
+    Returns `error` if none fails alone. So success costs nothing, and no caller needs to know which values fail.
+    """
+    for key, value in values:
+        try:
+            act(key, value)
+        except Exception as fault:  # noqa: BLE001 (any library may refuse a value)
+            return at_key(fault, key, "saved", kind)
+    return error
 
 
 class StagingError(BucketpointError):

@@ -17,15 +17,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from typing_extensions import Self
 
-from bucketpoint.errors import BucketpointError, StagingError
+from bucketpoint.errors import BucketpointError, StagingError, first_fault
 from bucketpoint.forks import renew_in_child
 from bucketpoint.staging import lease as leases
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
-from bucketpoint.staging.layout import ArenaLayout, LayoutMemory
+from bucketpoint.staging.layout import ArenaLayout, LayoutMemory, lay_out
 from bucketpoint.staging.lease import Lease
 from bucketpoint.staging.leaves import set_apart
 from bucketpoint.staging.options import StagingOptions, as_staging_options
@@ -105,7 +106,7 @@ class Stager:
         arena, lease = self._pool.lease(layout.nbytes)
         lease.nbytes = layout.nbytes
         try:
-            copy = functools.partial(self._copy, flat, layout, arena, lease, Ordering.of(layout.devices))
+            copy = functools.partial(self._copy, state_dict, flat, layout, arena, lease, Ordering.of(layout.devices))
             if not self.options.use_async_staging:
                 return copy()
             with self._lock:
@@ -177,12 +178,18 @@ class Stager:
             # With asynchronous staging, one torch call that releases the GIL is better for training than the faster
             # copy.
             return flat, self._layouts.lay_out(flat.sources, by_bytes=not self.options.use_async_staging)
-        except RuntimeError as error:
+        except (RuntimeError, StagingError) as error:
             # Nested tensors and wrappers report a strided layout but have no strides.
-            raise StagingError(f"The state has a tensor that cannot be copied to host memory: {error}") from error
+            raise _fault(error, state_dict) from error
 
     def _copy(
-        self, flat: FlatState, layout: ArenaLayout, arena: Arena, lease: Lease, ordering: Ordering
+        self,
+        state_dict: dict[str, Any],
+        flat: FlatState,
+        layout: ArenaLayout,
+        arena: Arena,
+        lease: Lease,
+        ordering: Ordering,
     ) -> StagedState:
         try:
             ordering.use_callers_device()
@@ -197,7 +204,7 @@ class Stager:
             lease.end()
             if isinstance(error, BucketpointError) or not isinstance(error, Exception):
                 raise
-            raise StagingError(f"Copying the state to host memory failed: {error}") from error
+            raise _fault(error, state_dict) from error
         lease.memory = arena.shared_memory
         lease.copied()
         # Nothing of the caller's state may be kept alive by the copy.
@@ -215,6 +222,21 @@ class Stager:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _fault(error: Exception, state_dict: dict[str, Any]) -> Exception:
+    """Return the error for a state that could not be copied, with the key of the value at fault."""
+    fault = first_fault(error, flatten_state_dict(state_dict)[0].items(), _copy_alone, StagingError)
+    if isinstance(fault, BucketpointError):
+        return fault
+    return StagingError(f"Copying the state to host memory failed: {error}")
+
+
+def _copy_alone(key: str, value: Any) -> None:
+    flat = FlatState({key: value})
+    lay_out(flat.sources)
+    with torch.inference_mode(False), torch.no_grad():
+        flat.assemble([source.to("cpu", copy=True) for source in flat.sources])
 
 
 def _beside_training(copy: Callable[[], StagedState]) -> StagedState:

@@ -486,6 +486,8 @@ class LocalStore:
         elif isinstance(error, LockedError):
             # Repeated until the deadline, and not only a few times.
             kind, remedy = ThrottledError, "If no job writes to this folder, delete the lock file"
+        elif isinstance(error, NotADirectoryError) and operation in ("put", "create_multipart"):
+            reason, remedy = "a file is where a folder should be", "Save below another folder, or move that file"
         elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             kind, reason = missing, "no such file"
         elif isinstance(error, PermissionError):

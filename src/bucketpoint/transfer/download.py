@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bucketpoint.errors import CorruptDataError
+from bucketpoint.errors import BucketpointError, CorruptDataError, at_key
 from bucketpoint.stores.http_body import crc_of
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
@@ -274,14 +274,21 @@ class Assembly:
 def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
     """Deliver every extent of a request whose bytes have been verified."""
     for extent, views in zip(request.extents, pieces, strict=True):
-        if _is_direct(extent):
-            extent.deliver(None)
-        elif extent.direct is not None:
-            offset = extent.direct_start - extent.start
-            extent.direct[:] = views[0][offset : offset + len(extent.direct)]
-            extent.deliver(None)
-        else:
-            extent.deliver(views[0])
+        try:
+            if _is_direct(extent):
+                extent.deliver(None)
+            elif extent.direct is not None:
+                offset = extent.direct_start - extent.start
+                extent.direct[:] = views[0][offset : offset + len(extent.direct)]
+                extent.deliver(None)
+            else:
+                extent.deliver(views[0])
+        except BucketpointError:
+            raise
+        except Exception as error:
+            if not extent.label:
+                raise
+            raise at_key(error, extent.label, "loaded") from error
 
 
 def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:

@@ -400,7 +400,8 @@ def test_a_copy_that_takes_several_requests_goes_on_by_its_token_and_from_one_ge
 @pytest.mark.parametrize(("status", "kind"), [(412, PreconditionFailedError), (404, ObjectNotFoundError)])
 def test_a_copy_of_another_generation_or_of_none_is_refused(status: int, kind: type[StoreError]) -> None:
     def script(request: Seen, number: int) -> Answer:
-        return error(status, "conditionNotMet") if request.method == "POST" else reply({"items": []})
+        code = "conditionNotMet" if status == 412 else "notFound"
+        return error(status, code) if request.method == "POST" else reply({"items": []})
 
     with scripted(script) as server:
         store = store_at(server)

@@ -43,7 +43,7 @@ from bucketpoint.dcp.planning.rank_state import compared_digests, differing, dif
 from bucketpoint.dcp.planning.results import AssignedPlan, items_digest
 from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
 from bucketpoint.dcp.process_groups import this_rank
-from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
+from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_fault, first_of
 from bucketpoint.format.columns import ItemColumns
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,20 @@ class SavePlanner(DefaultSavePlanner):
         """Return a plan with the items of this rank's state, or the digest of a cached plan that fits it. On all ranks.
 
         Raises:
-            BucketpointError: a DTensor is a partial sum.
+            BucketpointError: a DTensor is a partial sum, or a value cannot be planned, with its key.
         """
+        try:
+            return self._planned_here()
+        except BucketpointError:
+            raise
+        except Exception as error:
+            raise first_fault(error, self.state_dict.items(), self._plan_alone) from error
+
+    def _plan_alone(self, key: str, value: Any) -> None:
+        signature_of({key: value})
+        LocalItems(write_items({key: value}, True))
+
+    def _planned_here(self) -> SavePlan:
         _refuse_partial(self.state_dict)
         self._signature = (signature_of(self.state_dict), tuple(self.mappings.values()), self._int_keys)
         node = os.environ.get("GROUP_RANK") or socket.gethostname()

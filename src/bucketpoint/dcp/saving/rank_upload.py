@@ -40,7 +40,7 @@ from bucketpoint.dcp.saving.unchanged import (
 )
 from bucketpoint.dcp.saving.uploads import Destination, Uploads
 from bucketpoint.dcp.session import SaveSession
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, first_fault
 from bucketpoint.format.item_info import read_item
 from bucketpoint.staging import Lease
 from bucketpoint.stores import ObjectInfo, Store
@@ -85,10 +85,16 @@ class RankUpload:
             last: save of which unchanged objects are copied; None to send everything.
             extensions: stream transforms, through which all items are sent.
         """
-        if extensions:
-            written = self._write_transformed(items, planner, extensions)
-        else:
-            written = self._write(items, planner, last)
+        try:
+            if extensions:
+                written = self._write_transformed(items, planner, extensions)
+            else:
+                written = self._write(items, planner, last)
+        except BucketpointError:
+            raise
+        except Exception as error:
+            named = ((item.index.fqn, item) for item in items)
+            raise first_fault(error, named, lambda _, item: item_bytes(item, planner)) from error
         if len(written.results) != len(items):
             raise BucketpointError(f"{len(items)} items were planned, but {len(written.results)} were written")
         return written
