@@ -54,7 +54,7 @@ def azure(operation: str, status: int, code: str, conditional: bool) -> StoreErr
 def s3fs(operation: str, status: int, code: str, conditional: bool) -> StoreError:
     error = FileNotFoundError("wrapped")
     error.__cause__ = botocore.exceptions.ClientError(
-        {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}},  # type: ignore[typeddict-item]
+        {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}},
         operation,
     )
     return translate(error, operation, "s3://b/k", conditional=conditional)
@@ -147,7 +147,7 @@ def test_classifies_an_answer_by_what_was_asked(
         assert not isinstance(failure, DAMAGE)
 
 
-class Azure(MemoryFileSystem):
+class Azure(MemoryFileSystem):  # type: ignore[misc]
     """fsspec's memory filesystem, whose `refused` objects answer as Azure does."""
 
     cachable = False
@@ -194,13 +194,14 @@ def test_keeps_a_checkpoint_that_cannot_be_read_for_now(status: int, code: str, 
     policy = RetentionPolicy(root=root, keep=Keep(latest=10), prune=Prune(grace=timedelta(0)))
     with CheckpointManager(policy=policy, fs=Azure()) as manager:
         for step in (2, 3):
-            manager.save(step, {"w": torch.full((4,), float(step))}).result()
+            manager.save(step, {"w": torch.full((4,), float(step))})
+            manager.wait()
     Azure.refused = (what, status, code)
     with CheckpointManager(policy=policy, fs=Azure()) as manager:
         with pytest.raises(StoreError) as caught:
             manager.restore({"w": torch.zeros(4)})
         assert not isinstance(caught.value, DAMAGE)
-        manager.save(4, {"w": torch.zeros(4)}).result()
+        manager.save(4, {"w": torch.zeros(4)})
         manager.wait()
         manager.prune()
     Azure.refused = None
