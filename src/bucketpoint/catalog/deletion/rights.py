@@ -38,8 +38,8 @@ def require_deletes(catalog: Catalog, folder: str) -> None:
         raise AccessDeniedError(
             f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')})",
             url=catalog.url,
-            remedy=f"{f'{remedy}. ' if remedy else ''}Delete with a role that may delete, and let jobs of other roles "
-            "have a policy with when: manual",
+            remedy=f"{f'{remedy}. ' if remedy else ''}Delete with the role pruner, which may delete, and let other "
+            "jobs have a policy with when: manual",
         )
     _granted.add(place)
 
