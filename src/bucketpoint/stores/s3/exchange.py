@@ -135,11 +135,8 @@ def _error_reason(operation: str, status: int, headers: Mapping[str, str], body:
         return None if root_of(body) == "Error" else "its body is not an error of S3"
     if status < 400 and "location" in headers and _REGION not in headers:
         return "it leads elsewhere"
-    # 404 means "no checkpoint here" to a save and to a restore, so it is believed only if the store says it.
-    if (
-        status == 404
-        and _ID not in headers
-        and (not operation.startswith("Head") or "html" in headers.get("content-type", ""))
-    ):
+    # 404 means "no checkpoint here" to a save and to a restore, so it is believed only if the store says it. Answers to
+    # HEAD have no body that could, and some servers give them the type of a page.
+    if status == 404 and _ID not in headers and not operation.startswith("Head"):
         return "it does not say what is missing"
     return None
