@@ -9,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bucketpoint import BucketpointError, BucketWriter
-from bucketpoint.integrations.saves import Saves
+from bucketpoint.dcp import process_groups
+from bucketpoint.integrations.saves import Saves, job_ranks
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from manager.agree_scenarios import committed, failing_copy, full_disk, said
@@ -66,3 +68,18 @@ def test_raises_on_all_ranks_and_goes_on_with_the_next_save(tmp_path: Path) -> N
     no_state = "BucketpointError: Rank 1 failed: ValueError: no state"
     no_copy = "StagingError: Copying the state to host memory failed: no room"
     assert results == [([no_state, no_copy, "done", "done", "done"], ["step-4"])] * 2
+
+
+def test_saves_in_a_job_of_one_rank(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        saves = Saves(BucketWriter())
+        for step in (1, 2):
+            saves.save(f"{tmp_path}/run/step-{step}", {"weight": torch.ones(3)})
+        saves.wait()
+        # The group of the job's ranks waits as long as the job's own.
+        group = job_ranks("a test").group
+        assert process_groups.timeout_of(group) >= process_groups.timeout_of(None)
+    finally:
+        dist.destroy_process_group()
+    assert committed(str(tmp_path / "run")) == ["step-1", "step-2"]

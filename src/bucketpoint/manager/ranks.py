@@ -58,7 +58,9 @@ class Ranks:
         self._ranks = process_groups.ranks_of(members)
         self.world = len(self._ranks)
         self.rank = self._ranks.index(process_groups.this_rank()) if self.world > 1 else 0
-        self._timeout_s = process_groups.timeout_of(members).total_seconds() if self.world > 1 else 0.0
+        # A job of one rank connects, too: it has its group from the job's store.
+        waits = process_groups.timeout_of(members) if process_groups.is_initialized() else timedelta()
+        self._timeout_s = waits.total_seconds()
         self._come_s = self._timeout_s
         self.load_s = 0.0
         self.members = members
