@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from bucketpoint.staging import StagedState, Stager, StagingOptions
@@ -147,7 +147,20 @@ def random_bytes(count: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (BUFFER_BYTES,), dtype=torch.uint8) for _ in range(count)]
 
 
+def in_one_leaf(*views: View) -> State:
+    """Tensors of one leaf at one address, of several dtypes."""
+    return State(1, list(views), [2] * len(views))
+
+
 @settings(max_examples=250)
+@example(
+    state=in_one_leaf(View(0, torch.int16, 0, (), ()), View(0, torch.uint8, 0, (3,), (1,))), shared=False, beside=False
+)
+@example(
+    state=in_one_leaf(View(0, torch.int16, 0, (), ()), View(0, torch.uint8, 0, (2, 1), (1, 2))),
+    shared=False,
+    beside=False,
+)
 @given(state=states(), shared=st.booleans(), beside=st.sampled_from([False, False, False, True]))
 def test_values_and_sharing_of_any_state_are_kept(state: State, shared: bool, beside: bool) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))

@@ -55,10 +55,12 @@ def _share(
             # The pickler refuses two dtypes at one address.
             # As bytes, because torch cannot copy all dtypes of one byte.
             bits = copied.view(torch.uint8) if copied.element_size() == 1 else copied
-            copies[index] = bits.clone(memory_format=torch.contiguous_format).view(copied.dtype)
+            copies[index] = bits.clone().view(copied.dtype)
         else:
-            place = copied.shape, copied.stride(), (address - start) // dtype.itemsize
-            copies[index] = shared.view(dtype).as_strided(*place)
+            # Not as a view of `shared`, whose length need not be a multiple of the dtype's.
+            offset = (address - start) // dtype.itemsize
+            own = torch.empty(0, dtype=dtype, device="cpu")
+            copies[index] = own.set_(shared.untyped_storage(), offset, copied.shape, copied.stride())
 
 
 def _reach(tensor: torch.Tensor) -> int:
