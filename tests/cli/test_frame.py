@@ -207,7 +207,8 @@ def test_the_store_errors_of_a_real_server_end_in_their_codes(
     denied = program("show", f"s3://{bucket}/x", "--json", *wrong)
     assert denied.code == 4
     assert denied.json["error"]["kind"] == "CredentialsError"
-    assert program("show", f"s3://{bucket}/x", "--endpoint-url", "http://127.0.0.1:1").code == 6
+    away = ["--endpoint-url", "http://127.0.0.1:1", "--storage-option", "retry_deadline_s=1"]
+    assert program("show", f"s3://{bucket}/x", *away).code == 6
 
 
 def test_options_are_read_as_what_they_are() -> None:

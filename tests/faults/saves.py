@@ -77,13 +77,13 @@ class Place:
     def through(self, endpoint: str) -> Place:
         return replace(self, server=self.server.at(endpoint))
 
-    def catalog(self) -> Catalog:
-        return open_catalog(self.root, storage_options=self.server.options)
+    def catalog(self, **options: Any) -> Catalog:
+        return open_catalog(self.root, storage_options={**self.server.options, **options})
 
     def writer(
         self, *, logged: bool = True, overwrite: bool = True, background: Background = "auto", **options: Any
     ) -> BucketWriter:
-        log = SaveLog(self.catalog()) if logged else None
+        log = SaveLog(self.catalog(**options)) if logged else None
         storage = {**self.server.options, **options}
         transfer = replace(OPTIONS, background=background)
         unchanged: Unchanged = "copy" if self.copies else "send"
