@@ -302,7 +302,7 @@ def test_a_helper_that_is_killed_leaves_no_file_in_a_local_folder(tmp_path: Path
     assert sorted(str(path.relative_to(url)) for path in (url / "data").rglob("*") if path.is_file()) == sorted(
         found.by_object
     )
-    loaded = {"model": {"w": torch.zeros(6 << 20, dtype=torch.uint8)}, "optim": {"m": torch.zeros(5000)}}
+    loaded = {"model": {"w": torch.zeros(128 << 20, dtype=torch.uint8)}, "optim": {"m": torch.zeros(5000)}}
     dcp.load(loaded, storage_reader=BucketReader(str(url)), no_dist=True)
     assert torch.equal(loaded["model"]["w"], saved["model"]["w"])
     assert torch.equal(loaded["optim"]["m"], saved["optim"]["m"])
