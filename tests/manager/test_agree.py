@@ -9,6 +9,7 @@ import pytest
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.manager.meeting import message_of, read_message
 from bucketpoint.retention import Save
 from dcp.ranks import Ranks
 from manager import agree_scenarios as scenarios
@@ -147,3 +148,14 @@ def test_a_program_whose_last_save_fails_under_warn_does_not_end_with_success(ro
     # The exit status of this test's own process is another matter.
     handle.exception()
     assert handle._at_end.failure is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff\xfe", b"{}", b"[1]", b'["0", "x", null]', b"[0, 1, null]", b"[" * 100_000, b"[0, " + b"9" * (1 << 20)],
+)
+def test_takes_nothing_but_a_message_of_a_rank_from_the_store(data: bytes) -> None:
+    rank, message, url = read_message(data)
+    assert (rank, url) == (None, None)
+    assert message.startswith(f"something other than a rank wrote {len(data)} bytes")
+    assert read_message(message_of(3, "no room", "s3://b/r").encode()) == (3, "no room", "s3://b/r")

@@ -1,10 +1,12 @@
 """A meeting of ranks over the job's own key-value store: it names the ranks that have not come, and shares a failure.
 
-It needs no connections between the ranks, so that it works before there are any, and after they have failed.
+It needs no connections between the ranks, so that it works before there are any, and after they have failed. Any
+process of the job's network may write into the store: what lies there is text with limits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bucketpoint.dcp import process_groups
+from bucketpoint.dcp import meshes, process_groups
+from bucketpoint.dcp.error_boundary import decoded
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
 
 logger = logging.getLogger(__name__)
@@ -22,8 +25,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 """Seconds after which a rank that waits logs who has not come."""
 
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
 _NAMED = 16
+_MOST_LETTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Presence:
 
     def calls(self) -> list[str]:
         """Return what each rank has noted. All must be here."""
-        return [self.store.get(f"here/{index}").decode() for index in range(len(self.ranks))]
+        said = (self.store.get(f"here/{index}") for index in range(len(self.ranks)))
+        return [text[:_MOST_LETTERS].decode("utf-8", "replace") for text in said]
 
 
 def meet(ranks: tuple[int, ...], what: str, error: BaseException | None, timeout_s: float) -> str:
@@ -79,8 +83,7 @@ def meet(ranks: tuple[int, ...], what: str, error: BaseException | None, timeout
     here.note(what)
     if error is not None:
         failure = as_failure(error, ranks[index])
-        # Only text crosses: the store takes values of whoever can reach its port.
-        store.set("failed", json.dumps({"rank": ranks[index], "message": _text(error), "url": failure.url}))
+        store.set("failed", message_of(ranks[index], _text(error), failure.url))
         store.set("all", "failed")
         raise failure
     if store.add("count", 1) == len(ranks):
@@ -90,25 +93,37 @@ def meet(ranks: tuple[int, ...], what: str, error: BaseException | None, timeout
     _await(lambda: bool(store.check(["all"])), here, what, timeout_s)
     verdict = store.get("all")
     if verdict == b"failed":
-        told = json.loads(store.get("failed"))
-        raise failed_on(int(told["rank"]), str(told["message"]), url=told["url"])
+        rank, message, url = read_message(store.get("failed"))
+        raise failed_on(rank, message, url=url)
     if verdict == b"other":
         raise other_calls(ranks, here.calls())
     return name
 
 
 def _await(until: Callable[[], bool], here: Presence, what: str, timeout_s: float) -> None:
-    begun, pause, said = time.monotonic(), _FIRST_POLL_S, False
-    while not until():
-        waited = time.monotonic() - begun
-        if waited >= timeout_s:
-            here.store.set("given-up", "yes")
-            raise late(what, here.missing(), waited)
-        if waited >= PATIENCE_S and not said:
-            said = True
-            log_missing(what, here.missing(), waited)
-        time.sleep(min(pause, timeout_s - waited))
-        pause = min(2 * pause, _LONGEST_POLL_S)
+    begun = time.monotonic()
+    if meshes.poll(until, begun + min(PATIENCE_S, timeout_s)):
+        return
+    if timeout_s > PATIENCE_S:
+        log_missing(what, here.missing(), time.monotonic() - begun)
+        if meshes.poll(until, begun + timeout_s):
+            return
+    here.store.set("given-up", "yes")
+    raise late(what, here.missing(), time.monotonic() - begun)
+
+
+def message_of(rank: int, message: str, url: str | None = None) -> str:
+    """Encode what a rank leaves in the store for the others."""
+    return json.dumps([rank, message[:_MOST_LETTERS], url and url[:_MOST_LETTERS]])
+
+
+def read_message(data: bytes) -> tuple[int | None, str, str | None]:
+    """Decode what `message_of` made; of anything else, say that it is that."""
+    with contextlib.suppress(ValueError):
+        told = decoded(data)
+        if isinstance(told, list) and len(told) == 3 and type(told[0]) is int and isinstance(told[1], str):
+            return told[0], told[1], told[2] if isinstance(told[2], str) else None
+    return None, f"something other than a rank wrote {len(data)} bytes into the TCP store of the job", None
 
 
 def log_missing(what: str, missing: list[int], waited_s: float) -> None:
@@ -156,8 +171,9 @@ def as_failure(error: BaseException, rank: int) -> BucketpointError:
     return failure
 
 
-def failed_on(rank: int, message: str, *, url: str | None = None) -> BucketpointError:
-    return BucketpointError(f"Rank {rank} failed: {message}", rank=rank, url=url)
+def failed_on(rank: int | None, message: str, *, url: str | None = None) -> BucketpointError:
+    who = "A rank" if rank is None else f"Rank {rank}"
+    return BucketpointError(f"{who} failed: {message}", rank=rank, url=url)
 
 
 def _text(error: BaseException) -> str:

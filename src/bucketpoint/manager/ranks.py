@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import time
 import zlib
@@ -15,7 +14,17 @@ import torch.distributed as dist
 
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
-from bucketpoint.manager.meeting import PATIENCE_S, Presence, as_failure, late, log_missing, meet, other_calls
+from bucketpoint.manager.meeting import (
+    PATIENCE_S,
+    Presence,
+    as_failure,
+    late,
+    log_missing,
+    meet,
+    message_of,
+    other_calls,
+    read_message,
+)
 
 T = TypeVar("T")
 
@@ -281,19 +290,20 @@ class Ranks:
 
     def _note_end(self, message: str) -> None:
         """Note for the others, whose connections to this rank close, why it gives the group up."""
-        self._store.set("end", json.dumps({"rank": self.global_rank, "message": message}))
+        self._store.set("end", message_of(self.global_rank, message))
 
     def _broken(self, here: Presence, what: str) -> BucketpointError:
         """Return the error of a collective whose connections were closed: another rank has given up, or is dead."""
         here.note(what)
-        stop = time.monotonic() + _ANSWERS_WITHIN_S
-        while not self._store.check(["end"]) and time.monotonic() < stop and here.missing():
-            time.sleep(0.1)
+        meshes.poll(
+            lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + _ANSWERS_WITHIN_S
+        )
         if self._store.check(["end"]):
-            told = json.loads(self._store.get("end"))
+            rank, message, _ = read_message(self._store.get("end"))
+            who = "a rank" if rank is None else f"rank {rank}"
             return BucketpointError(
-                f"{what} cannot go on: rank {int(told['rank'])} has given up. There: {told['message']}"[:1000],
-                rank=int(told["rank"]),
+                f"{what} cannot go on: {who} has given up. There: {message}"[:1000],
+                rank=rank,
                 remedy="Make each call on all ranks, at the same point of the program",
             )
         return late(what, here.missing(), 0.0, dead=True)
