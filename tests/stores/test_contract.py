@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +149,24 @@ def put_and_die(store: Store, key: str) -> None:
         store.put(key, views(b"half"))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def begin_and_die(store: Store, key: str, call: int) -> bool:
+    """Begin an upload in a process that is killed after its `call`-th call of a C function. False if it ends before."""
+    child = os.fork()
+    if not child:
+        calls = itertools.count(1)
+
+        def die(frame: object, event: str, of: object) -> None:
+            if event == "c_return" and next(calls) == call:
+                os._exit(9)
+
+        try:
+            sys.setprofile(die)
+            store.create_multipart(key)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
 def fsspec_case(found: Backend) -> Case:
@@ -844,6 +864,18 @@ class TestLocal:
             store.abort_multipart(upload.key, upload.upload_id)
         assert everything_below(tmp_path) == [str(tmp_path / "a/done")]
         assert not (tmp_path / "a/b").exists()
+
+    def test_lists_and_aborts_an_upload_whose_process_was_killed_at_any_moment(self, tmp_path: Path) -> None:
+        store, made = LocalStore(str(tmp_path)), 0
+        for call in itertools.count(1):
+            if not begin_and_die(store, "a/k", call):
+                break
+            begun = list(tmp_path.rglob(".bucketpoint-*"))
+            made += bool(begun)
+            for upload in store.list_multipart("a/k"):
+                store.abort_multipart(upload.key, upload.upload_id)
+            assert list(tmp_path.rglob(".bucketpoint-*")) == [], call
+        assert 0 < made < call
 
     def test_a_name_as_long_as_the_filesystem_lets_it_be_is_written(self, tmp_path: Path) -> None:
         store, longest = LocalStore(str(tmp_path)), "k" * 255

@@ -137,17 +137,34 @@ class TestLinks:
             store.get("data")
 
     def test_reads_no_upload_behind_a_link_or_a_pipe(self, store: LocalStore, secret: Path) -> None:
-        upload = store.create_multipart("data")
-        part = store.put_part("data", upload, 1, views(b"x"))
+        key = "k" * 101  # too long for the name of the upload's folder
+        upload = store.create_multipart(key)
+        part = store.put_part(key, upload, 1, views(b"x"))
         folder = next(path for path in Path(store.root).iterdir() if upload in path.name)
+        assert [one.key for one in store.list_multipart("")] == [key]
         (folder / "1").unlink()
         (folder / "1").symlink_to(secret)
         with pytest.raises(StoreError):
-            store.complete_multipart("data", upload, [part])
+            store.complete_multipart(key, upload, [part])
         for make in (lambda path: path.symlink_to(secret), os.mkfifo):
             (folder / "target").unlink()
             make(folder / "target")
             assert list(store.list_multipart("")) == []
+
+    def test_lists_no_upload_that_is_a_link_or_a_file(self, store: LocalStore, secret: Path) -> None:
+        Path(store.root, ".bucketpoint-upload-1-data").symlink_to(secret.parent)
+        Path(store.root, ".bucketpoint-upload-2-data").touch()
+        Path(store.root, ".bucketpoint-tmp-3-data").mkdir()
+        assert list(store.list_multipart("")) == []
+
+    def test_aborts_an_upload_that_version_0_2_began(self, store: LocalStore) -> None:
+        folder = Path(store.root, "step/.bucketpoint-upload-0123456789abcdef")
+        folder.mkdir(parents=True)
+        (folder / "target").write_text("step/data")
+        (folder / "1").write_bytes(b"x")
+        (upload,) = store.list_multipart("step/data")
+        store.abort_multipart(upload.key, upload.upload_id)
+        assert not folder.exists()
 
     def test_waits_for_no_pipe_and_lists_none(self, store: LocalStore) -> None:
         os.mkfifo(Path(store.root, "pipe"))

@@ -37,6 +37,7 @@ from bucketpoint.stores.local_folders import (
     in_folder,
     open_file,
     prune,
+    quote,
     remove,
     scan,
     split,
@@ -52,7 +53,7 @@ _UPLOAD = HIDDEN + "upload-"
 _UPLOAD_TARGET = "target"
 
 _LONGEST_TARGET = 1 << 14
-"""Bytes of the longest key that an upload may have noted."""
+"""Bytes of the longest key that an upload may have noted: one of an object whose name its folder does not quote."""
 
 _MOST_LINKS = 8
 _PAGE = 100
@@ -250,11 +251,14 @@ class LocalStore:
 
     @_retried
     def create_multipart(self, key: str) -> str:
-        upload_id = secrets.token_hex(8)
+        unique, name = secrets.token_hex(8), split(key)[1]
+        # One system call makes an upload that is listed: a process may be killed before the next one.
+        upload_id = quote(unique, name)
 
         def make(above: int) -> None:
-            with open(os.open(_UPLOAD_TARGET, NEW, 0o666, dir_fd=above), "wb") as file:
-                file.write(os.fsencode(key))
+            if upload_id == unique:
+                with open(os.open(_UPLOAD_TARGET, NEW, 0o666, dir_fd=above), "wb") as file:
+                    file.write(os.fsencode(key))
 
         with self._errors("create_multipart", key):
             in_folder(self.root, self._upload(key, upload_id), make)
@@ -303,7 +307,7 @@ class LocalStore:
         with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
             with folder(self.root, above) as outer:
                 try:
-                    os.unlink(temporary(upload_id, split(key)[1]), dir_fd=outer)
+                    os.unlink(TEMPORARY + upload_id, dir_fd=outer)
                 except FileNotFoundError:
                     remove(upload, outer)
             prune(self.root, above)
@@ -514,20 +518,21 @@ def _paged(listing: Callable[[Entry | None], Iterator[Entry]]) -> Iterator[Entry
 
 
 def _open_uploads(fd: int, names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield the object's name, the id, and the beginning of each upload, or the last write to each temporary file."""
+    """Yield the object's name, the id, and the time of the last write, of each upload and of each temporary file."""
     for name in sorted(names):
+        is_upload = name.startswith(_UPLOAD)
+        if not is_upload and not name.startswith(TEMPORARY):
+            continue
+        upload_id = name[len(_UPLOAD if is_upload else TEMPORARY) :]
+        _, named, of = upload_id.partition("-")
         # It may end meanwhile.
         with contextlib.suppress(LinkError, *_ABSENT):
-            if name.startswith(_UPLOAD):
-                with enter(fd, name) as upload:
-                    target = open_file(_UPLOAD_TARGET, upload)
-                with open(target, "rb") as file:
-                    noted, started = os.fsdecode(file.read(_LONGEST_TARGET)), os.fstat(target).st_mtime
-                yield noted.rpartition("/")[2], name[len(_UPLOAD) :], started
-            elif name.startswith(TEMPORARY):
-                upload_id, named, of = name[len(TEMPORARY) :].partition("-")
-                if named:
-                    yield of, upload_id, os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if is_upload and not named:
+                with enter(fd, name) as upload, open(open_file(_UPLOAD_TARGET, upload), "rb") as file:
+                    of = os.fsdecode(file.read(_LONGEST_TARGET)).rpartition("/")[2]
+            if of and stat.S_ISDIR(status.st_mode) == is_upload:
+                yield of, upload_id, status.st_mtime
 
 
 def _write(fd: int, body: Buffers) -> None:

@@ -25,7 +25,7 @@ HIDDEN = ".bucketpoint-"
 
 TEMPORARY = HIDDEN + "tmp-"
 _LONGEST_NAMED = 100
-"""Bytes of the longest name that the name of a temporary file may quote: the two must fit into a name together."""
+"""Bytes of the longest object name that a hidden name may quote: the two must fit into a name together."""
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
@@ -60,9 +60,14 @@ def split(key: str) -> tuple[builtins.list[str], str]:
     return names, name or "."
 
 
-def temporary(upload_id: str, name: str) -> str:
+def quote(unique: str, name: str) -> str:
+    """Return `unique` with the object's name, unless that is too long, so that a listing of the folder shows both."""
+    return f"{unique}-{name}" if len(os.fsencode(name)) <= _LONGEST_NAMED else unique
+
+
+def temporary(unique: str, name: str) -> str:
     """Return the name of a file that is written before it gets the object's name, or that locks the object."""
-    return f"{TEMPORARY}{upload_id}-{name}" if len(os.fsencode(name)) <= _LONGEST_NAMED else TEMPORARY + upload_id
+    return TEMPORARY + quote(unique, name)
 
 
 def open_file(name: str, above: int, *, follow: bool = False) -> int:

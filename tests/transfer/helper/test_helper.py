@@ -346,6 +346,27 @@ def test_an_upload_whose_process_was_killed_is_done_by_another(
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
+def test_aborts_an_upload_whose_beginning_reached_the_store_after_its_process_was_killed(
+    own_helper: UploadHelper, minio: S3Server
+) -> None:
+    arena = filled_arena(22 * MIB)
+    bucket = minio.make_bucket()
+    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
+    killed: list[int] = []
+    late: list[str] = []
+
+    def kill_once(progress: Progress) -> None:
+        if not killed:
+            killed.append(own_helper.process_id or 0)
+            os.kill(killed[0], signal.SIGKILL)
+        elif not late and own_helper.process_id != killed[0] and progress.done_bytes:
+            late.append(work.store.create_multipart("a/whole"))
+
+    own_helper.upload(work, meter(kill_once))
+    assert late
+    assert minio.open_uploads(bucket, "a/whole") == []
+
+
 @pytest.fixture
 def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper counts as hanging after 6 s: a slow one gives a sign of life every 5 s."""

@@ -122,6 +122,9 @@ class UploadHelper:
                     raise
                 if isinstance(answer, OrderRefused):
                     raise HelperUnavailableError(answer.reason)
+                if last and answer is not None:
+                    # The store may have received a request of the first helper after its uploads were listed.
+                    _abort_left(work, ())
                 if isinstance(answer, Failed):
                     process_budget().add(answer.counts)
                     raise _as_ours(answer.error, work.config.url)
