@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.contenders import CONTENDERS
-from bench.engines import report as engines_report
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
 from bench.hedge import report as hedge_report
 from bench.ranks import report as ranks_report
@@ -26,7 +25,6 @@ PARTS: dict[str, Any] = {
     "retention": retention_report,
     "hedge": hedge_report,
     "stores": stores_report,
-    "engines": engines_report,
     "start-up": start_up_report,
     "unchanged": unchanged_report,
 }

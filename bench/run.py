@@ -8,7 +8,6 @@
     python bench/run.py --only retention    what plans and prunes cost
     python bench/run.py --only hedge        what asking twice for late ranges gains
     python bench/run.py --only stores       other stores, and any filesystem, beside others over the same library
-    python bench/run.py --only engines      boto3 and the CRT at 1 to 64 connections
     python bench/run.py --only start-up     CPU time of commands before their first request
     python bench/run.py --only unchanged    what copies of unchanged bytes save, and what looking for them costs
 
@@ -40,7 +39,6 @@ import get_minio  # noqa: E402
 from bench import environments, report  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, empty, proxied  # noqa: E402
-from bench.engines import measure as engines  # noqa: E402
 from bench.hedge import measure as hedge  # noqa: E402
 from bench.lines import Worker  # noqa: E402
 from bench.proxy_process import RunningProxy  # noqa: E402
@@ -68,7 +66,6 @@ PARTS = {
     "retention": retention.measure,
     "hedge": hedge.measure,
     "stores": stores.measure,
-    "engines": engines.measure,
     "start-up": start_up.measure,
     "unchanged": unchanged.measure,
 }

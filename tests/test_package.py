@@ -8,7 +8,6 @@ import inspect
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -39,26 +38,6 @@ def test_a_signature_says_what_may_be_passed(name: str) -> None:
         assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-@pytest.mark.parametrize("kind", ["Writer", "Reader"])
-def test_s3s_classes_take_what_the_plain_ones_take_and_an_engine(kind: str) -> None:
-    plain = inspect.signature(getattr(bucketpoint, f"Bucket{kind}")).parameters
-    s3s = dict(inspect.signature(getattr(bucketpoint, f"S3{kind}")).parameters)
-    assert s3s.pop("engine").default is None
-    assert s3s == dict(plain)
-
-
-def test_s3s_classes_hand_on_all_that_they_are_given() -> None:
-    for name in ("S3Writer", "S3Reader"):
-        s3s = getattr(bucketpoint, name)
-        call = next(
-            each
-            for each in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(s3s.__init__))))
-            if isinstance(each, ast.Call)
-        )
-        given = [ast.unparse(each) for each in call.args] + [each.arg for each in call.keywords]
-        assert given == [each for each in inspect.signature(s3s).parameters if each != "engine"]
-
-
 def test_a_remedy_installs_what_an_extra_requires() -> None:
     package = Path(bucketpoint.__file__).parent
     named = {
@@ -66,7 +45,7 @@ def test_a_remedy_installs_what_an_extra_requires() -> None:
         for file in package.rglob("*.py")
         for requirement in re.findall(r"pip install '([^']+)'", file.read_text(encoding="utf-8"))
     }
-    assert len(named) == 11
+    assert len(named) == 10
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert [requirement for requirement in named if not re.search(f'"{re.escape(requirement)}[";]', required)] == []
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-FURTHER = frozenset({"moto", "gcs", "gcs_xml", "minio-crt", "versitygw"})
+FURTHER = frozenset({"moto", "gcs", "gcs_xml", "versitygw"})
 """Servers and engines that say of S3, or of the code above the stores, what MinIO says."""
 
-ALWAYS_FURTHER = frozenset({"minio-crt", "versitygw"})
+ALWAYS_FURTHER = frozenset({"versitygw"})
 
 
 KEPT: Mapping[str, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,6 @@ from bucketpoint.stores import (
     proven_deletes,
 )
 from bucketpoint.stores.gcs import api as gcs_bucket
-from bucketpoint.stores.s3 import crt as s3_crt
 from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.testing.servers import S3Server, free_port
 from fsspec_backends import SERVED, Backend, backend
@@ -95,7 +94,6 @@ class Case:
     """moto answers 500 for them, and fake-gcs-server for what is composed of components that are gone."""
     takes_parts_of_gone_uploads: bool = False
     """A component is an object like any other."""
-    lists: bool = True
     """Not where listings are those of another case here, and a thousand objects would show nothing new."""
     conditional_delete: bool = True
     expiring_delete: bool = False
@@ -184,17 +182,13 @@ def fsspec_case(found: Backend) -> Case:
 
 
 BACKENDS = ["memory", "file", "dir", *SERVED]
-KINDS = ["moto", "minio", "minio-crt", "versitygw", "gcs", "gcs_xml", "local", *BACKENDS]
+KINDS = ["moto", "minio", "versitygw", "gcs", "gcs_xml", "local", *BACKENDS]
 
 
 @pytest.fixture(params=KINDS)
-def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
     if request.param in ("moto", "minio"):
         yield s3_case(request.getfixturevalue(request.param))
-    elif request.param == "minio-crt":
-        # The bodies here are small, and are to go through the engine all the same.
-        monkeypatch.setattr(s3_crt, "LARGE_BYTES", 1)
-        yield replace(s3_case(request.getfixturevalue("minio"), engine="crt", service="minio"), lists=False)
     elif request.param == "versitygw":
         yield s3_case(request.getfixturevalue("versitygw"), service="versitygw")
     elif request.param in ("gcs", "gcs_xml"):
@@ -529,8 +523,6 @@ def test_list_folders_names_each_folder_below_once(store: Store) -> None:
 def test_listing_passes_the_page_limit_of_a_thousand_and_a_batched_delete_too(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not case.lists:
-        pytest.skip("the listings here are those of another case")
     store = case.store
     # GCS takes the size of a page, and batches of 100.
     monkeypatch.setattr(gcs_bucket, "MAX_PAGE_KEYS", 100)

@@ -446,13 +446,6 @@ def test_without_an_extra_the_error_names_its_package() -> None:
     assert "pip install 'google-cloud-storage>=" in done.stderr
 
 
-def test_the_crt_engine_with_an_awscrt_that_is_too_old_names_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("awscrt.s3.S3RetryMode")
-    store, _ = open_store("s3://b/x", storage_options={"engine": "crt", "key": "k", "secret": "s"})
-    with pytest.raises(BucketpointError, match="pip install 'awscrt>="):
-        store.get("k")
-
-
 def test_s3_urls_give_the_bucket_and_the_prefix() -> None:
     store, prefix = open_store("s3://b/run [1]/*/x/", storage_options={"key": "k", "secret": "s"})
     assert isinstance(store, S3Store)

@@ -57,16 +57,14 @@ def pieces(buffers: Buffers) -> Iterator[memoryview | bytes]:
             yield run[0][start : start + PIECE_BYTES]
 
 
-def scatter(data: memoryview, buffers: Buffers, start: int = 0) -> None:
-    """Copy `data` to position `start` of the bytes that `buffers` hold together."""
+def scatter(data: memoryview, buffers: Buffers) -> None:
+    """Copy `data` to the beginning of the bytes that `buffers` hold together."""
     for view in buffers:
         if not data:
             break
-        if start < view.nbytes:
-            room = view[start : start + len(data)]
-            room[:] = data[: len(room)]
-            data = data[len(room) :]
-        start = max(start - view.nbytes, 0)
+        room = view[: len(data)]
+        room[:] = data[: len(room)]
+        data = data[len(room) :]
 
 
 class Pieces:
@@ -91,16 +89,10 @@ class Pieces:
 
 
 class Delivered:
-    """The body of a reply that another library received.
+    """The body of a reply that has been received."""
 
-    Args:
-        content: the body.
-        received: number of bytes that are already in the caller's buffers, if there is no `content`.
-    """
-
-    def __init__(self, content: bytes = b"", received: int = 0) -> None:
+    def __init__(self, content: bytes) -> None:
         self.content = content
-        self.received = received
 
     def stream(self, amount: int = 0) -> Iterator[bytes]:
         yield self.content
@@ -208,12 +200,6 @@ class Receiver:
                 connection is closed.
         """
         nbytes = sum(view.nbytes for view in buffers)
-        raw = getattr(self._body, "_raw_stream", None)
-        if isinstance(raw, Delivered):
-            if raw.received != nbytes:
-                raise BrokenBody("the body has another length than was announced")
-            filled()
-            return
         try:
             if not self._begun:
                 self._begun, self._wire = True, _Wire.of(self._body, self._left)

@@ -39,7 +39,7 @@ def files_run() -> Iterator[set[str]]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def test_a_plain_load_runs_nothing_of_cooperation_of_hedging_or_of_the_crt(minio: S3Server) -> None:
+def test_a_plain_load_runs_nothing_of_cooperation_or_of_hedging(minio: S3Server) -> None:
     url = minio.url(minio.make_bucket(), "step-1")
     state = {f"weight{number}": torch.full((300, 300), float(number)) for number in range(4)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
@@ -51,7 +51,7 @@ def test_a_plain_load_runs_nothing_of_cooperation_of_hedging_or_of_the_crt(minio
 
     assert all(torch.equal(loaded[name], state[name]) for name in state)
     assert "transfer/fetch.py" in seen
-    unwanted = [name for name in seen if name.startswith("dcp/cooperative/") or Path(name).stem in {"hedge", "crt"}]
+    unwanted = [name for name in seen if name.startswith("dcp/cooperative/") or Path(name).stem == "hedge"]
     assert unwanted == []
 
 

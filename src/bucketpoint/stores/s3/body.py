@@ -13,7 +13,7 @@ from bucketpoint.stores.http_body import Pieces
 class OutgoingBody(io.RawIOBase):
     """A file-like `Body` for botocore, which measures and rewinds it, and reads it if the payload is signed.
 
-    boto3 does not send the bytes from this file: see `send_from_memory`. The CRT does.
+    boto3 does not send the bytes from this file: see `send_from_memory`.
     """
 
     def __init__(self, buffers: Buffers) -> None:

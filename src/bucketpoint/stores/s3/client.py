@@ -16,14 +16,12 @@ import botocore.loaders
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import CredentialRetrievalError
-from botocore.utils import get_environ_proxies
 
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
-from bucketpoint.stores.s3.crt import CrtTransport
 from bucketpoint.stores.s3.errors import RIGHT_BY_OPERATION
 from bucketpoint.stores.s3.exchange import S3Exchange
 from bucketpoint.stores.s3.options import DEFAULT_MAX_ATTEMPTS, S3Options
@@ -48,7 +46,6 @@ class S3Client:
         parameters: additional parameters, by operation.
         service: the service behind the endpoint, with the settings that the options override.
         exchange: sends each request, and judges the answer.
-        transport: sends large bodies instead of boto3; None if boto3 sends everything.
         gate: limiter of the requests under way.
         deletes: by bucket, the service with the results of the trial of its deletions.
     """
@@ -59,7 +56,6 @@ class S3Client:
     policy: RetryPolicy
     service: S3Service
     exchange: S3Exchange
-    transport: CrtTransport | None = None
     gate: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
     deletes: dict[str, S3Service] = field(default_factory=dict)
 
@@ -71,8 +67,6 @@ class S3Client:
     def close(self) -> None:
         """Close idle connections. The client stays usable."""
         self.api.close()
-        if self.transport is not None:
-            self.transport.close()
 
 
 class _S3Clients(ClientCache[S3Client]):
@@ -171,11 +165,10 @@ def build_client(options: S3Options) -> S3Client:
     if manager is not None:
         make_cuttable(manager)
     service = _service(options, api.meta.endpoint_url)
-    transport = _transport(options, core, arguments, api)
-    exchange = S3Exchange(http_session(api), service, transport)
+    exchange = S3Exchange(http_session(api), service)
     api.meta.events.register("before-send.s3", exchange)
     by_operation = _parameters_by_operation(api, parameters)
-    return S3Client(api, str(api.meta.region_name), by_operation, policy, service, exchange, transport)
+    return S3Client(api, str(api.meta.region_name), by_operation, policy, service, exchange)
 
 
 def _refuse_key_in_clear(endpoint_url: str, parameters: Mapping[str, Any]) -> None:
@@ -189,20 +182,6 @@ def _presigned(signature_version: Any, **_: Any) -> str | None:
     boto3 would choose version 2, which has no regions, and which few services still accept.
     """
     return "s3v4-query" if signature_version == "v4-query" else None
-
-
-def _transport(options: S3Options, core: Any, arguments: Mapping[str, Any], api: Any) -> CrtTransport | None:
-    if options.engine != "crt":
-        return None
-    endpoint, config = api.meta.endpoint_url, api.meta.config
-    proxies = config.proxies or get_environ_proxies(endpoint)
-    if proxies.get(urlsplit(endpoint).scheme) or config.client_cert:
-        raise EndpointError('engine="crt" supports no proxy and no client certificate', remedy='Use engine="boto3"')
-    # In botocore's order: the client's argument, then AWS_CA_BUNDLE or the profile's bundle, then REQUESTS_CA_BUNDLE.
-    verify = arguments.get("verify")
-    if verify is None or verify is True:
-        verify = core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
-    return CrtTransport(endpoint, str(api.meta.region_name), connections=options.connections, verify=verify)
 
 
 def _service(options: S3Options, endpoint_url: str) -> S3Service:

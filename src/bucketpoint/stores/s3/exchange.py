@@ -14,7 +14,6 @@ from bucketpoint.errors import Action, CorruptDataError
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
 from bucketpoint.stores.http_body import Delivered
 from bucketpoint.stores.s3.body import send_from_memory
-from bucketpoint.stores.s3.crt import CrtTransport
 from bucketpoint.stores.s3.services import S3Service
 
 _CRC, _ID, _REGION = "x-amz-checksum-crc32c", "x-amz-request-id", "x-amz-bucket-region"
@@ -42,12 +41,10 @@ class S3Exchange:
 
     Args:
         session: botocore's HTTP session; None if a version of botocore hides it, and has to send by itself.
-        transport: sends large bodies instead; None if the session sends everything.
     """
 
-    def __init__(self, session: Any, service: S3Service, transport: CrtTransport | None = None) -> None:
+    def __init__(self, session: Any, service: S3Service) -> None:
         self._session = session
-        self._transport = transport
         self._habits = {_ID, *_WRITES} if service.name == "aws" else set()
 
     def __call__(self, request: Any, event_name: str = "", **_: Any) -> Any:
@@ -60,12 +57,10 @@ class S3Exchange:
             send_from_memory(request)
             return None
         operation = event_name.rpartition(".")[2]
-        answer = None if self._transport is None else self._transport.send(request, event_name)
-        if answer is None:
-            send_from_memory(request)
-            # Otherwise the session would read the whole body, whatever its length.
-            request.stream_output = True
-            answer = self._session.send(request)
+        send_from_memory(request)
+        # Otherwise the session would read the whole body, whatever its length.
+        request.stream_output = True
+        answer = self._session.send(request)
         status = answer.status_code
         headers = {str(name).lower(): str(value) for name, value in answer.headers.items()}
         if operation == "GetObject" and 200 <= status < 300:

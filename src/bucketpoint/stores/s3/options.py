@@ -19,8 +19,6 @@ DEFAULT_CONNECTIONS = 32
 DEFAULT_MAX_ATTEMPTS = 6
 """Attempts of one request. botocore's default of 3 is used up within seconds, too soon for a store that restarts."""
 
-ENGINES = ("auto", "boto3", "crt")
-
 _S3FS_ALIASES = {
     "key": "access_key",
     "username": "access_key",
@@ -80,7 +78,6 @@ class S3Options:
             then 6. With the default of 6, throttled attempts (503 SlowDown) are not counted: a throttled request is
             retried until the deadline.
         retry_deadline_s: seconds for all attempts of one request together.
-        engine: transfers large bodies: "boto3", "crt" (awscrt's S3 client), or "auto" for boto3, which costs less CPU.
         ca_bundle: a file of certificates to trust. Default: AWS_CA_BUNDLE, then boto3's own.
         insecure_tls: allow `client_kwargs={"verify": False}` to switch off the verification of certificates.
         use_ssl: if False, and there is no endpoint URL, requests go over plain HTTP.
@@ -112,7 +109,6 @@ class S3Options:
     connections: int = DEFAULT_CONNECTIONS
     max_attempts: int | None = None
     retry_deadline_s: float = DEADLINE_S
-    engine: str = "auto"
     ca_bundle: str | None = None
     insecure_tls: bool = False
     use_ssl: bool = True
@@ -128,8 +124,6 @@ class S3Options:
                 raise BucketpointError(f"the storage option {name} is not a mapping", remedy="Pass a dict")
         if self.service is not None:
             s3_services.named(self.service)
-        if self.engine not in ENGINES:
-            raise BucketpointError(f"engine={self.engine!r} is not known", remedy=f"It is one of {', '.join(ENGINES)}")
 
     @classmethod
     def from_storage_options(cls, storage_options: Mapping[str, Any] | None = None) -> S3Options:
@@ -188,8 +182,3 @@ class S3Options:
     def cache_key(self) -> tuple[Any, ...]:
         """Return a hashable value that is equal exactly if the options are equal."""
         return tuple(frozen(getattr(self, option.name)) for option in fields(self))
-
-
-def with_engine(storage_options: Mapping[str, Any] | None, engine: str | None) -> Mapping[str, Any] | None:
-    """Return a copy of the storage options with this engine; the options themselves if the engine is None."""
-    return storage_options if engine is None else {**(storage_options or {}), "engine": engine}

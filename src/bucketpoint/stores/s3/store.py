@@ -34,7 +34,6 @@ from bucketpoint.stores.http_body import crc_of, encoded_crc
 from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
 from bucketpoint.stores.s3.body import OutgoingBody
 from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, is_renewable, renew_client
-from bucketpoint.stores.s3.crt import receiving_into
 from bucketpoint.stores.s3.deletes import signed_delete, tried
 from bucketpoint.stores.s3.errors import translated, why_kept
 from bucketpoint.stores.s3.options import S3Options
@@ -53,6 +52,7 @@ CAPABILITIES = Capabilities(
     checksums=True,
     multipart=True,
     pinned_reads=True,
+    streams_ranges=True,
     # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
     min_part_bytes=5 << 20,
     max_part_bytes=5 << 30,
@@ -124,8 +124,6 @@ class S3Store(HttpStore):
             conditional_put=service.conditional_put,
             checksums=service.checksums,
             lists_uploads=service.lists_uploads,
-            # The CRT receives the whole body of a reply by itself.
-            streams_ranges=self.options.engine != "crt",
             conditional_delete=deletes.conditional_delete,
             # A request that is not signed does not expire.
             expiring_delete=deletes.expiring_delete and signs and http_session(client.api) is not None,
@@ -187,10 +185,7 @@ class S3Store(HttpStore):
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
         if size:
-            # The CRT receives the bytes into the buffers before it returns the reply.
-            with receiving_into(buffers) if self.options.engine == "crt" else contextlib.nullcontext():
-                reply = self.open_range(key, offset, size, if_match=if_match)
-            reply.receive(buffers)
+            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
 
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         given = {"Range": wanted, "IfMatch": None if if_match is None else _quoted(if_match)}

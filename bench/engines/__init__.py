@@ -1,1 +1,0 @@
-"""The part `engines` of the benchmark."""
