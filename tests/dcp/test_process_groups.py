@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, CheckpointManager, RetentionPolicy
-from bucketpoint.dcp import process_groups
+from bucketpoint.dcp import meshes
 from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.retention import Keep
 from dcp import process_group_scenarios as scenarios
@@ -174,6 +174,6 @@ def test_names_the_limit_of_open_files_before_ranks_connect(monkeypatch: pytest.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(BucketpointError, match="ulimit -n 4096"):
-            process_groups.new_group(None)
+            meshes.group_beside(None)
     finally:
         dist.destroy_process_group()

@@ -16,8 +16,9 @@ import torch
 
 import bucketpoint
 from bucketpoint import BucketWriter, StagingOptions
+from bucketpoint.dcp import meeting
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
-from bucketpoint.manager import meeting, ranks
+from bucketpoint.manager import ranks
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention import InFlight, Save, SaveEvery
@@ -117,7 +118,7 @@ def construct_without_a_policy(rank: int, world: int, root: str, bad: int) -> An
 
 
 class Logged(logging.Handler):
-    """The lines that the manager logs."""
+    """The lines that are logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Logged(logging.Handler):
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    handler, logger = Logged(), logging.getLogger("bucketpoint.manager")
+    handler, logger = Logged(), logging.getLogger("bucketpoint")
     logger.addHandler(handler)
     try:
         yield handler.lines

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import meshes, process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
-from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.saving.watched_stager import WatchedStager
 from bucketpoint.dcp.spans import end_save, note_failure
 from bucketpoint.dcp.stats import SaveStats, SaveTimes

@@ -62,6 +62,16 @@ def from_plain(value: Any) -> BucketpointError:
     raise ValueError("no error of bucketpoint's")
 
 
+def as_failure(error: BaseException, rank: int) -> BucketpointError:
+    """Return an error of any kind as the one that all ranks raise."""
+    if isinstance(error, BucketpointError):
+        error.rank = rank if error.rank is None else error.rank
+        return error
+    failure = BucketpointError(f"Rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
+    failure.__cause__ = error
+    return failure
+
+
 def decoded(data: bytes) -> Any:
     """Decode JSON that another process may have written in place of a rank.
 

@@ -1,20 +1,16 @@
-"""The mesh: one gloo group of ours for all saves and loads of the same ranks, and how ranks meet to make or share it.
+"""The mesh: one gloo group of ours for all saves and loads of the same ranks.
 
-All calls take turns on it: a save or a load first waits for the saves that its process began before. The ranks meet in
-the job's key-value store, in which any process of the job's network may write: what lies there is JSON with limits.
+All calls take turns on it: a save or a load first waits for the saves that its process began before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -24,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import utils as dcp_utils
 
 from bucketpoint.dcp import process_groups
-from bucketpoint.dcp.error_boundary import decoded, to_plain
-from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
+from bucketpoint.dcp.meeting import Meeting
+from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock
 
 logger = logging.getLogger(__name__)
@@ -33,9 +29,6 @@ logger = logging.getLogger(__name__)
 _ANEW_WITHIN = timedelta(minutes=1)
 """Longest time to wait for the other ranks to make a mesh anew. Unlike its first making, this can be on some ranks
 alone: on those that have seen the failure."""
-
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
-_MOST_SKIPPED = 1000
 
 _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValueDictionary()
 """The newest mesh of these ranks."""
@@ -66,22 +59,21 @@ class Mesh:
     leave: Any = None
 
     @classmethod
-    def make(cls, parent: Any, store: Any, number: int, within: timedelta, lasting: timedelta | None = None) -> Mesh:
+    def make(cls, parent: Any, meeting: Meeting, within: timedelta, lasting: timedelta | None = None) -> Mesh:
         """Connect the ranks of `parent`, and keep the mesh for their next calls. A collective call.
 
         Args:
-            store: a store that only this meeting of the ranks uses.
-            number: number of the meeting.
+            meeting: a meeting at which all these ranks are.
             within: longest time for the connections to be made.
             lasting: how long its collectives wait; by default as long as those of `parent`.
         """
-        ranks = process_groups.ranks_of(parent)
-        group = process_groups.connect(ranks, dist.PrefixStore("group", store), str(number), within)
-        mesh = cls(group, str(number), within)
+        store = dist.PrefixStore("group", meeting.store)
+        group = process_groups.connect(meeting.ranks, store, meeting.name, within)
+        mesh = cls(group, meeting.name, within)
         mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
         mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
         mesh.leave.atexit = False
-        _by_ranks[ranks] = _beside[_or_world(parent)] = mesh
+        _by_ranks[meeting.ranks] = _beside[_or_world(parent)] = mesh
         return mesh
 
     def wait_for(self, timeout: timedelta, *, at_most: bool = False) -> None:
@@ -149,7 +141,16 @@ def group_beside(parent: Any) -> Any:
         return None
     with _making:
         mesh = mesh_of(parent)
-        return (mesh if mesh is not None else _make_beside(parent)).group
+        if mesh is None:
+            ranks, within = process_groups.ranks_of(parent), process_groups.timeout_of(parent)
+            former = _by_ranks.get(ranks)
+            if former is not None and process_groups.is_known(former.group):
+                within = min(within, _ANEW_WITHIN)
+                former.drop()
+            meeting = Meeting.begin(ranks, "an asynchronous save")
+            meeting.wait(within.total_seconds())
+            mesh = Mesh.make(parent, meeting, within)
+        return mesh.group
 
 
 def cut_off(group: Any) -> None:
@@ -157,101 +158,6 @@ def cut_off(group: Any) -> None:
     for mesh in list(_by_ranks.values()):
         if mesh.group is group:
             mesh.cut()
-
-
-def _make_beside(parent: Any) -> Mesh:
-    ranks, within = process_groups.ranks_of(parent), process_groups.timeout_of(parent)
-    former = _by_ranks.get(ranks)
-    if former is not None and process_groups.is_known(former.group):
-        within = min(within, _ANEW_WITHIN)
-        former.drop()
-    what = "an asynchronous save"
-    number, store = enter_call(ranks, what, "")
-    poll(lambda: store.check(["all"]) or store.check(["failed/1"]), time.monotonic() + within.total_seconds())
-    if not store.check(["all"]):
-        absent = [rank for index, rank in enumerate(ranks) if not store.check([f"here/{index}"])]
-        error = BucketpointError(
-            f"The ranks could not be connected for {what}: within {within.total_seconds():.0f} s, "
-            f"{f'rank {first_of(absent, 16)} did not come' if absent else 'another rank gave up'}",
-            rank=absent[0] if absent else None,
-            remedy="Make the same call on all ranks of the process group; read the error or the log of that rank",
-        )
-        # The others skip this meeting, so that a rank that missed it meets them at its next call.
-        note_failure(store, dist.get_rank(), "late", error)
-        raise error
-    verdict_of(store, ranks, what)
-    return Mesh.make(parent, store, number, within)
-
-
-# -- meetings of the ranks in the job's store --------------------------------------------------------------------------
-
-
-def enter_call(ranks: tuple[int, ...], what: str, mesh: str) -> tuple[int, Any]:
-    """Say in the job's store that this rank begins a call. Return the number of the call, and the store for it.
-
-    Each rank numbers its calls. Numbers of calls that have failed are skipped, so that a rank that missed such a call
-    meets the others again at its next one. The rank that comes last compares what all have said, and writes the verdict
-    at `all`.
-
-    Args:
-        what: name of the call, the same on all ranks.
-        mesh: name of the mesh that this rank has; empty for none.
-    """
-    job, index = process_groups.store_of(ranks), ranks.index(dist.get_rank())
-    for _ in range(_MOST_SKIPPED):
-        number = job.add(f"calls/{index}", 1)
-        if not job.check([f"{number}/failed/1"]):
-            break
-    store = dist.PrefixStore(str(number), job)
-    # Within a sentence, as the error has it.
-    store.set(f"here/{index}", json.dumps([what[:1].lower() + what[1:], mesh]))
-    if store.add("here", 1) == len(ranks):
-        calls = [_two_texts(said) for said in store.multi_get([f"here/{each}" for each in range(len(ranks))])]
-        other = next((at for at, (name, _) in enumerate(calls) if name != calls[0][0]), None)
-        meshes = {name for _, name in calls}
-        differ = f"{calls[0][0]}, but rank {ranks[other]} began {calls[other][0]}" if other is not None else ""
-        store.set("all", json.dumps([differ, meshes.pop() if len(meshes) == 1 else ""]))
-    return number, store
-
-
-def verdict_of(store: Any, ranks: Sequence[int], url: str | None) -> str:
-    """Return the name of the mesh that all ranks have; empty if a new one is to be made.
-
-    Raises:
-        RanksDisagreeError: the ranks have begun different calls.
-    """
-    differ, mesh = _two_texts(store.get("all"))
-    if differ:
-        raise RanksDisagreeError(
-            f"The ranks made different calls: rank {ranks[0]} began {differ}",
-            url=url,
-            remedy="Make the same call on all ranks of the process group",
-        )
-    return mesh
-
-
-def note_failure(store: Any, rank: int, kind: str, error: BucketpointError) -> None:
-    """Note in the store of a call that it has failed. `store_channel` decodes it."""
-    number = store.add("failures", 1)
-    store.set(f"failed/{number}", json.dumps([rank, kind, to_plain(error)]))
-
-
-def poll(until: Callable[[], bool], ends: float, longest_s: float = _LONGEST_POLL_S) -> bool:
-    """Return True once `until` does, False at the end."""
-    pause = _FIRST_POLL_S
-    while not (done := until()) and time.monotonic() < ends:
-        time.sleep(max(min(pause, ends - time.monotonic()), 0))
-        pause = min(2 * pause, longest_s)
-    return done
-
-
-def _two_texts(data: bytes) -> tuple[str, str]:
-    """Decode two texts of the store, in which any process of the network may write: other values become text."""
-    with contextlib.suppress(ValueError):
-        found = decoded(data)
-        if isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found):
-            return found[0], found[1]
-    return f"something else (an unreadable message of {len(data)} bytes)", ""
 
 
 def leave_default_group() -> None:

@@ -243,18 +243,6 @@ def _digest(ranks: tuple[int, ...]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 
-def new_group(parent: Any, timeout: timedelta | None = None) -> Any:
-    """Make a gloo group of the ranks of another group; None for all ranks. A collective call of all these ranks.
-
-    Collectives time out as in `parent` unless `timeout` is given.
-    """
-    ranks = ranks_of(parent)
-    store = store_of(ranks)
-    # Each rank counts its groups in the store, so that a restarted process continues the count of the one it replaces.
-    name = f"kept-{store.add(f'groups/{ranks.index(dist.get_rank())}', 1)}"
-    return connect(ranks, dist.PrefixStore(name, store), name, timeout if timeout is not None else timeout_of(parent))
-
-
 def leave(group: Any) -> None:
     """Free the connections and threads of a group. Not a collective call."""
     if is_initialized() and is_known(group):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
 from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -23,7 +24,6 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.manager.meeting import as_failure
 from bucketpoint.manager.ranks import Ranks
 
 DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)

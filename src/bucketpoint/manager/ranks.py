@@ -13,18 +13,9 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp import meshes, process_groups
+from bucketpoint.dcp.error_boundary import as_failure
+from bucketpoint.dcp.meeting import PATIENCE_S, Failure, Meeting, other_calls, poll
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
-from bucketpoint.manager.meeting import (
-    PATIENCE_S,
-    Presence,
-    as_failure,
-    late,
-    log_missing,
-    meet,
-    message_of,
-    other_calls,
-    read_message,
-)
 
 T = TypeVar("T")
 
@@ -129,12 +120,7 @@ class Ranks:
             if error is not None:
                 raise error
         elif self.group is None:
-            try:
-                meet(self._ranks, what, error, self._come_s)
-            except BucketpointError:
-                if error is not None and not isinstance(error, Exception):
-                    raise error from None
-                raise
+            self._meet(what, error)
         else:
             (failed,) = self.most([0 if error is None else self.world - self.rank], what)
             self._raise_from(self.world - failed if failed else None, error, what)
@@ -196,12 +182,16 @@ class Ranks:
 
     # -- on a group ---------------------------------------------------------------------------------------------------
 
+    def _meet(self, what: str, error: BaseException | None = None) -> Meeting:
+        meeting = Meeting.begin(self._ranks, what, purpose="manager", error=error)
+        meeting.wait(self._come_s)
+        return meeting
+
     def _reconnect(self, what: str) -> None:
-        name = meet(self._ranks, what, None, self._come_s)
-        self._store = dist.PrefixStore(name, process_groups.store_of(self._ranks))
-        self._calls = 0
+        meeting = self._meet(what)
+        self._store, self._calls = meeting.store, 0
         store, within = dist.PrefixStore("group", self._store), timedelta(seconds=self.load_s)
-        self.group = process_groups.connect(self._ranks, store, name, within)
+        self.group = process_groups.connect(self._ranks, store, meeting.name, within)
         # Made now, while all ranks are here, and not at the first save. It is kept for as long as the members' group
         # exists. One rank may free our own group earlier than another, and would then make the mesh anew alone.
         meshes.group_beside(self.members)
@@ -239,13 +229,13 @@ class Ranks:
     def _run(self, begin: Callable[[], Any], what: str, limit_s: float | None) -> None:
         """Run a collective of the group, and give the group up if it does not succeed."""
         self._calls += 1
-        here = Presence(self._ranks, dist.PrefixStore(f"calls/{self._calls}", self._store), self.rank)
+        here = Meeting(self._ranks, what, dist.PrefixStore(f"calls/{self._calls}", self._store))
         try:
             try:
                 work = begin()
             except RuntimeError as error:
-                raise self._broken(here, what) from error
-            self._wait(work, here, what, self._come_s if limit_s is None else limit_s)
+                raise self._broken(here) from error
+            self._wait(work, here, self._come_s if limit_s is None else limit_s)
         except BucketpointError:
             # The collective may still wait for the others, and a later one must not be taken for it.
             self._give_up()
@@ -255,11 +245,11 @@ class Ranks:
                 failure = BucketpointError(f"{what} cannot go on: the job's key-value store does not answer: {error}")
                 self._give_up()
                 raise failure from error
-            self._note_end(f"{what} was interrupted by {type(error).__name__}")
+            self._note_end(BucketpointError(f"{what} was interrupted by {type(error).__name__}"))
             self._give_up()
             raise
 
-    def _wait(self, work: Any, here: Presence, what: str, limit_s: float) -> None:
+    def _wait(self, work: Any, here: Meeting, limit_s: float) -> None:
         begun, noted, said = time.monotonic(), False, False
         while True:
             waited = time.monotonic() - begun
@@ -274,39 +264,36 @@ class Ranks:
                         work.wait()
                         return
                     except RuntimeError:
-                        raise self._broken(here, what) from error
+                        raise self._broken(here) from error
             waited = time.monotonic() - begun
             if not noted:
                 # Only now, so that the collectives that nobody waits for ask nothing of the store.
                 noted = True
-                here.note(what)
+                here.come()
             if waited >= limit_s:
-                failure = late(what, here.missing(), waited)
-                self._note_end(failure.message)
+                failure = here.late(waited)
+                self._note_end(failure)
                 raise failure
             if waited >= PATIENCE_S and not said:
                 said = True
-                log_missing(what, here.missing(), waited)
+                here.log_missing(waited)
 
-    def _note_end(self, message: str) -> None:
+    def _note_end(self, failure: BucketpointError) -> None:
         """Note for the others, whose connections to this rank close, why it gives the group up."""
-        self._store.set("end", message_of(self.global_rank, message))
+        self._store.set("end", Failure(self.global_rank, "lost", failure).encoded())
 
-    def _broken(self, here: Presence, what: str) -> BucketpointError:
+    def _broken(self, here: Meeting) -> BucketpointError:
         """Return the error of a collective whose connections were closed: another rank has given up, or is dead."""
-        here.note(what)
-        meshes.poll(
-            lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + _ANSWERS_WITHIN_S
-        )
+        here.come()
+        poll(lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + _ANSWERS_WITHIN_S)
         if self._store.check(["end"]):
-            rank, message, _ = read_message(self._store.get("end"))
-            who = "a rank" if rank is None else f"rank {rank}"
+            end = Failure.received(self._store.get("end"), self._ranks)
             return BucketpointError(
-                f"{what} cannot go on: {who} has given up. There: {message}"[:1000],
-                rank=rank,
+                f"{here.what} cannot go on: rank {end.rank} has given up. There: {end.error.message}"[:1000],
+                rank=end.rank,
                 remedy="Make each call on all ranks, at the same point of the program",
             )
-        return late(what, here.missing(), 0.0, dead=True)
+        return here.late(0.0, dead=True)
 
     def _give_up(self) -> None:
         group, self.group = self.group, None

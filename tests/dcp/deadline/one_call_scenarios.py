@@ -187,8 +187,8 @@ def plant_in_the_store(rank: int, world: int, url: str, data: bytes) -> Told | N
     """Something that is no rank writes into the store of the call under way, and counts a million failures."""
 
     def plant() -> None:
-        job = process_groups.store_of(tuple(range(world)))
-        call = dist.PrefixStore(str(job.add("calls/0", 0)), job)
+        job = dist.PrefixStore("calls", process_groups.store_of(tuple(range(world))))
+        call = dist.PrefixStore(str(job.add("of/0", 0)), job)
         call.set("failed/1", data)
         call.add("failures", 1_000_000)
         time.sleep(2.5)

@@ -144,9 +144,8 @@ def test_ranks_that_do_different_things_are_told_at_once(two_ranks: Ranks, tmp_p
     for error in two_ranks.run(scenarios.save_to_different, f"file://{tmp_path}/step"):
         assert error is not None
         assert error[0] == "RanksDisagreeError"
-        assert "The ranks made different calls" in error[1]
-        assert "rank 0 began the save of " in error[1]
-        assert "step-0, but rank 1 began the save of " in error[1]
+        assert "The ranks make different calls at the same time: rank 0: The save of " in error[1]
+        assert "step-0; rank 1: The save of " in error[1]
 
 
 def test_what_a_state_raises_is_raised_there_and_told_to_the_others(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -1,30 +1,45 @@
 """One call that all ranks of a group make together, and that all of them leave by a deadline.
 
-The ranks meet over the job's own key-value store, and use their mesh (see `meshes`), or make one if some of
-them have none. Each rank has a thread that tells the others of a failure, and receives theirs. A failure, a lost rank
-or the deadline ends the call early: it closes the mesh's connections and cuts off the requests under way, so that every
-waiting thread wakes up.
+The ranks meet over the job's own key-value store, and use their mesh (see `meshes`), or make one if some of them have
+none. A failure, a lost rank or the deadline ends the call early: it closes the mesh's connections and cuts off the
+requests under way, so that every waiting thread wakes up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.dcp.deadline.store_channel import ANSWER_S, WAITS, CallRefused, Failure, Kind, StoreChannel
+from bucketpoint.dcp.error_boundary import decoded
+from bucketpoint.dcp.meeting import Failure, Kind, Meeting, poll
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import RequestCanceller
+
+ANSWER_S = 5.0
+"""Seconds kept before the deadline to find out which ranks are missing. A live rank answers in a fraction of this."""
+
+WAITS = ""
+"""Stage of a rank that only waits for others, and delays nobody."""
+
+_LOOK_S = 0.25
+_LOOKS_A_SECOND = 4000
+"""Most requests a second that all ranks together send to the job's store while nothing happens."""
+
+_MOST_STAGE = 200
+_MOST_BUSY = 64
 
 ALONE: tuple[int, ...] = ()
 """The ranks of a call that a process makes by itself."""
@@ -79,8 +94,15 @@ def collective_call(
         call.leave()
 
 
+class CallRefused(Exception):
+    """Raised if a call ends before it begins; the `CollectiveCall` has the reason."""
+
+
 class CollectiveCall:
     """This rank's part in a call. Made by `collective_call`.
+
+    Each rank has one thread that asks the job's store, for which no other thread waits: it meets the other ranks, makes
+    the mesh, sends this rank's failure and receives those of others. What it receives wakes the thread that works.
 
     Attributes:
         mesh: the connections of the ranks, once all have begun the call; None for a process alone.
@@ -104,14 +126,21 @@ class CollectiveCall:
         self._stage_then = WAITS
         self._own: Failure | None = None
         self._interrupt: BaseException | None = None
-        self._heard: Failure | None = None
-        self._answers: dict[int, str | None] | None = None
-        self._storeless = False
         self._leaving = False
-        self._changed = threading.Condition()
         self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
         self._timer.daemon = True
-        self._line: StoreChannel | None = None
+        # Received over the job's store: why the call ends, the stages of the ranks that others wait for (None for a
+        # missing rank), and that the store is lost.
+        self._received: Failure | None = None
+        self._stages: dict[int, str | None] | None = None
+        self._storeless = False
+        self._changed = threading.Condition()
+        # Of the thread that asks the store.
+        self._thread: threading.Thread | None = None
+        self._meeting: Meeting | None = None
+        self._told = False
+        self._wake = threading.Event()
+        self._look_s = max(_LOOK_S, len(ranks) / _LOOKS_A_SECOND)
 
     # -- called by the work -------------------------------------------------------------------------------------------
 
@@ -145,7 +174,8 @@ class CollectiveCall:
             self._stage = "was still working"
             return
         self._stage = WAITS
-        self._line = StoreChannel(self)
+        self._thread = threading.Thread(target=self._talk, name="bucketpoint-call", daemon=True)
+        self._thread.start()
         self._wait(lambda: self.group is not None or self._stopped is not None, self.ends)
         if self._stopped is not None or self.group is None:
             raise CallRefused
@@ -164,7 +194,7 @@ class CollectiveCall:
             if isinstance(error, CheckpointException):
                 # DCP raises this on all ranks, so there is nobody to tell.
                 return as_ours(error, self._url, self._what)
-            if self._line is None or not isinstance(error, RuntimeError):
+            if self._thread is None or not isinstance(error, RuntimeError):
                 self._tell("error", error)
                 return error
             # A broken connection raises a RuntimeError, but so may the user's code: then no rank is missing.
@@ -178,10 +208,12 @@ class CollectiveCall:
         if self._timer.ident is not None:
             self._timer.cancel()
             self._timer.join()
-        if self._line is not None:
-            self._line.end(self.ends)
+        self._wake.set()
+        if self._thread is not None:
+            # If the store stalls, the thread ends later.
+            self._thread.join(min(max(self.ends - time.monotonic(), 0.5), 2 * ANSWER_S))
         # An error and the frames that refer to this call would keep each other alive, and the group's threads too.
-        self._own = self._heard = self._interrupt = None
+        self._own = self._received = self._interrupt = None
 
     def _tell(self, kind: Kind, error: BaseException) -> None:
         if not isinstance(error, Exception | CheckpointException):
@@ -194,33 +226,32 @@ class CollectiveCall:
         ours.url = ours.url or self._url
         ours.rank = self._rank if ours.rank is None else ours.rank
         self._own = Failure(self._rank, kind, ours)
-        if self._line is not None:
-            self._line.wake()
+        if self._thread is not None:
+            self._wake.set()
             # Wait until the others can know the reason: if connections closed first, they would learn nothing else.
             ends = min(self.ends, time.monotonic() + ANSWER_S)
-            self._wait(lambda: self._heard is not None or self._storeless, ends)
+            self._wait(lambda: self._received is not None or self._storeless, ends)
 
     def _reason(self, error: BaseException) -> BaseException:
         """Return the error that explains why the call stopped, as far as can be found out before it ends."""
-        if self._line is None:
+        if self._thread is None:
             return self._late({self._rank: self._stage_then})
         self._wait(
-            lambda: self._answers is not None or self._storeless or getattr(self._heard, "kind", None) == "error",
+            lambda: self._stages is not None or self._storeless or getattr(self._received, "kind", None) == "error",
             self.ends,
         )
-        heard = self._heard
-        if heard is not None and heard.kind == "error":
-            return heard.error
-        stages = self._answers
+        received, stages = self._received, self._stages
+        if received is not None and received.kind == "error":
+            return received.error
         if stages is None:
             return self._error(
                 f"{self._what} failed, and the missing rank is unknown: the TCP store of the job does not answer",
                 "Read the log of rank 0, or of the agent that started it: that process holds the TCP store",
             )
-        if heard is not None and heard.kind == "lost" and not any(stage is None for stage in stages.values()):
+        if received is not None and received.kind == "lost" and None not in stages.values():
             # All ranks answer, so no connection broke: the error came from the work itself.
-            mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, CallRefused)
-            return error if mine else heard.error
+            mine = self._own is not None and received.rank == self._own.rank and not isinstance(error, CallRefused)
+            return error if mine else received.error
         return self._late(stages)
 
     def _late(self, stages: Mapping[int, str | None]) -> BucketpointError:
@@ -235,7 +266,7 @@ class CollectiveCall:
                 f"rank{'s' * plural} {first_of(gone, 16)} {'do' if plural else 'does'} not answer "
                 f"(died, stopped, {never if self.group is None else 'or cut off'})"
             )
-            if self._heard is not None and self._heard.kind == "lost":
+            if self._received is not None and self._received.kind == "lost":
                 return self._error(f"{self._what} failed: {missing}", "Read the error or the log of that rank", *gone)
             reasons.insert(0, missing)
         why = "; ".join(reasons) or "all ranks waited for each other"
@@ -263,18 +294,170 @@ class CollectiveCall:
         mesh = self.mesh
         if mesh is not None:
             mesh.cut()
-        if self._line is not None:
-            self._line.wake()
-
-    def _note(self, **facts: Any) -> None:
-        with self._changed:
-            for name, value in facts.items():
-                setattr(self, name, value)
-            self._changed.notify_all()
+        self._wake.set()
 
     def _wait(self, until: Callable[[], bool], ends: float) -> None:
         with self._changed:
             self._changed.wait_for(until, max(ends - time.monotonic(), 0))
+
+    @contextlib.contextmanager
+    def _news(self) -> Iterator[None]:
+        """Wake the threads that `_wait` for what the block changes."""
+        with self._changed:
+            yield
+            self._changed.notify_all()
+
+    # -- on the thread that asks the job's store ----------------------------------------------------------------------
+
+    def _talk(self) -> None:
+        mesh, parted = None, False
+        try:
+            try:
+                mesh = self._meet()
+                with self._news():
+                    self.mesh, self.group = mesh, mesh.group
+            except Exception as error:  # noqa: BLE001 (told, and raised by the call)
+                self._refuse(error)
+            assert self._meeting is not None
+            while True:
+                self._wake.wait(self._look_s)
+                self._wake.clear()
+                self._serve(self._meeting)
+                if self._leaving:
+                    parted = self._part(self._meeting)
+                    return
+        except Exception:  # noqa: BLE001 (the store is gone, and with it whom to tell)
+            with self._news():
+                self._storeless = True
+            self._stop("lost")
+        finally:
+            with self._news():
+                self.mesh = self.group = None
+            if mesh is not None and not parted:
+                # Bytes of this call may still be on their way: no later call may read them.
+                mesh.cut()
+                mesh.drop()
+
+    def _meet(self) -> meshes.Mesh:
+        """Wait until all ranks make this call. Return their mesh, or a new one if some of them have none."""
+        former = meshes.mesh_of(self._parent)
+        meeting = Meeting.begin(self._ranks, self._what, mesh=former.name if former is not None else "")
+        self._meeting = meeting
+        poll(
+            lambda: meeting.store.check(["all"]) or self._hears(meeting) or self._stopped is not None,
+            self.stops,
+            self._look_s,
+        )
+        if self._stopped is not None or not meeting.store.check(["all"]):
+            raise CallRefused
+        same = meeting.verdict()
+        left = timedelta(seconds=max(self.stops - time.monotonic(), 0.001))
+        # The deadline ends the waiting, and no timeout of the group before it.
+        if former is not None and same == former.name:
+            former.wait_for(left)
+            return former
+        if former is not None:
+            former.drop()
+        return meshes.Mesh.make(self._parent, meeting, left, left)
+
+    def _refuse(self, error: Exception) -> None:
+        """End the call because it could not begin, and note this rank's failure for the others."""
+        if self._stopped is not None:
+            return
+        if isinstance(error, BucketpointError):
+            error.url = error.url or self._url
+            self._own = Failure(self._rank, "error", error)
+            self._stop("error")
+        elif isinstance(error, CallRefused) or time.monotonic() > self.stops - _LOOK_S:
+            self._stop("late")
+        else:
+            self._own = Failure(self._rank, "lost", BucketpointError(f"{type(error).__name__}: {error}"))
+            self._stop("lost")
+
+    def _serve(self, meeting: Meeting) -> None:
+        failure = self._own
+        if failure is None and self._stopped == "late" and self._received is None:
+            failure = Failure(self._rank, "late", self._late({}))
+        if failure is not None and not self._told:
+            self._told = True
+            meeting.fail(failure)
+            self._hear(meeting)
+        else:
+            self._hears(meeting)
+        if self._stopped is not None:
+            # Cut again: connections that were still being opened escaped the first cut.
+            self.cut.make()
+            if self._received is not None and self._received.kind != "error" and self._stages is None:
+                self._call_roll(meeting)
+
+    def _hears(self, meeting: Meeting) -> bool:
+        """Return True if a rank has failed."""
+        if self._received is None and meeting.store.check(["failed/1"]):
+            self._hear(meeting)
+        return self._received is not None
+
+    def _hear(self, meeting: Meeting) -> None:
+        """Receive the failures, and stop the call with one that is the same on all ranks.
+
+        It is the first `"error"`, as lost connections follow from errors; without an error it is the first failure.
+        """
+        failures = meeting.failures()
+        if failures:
+            first = next((failure for failure in failures if failure.kind == "error"), failures[0])
+            with self._news():
+                self._received = first
+            self._stop(first.kind)
+
+    def _call_roll(self, meeting: Meeting) -> None:
+        """Publish the stage of this rank, and receive those of the others. A rank without an answer is missing.
+
+        One rank collects the answers for all: if each did, the store would get ranks x ranks requests.
+        """
+        store, ranks = meeting.store, self._ranks
+        self._answer(meeting, self._stage_then or "-")
+        latest = self.ends - min(1.0, self._deadline_s / 10)
+        ends = min(time.monotonic() + ANSWER_S, latest)
+        collects = store.add("collects", 1) == 1
+        poll(lambda: store.check(["answered" if collects else "roll"]), ends, self._look_s)
+        # Look again: an error told since then explains all the rest.
+        self._hear(meeting)
+        if collects:
+            keys = [f"answer/{index}" for index in range(len(ranks))]
+            stages = [store.get(key).decode("utf-8", "replace") if store.check([key]) else None for key in keys]
+            gone = [rank for rank, stage in zip(ranks, stages, strict=True) if stage is None]
+            busy = [[rank, stage] for rank, stage in zip(ranks, stages, strict=True) if stage not in (None, "-")]
+            store.set("roll", json.dumps([gone, busy[:_MOST_BUSY]]))
+        # The rank that collects may have begun later than this one.
+        elif not poll(lambda: store.check(["roll"]), min(ends + ANSWER_S, latest), self._look_s):
+            return
+        named: dict[int, str | None] = {}
+        with contextlib.suppress(ValueError, TypeError):
+            gone, busy = decoded(store.get("roll"))
+            named = {**dict.fromkeys(gone), **{rank: str(stage)[:_MOST_STAGE] for rank, stage in busy}}
+        with self._news():
+            self._stages = {rank: stage for rank, stage in named.items() if rank in ranks}
+
+    def _answer(self, meeting: Meeting, stage: str) -> None:
+        meeting.store.set(f"answer/{self._ranks.index(self._rank)}", stage)
+        if meeting.store.add("answers", 1) == len(self._ranks):
+            meeting.store.set("answered", "yes")
+
+    def _part(self, meeting: Meeting) -> bool:
+        """Wait after a success until all ranks have finished: True. False if some have not, or the call has failed.
+
+        Otherwise this rank would close connections from which another rank still reads.
+        """
+        store = meeting.store
+        if self._stopped is not None:
+            return False
+        if store.add("done", 1) == len(self._ranks):
+            store.set("parted", "yes")
+        poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S, self._look_s)
+        if store.check(["parted"]):
+            return True
+        # Answer for a roll call that other ranks may make later, so that they do not take this rank for missing.
+        self._answer(meeting, "-")
+        return False
 
 
 def _clear_frames(error: BaseException) -> None:

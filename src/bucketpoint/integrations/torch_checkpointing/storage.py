@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
-from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
+from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.dcp.deadline.store_channel import Failure
 from bucketpoint.dcp.error_boundary import KINDS, MOST_BYTES, from_plain, to_plain
+from bucketpoint.dcp.meeting import Failure
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, PolicyError, PolicyFault, StoreError
 from dcp.deadline import one_call_scenarios as scenarios
 from dcp.ranks import Ranks

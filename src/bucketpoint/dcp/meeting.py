@@ -1,0 +1,241 @@
+"""Meetings of ranks over the job's own key-value store: who has come, what each rank calls, and why a call has failed.
+
+A meeting needs no connections between the ranks, so that it works before there are any, and after they have failed. Any
+process of the job's network may write into the store: what lies there is JSON with limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+
+from bucketpoint.dcp import process_groups
+from bucketpoint.dcp.error_boundary import as_failure, decoded, from_plain, to_plain
+from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0
+"""Seconds after which a rank that waits logs who has not come."""
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_MOST_SKIPPED = 1000
+_NAMED = 16
+_MOST_LETTERS = 1000
+
+Kind = Literal["error", "lost", "late"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Reason why a call ends. An `"error"` is raised by all ranks; otherwise they find out which ranks are missing."""
+
+    rank: int
+    kind: Kind
+    error: BucketpointError
+
+    def encoded(self) -> str:
+        return json.dumps([self.rank, self.kind, to_plain(self.error)])
+
+    @classmethod
+    def received(cls, data: bytes, ranks: tuple[int, ...]) -> Failure:
+        """Decode what `encoded` returned. Any process on the job's network may have written something else there."""
+        try:
+            rank, kind, error = decoded(data)
+            if kind in get_args(Kind) and type(rank) is int and rank in ranks:
+                return cls(rank, kind, from_plain(error))
+        except (ValueError, TypeError):
+            pass
+        return cls(
+            ranks[0],
+            "error",
+            BucketpointError(
+                f"The call ended: something other than its ranks wrote {len(data)} bytes into the TCP store of the job",
+                remedy="Keep other hosts and users away from the job's network: see SECURITY.md",
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One call that some ranks make together, noted in the job's store.
+
+    Attributes:
+        ranks: global ranks that are expected.
+        what: the call, the same on all ranks.
+        store: part of the job's store for this meeting.
+        name: the same on all ranks, and unique among the meetings of these ranks for the same purpose.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    store: Any
+    name: str = ""
+
+    @classmethod
+    def begin(
+        cls,
+        ranks: tuple[int, ...],
+        what: str,
+        *,
+        mesh: str = "",
+        purpose: str = "calls",
+        error: BaseException | None = None,
+    ) -> Meeting:
+        """Note in the job's store that this rank begins a call. Does not wait for the others.
+
+        Each rank numbers its calls. Numbers of calls that have failed are skipped, so that a rank that missed such a
+        call meets the others again at its next one. The rank that comes last compares what all have noted.
+
+        Args:
+            mesh: name of the mesh that this rank has; empty for none.
+            purpose: kind of calls that are numbered together: all ranks make them in one order.
+            error: failure of this rank, after which no rank may continue. It is raised here and on the others, also on
+                those that come later.
+        """
+        job, index = dist.PrefixStore(purpose, process_groups.store_of(ranks)), ranks.index(dist.get_rank())
+        for _ in range(_MOST_SKIPPED):
+            number = job.add(f"of/{index}", 1)
+            if not job.check([f"{number}/failed/1"]):
+                break
+        meeting = cls(ranks, what, dist.PrefixStore(str(number), job), f"{purpose}-{number}")
+        meeting.come(mesh)
+        if error is not None:
+            failure = as_failure(error, dist.get_rank())
+            meeting.end(Failure(dist.get_rank(), "error", failure))
+            raise failure if isinstance(error, Exception) else error
+        if meeting.store.add("here", 1) == len(ranks):
+            noted = [_noted(data) for data in meeting.store.multi_get([f"here/{at}" for at in range(len(ranks))])]
+            calls, names = [call for call, _ in noted], {name for _, name in noted}
+            if len(set(calls)) > 1:
+                meeting.end(Failure(ranks[0], "error", other_calls(ranks, calls)))
+            else:
+                meeting.store.set("all", json.dumps(names.pop() if len(names) == 1 else ""))
+        return meeting
+
+    def come(self, mesh: str = "") -> None:
+        """Note that this rank is here."""
+        self.store.set(f"here/{self.ranks.index(dist.get_rank())}", json.dumps([self.what, mesh]))
+
+    def missing(self) -> list[int]:
+        """Return the global ranks that have not noted that they are here."""
+        return [rank for index, rank in enumerate(self.ranks) if not self.store.check([f"here/{index}"])]
+
+    def wait(self, within_s: float) -> None:
+        """Wait until all ranks make the same call, or until one of them has failed.
+
+        Raises:
+            BucketpointError: that of a rank that has failed; or some have not come in time, or make another call.
+        """
+        begun = time.monotonic()
+
+        def is_over() -> bool:
+            return bool(self.store.check(["all"]) or self.store.check(["failed/1"]))
+
+        if not poll(is_over, begun + min(PATIENCE_S, within_s)) and within_s > PATIENCE_S:
+            self.log_missing(time.monotonic() - begun)
+            poll(is_over, begun + within_s)
+        if not self.store.check(["all"]):
+            failure = self.late(time.monotonic() - begun)
+            self.fail(Failure(dist.get_rank(), "late", failure))
+            raise failure
+        self.verdict()
+
+    def verdict(self) -> str:
+        """Return the name of the mesh that all ranks have; empty if a new one is to be made. All ranks must be here.
+
+        Raises:
+            RanksDisagreeError: the ranks make different calls.
+            BucketpointError: a rank has failed.
+        """
+        data = self.store.get("all")
+        with contextlib.suppress(ValueError):
+            mesh = decoded(data)
+            if isinstance(mesh, str):
+                return mesh
+        raise Failure.received(data, self.ranks).error
+
+    def end(self, failure: Failure) -> None:
+        """Raise an error on all ranks that are here, and on those that come later."""
+        self.store.set("all", failure.encoded())
+
+    def fail(self, failure: Failure) -> None:
+        """Note a failure for the ranks that are here. A rank that comes later skips this meeting."""
+        number = self.store.add("failures", 1)
+        self.store.set(f"failed/{number}", failure.encoded())
+
+    def failures(self) -> list[Failure]:
+        """Return the failures that ranks have noted, in the order of the notes."""
+        found = []
+        # Each rank notes one at most: a larger count is not theirs.
+        for number in range(1, min(self.store.add("failures", 0), len(self.ranks)) + 1):
+            key = [f"failed/{number}"]
+            # A rank counts its failure before it writes it, so the text may still be on its way.
+            if poll(partial(self.store.check, key), time.monotonic() + 1):
+                found.append(Failure.received(self.store.get(*key), self.ranks))
+        return found
+
+    def log_missing(self, waited_s: float) -> None:
+        """Log the ranks that this one has waited for."""
+        missing = self.missing()
+        if missing:
+            has = "have" if len(missing) > 1 else "has"
+            logger.warning("%s has waited for %.0f s: %s %s not come", self.what, waited_s, _named(missing), has)
+
+    def late(self, waited_s: float, *, dead: bool = False) -> BucketpointError:
+        """Return the error of a wait that has ended without some ranks.
+
+        Args:
+            dead: the connection to a rank was lost.
+        """
+        missing = self.missing()
+        who = f"{_named(missing)} never came" if missing else "all ranks came, and one did not come to its end"
+        why = "after a connection was lost" if dead else f"after {waited_s:.0f} s"
+        return BucketpointError(
+            f"{self.what} was given up {why}: {who}",
+            rank=missing[0] if missing else None,
+            remedy="Make the call on all ranks, at the same point of the program. If all make it, read the log of the "
+            "rank that is missing: it may have died, or hang",
+        )
+
+
+def poll(until: Callable[[], bool], ends: float, longest_s: float = _LONGEST_POLL_S) -> bool:
+    """Return True once `until` does, False at the end."""
+    pause = _FIRST_POLL_S
+    while not (done := until()) and time.monotonic() < ends:
+        time.sleep(max(min(pause, ends - time.monotonic()), 0))
+        pause = min(2 * pause, longest_s)
+    return done
+
+
+def other_calls(ranks: Sequence[int], calls: Sequence[str]) -> RanksDisagreeError:
+    """Return the error of ranks that wait for each other in different calls."""
+    by_call: dict[str, list[int]] = {}
+    for rank, call in zip(ranks, calls, strict=True):
+        by_call.setdefault(call, []).append(rank)
+    made = "; ".join(f"{_named(at)}: {call}" for call, at in by_call.items())
+    return RanksDisagreeError(
+        f"The ranks make different calls at the same time: {made}"[:_MOST_LETTERS],
+        remedy="Make each call on all ranks, in the same order",
+    )
+
+
+def _noted(data: bytes) -> tuple[str, str]:
+    """Decode a call and the name of a mesh, in place of which any process may have written something else."""
+    with contextlib.suppress(ValueError):
+        found = decoded(data)
+        if isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found):
+            return found[0], found[1]
+    return f"something else (an unreadable message of {len(data)} bytes)", ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, _NAMED)}"
