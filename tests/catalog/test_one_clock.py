@@ -178,6 +178,16 @@ def test_metrics_are_of_one_commit(store: MemoryStore, catalog: Catalog, how: st
     assert [step for step, _ in prune_by(catalog, policy(best=1), holder="one").done.deleted] == [200]
 
 
+def test_reports_metrics_of_the_present_commit_though_its_job_has_a_clock_behind(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    save(catalog, 200)
+    store.now += 1
+    token = save(by_clock(catalog, store, -50 * HOUR), 200)
+    notes.report(catalog, 200, {"loss": 0.1})
+    assert [report.token for report in catalog.snapshot().notes.reports] == [token]
+
+
 def test_metrics_of_version_0_2_and_of_steps_that_are_not_saved_yet_count(store: MemoryStore, catalog: Catalog) -> None:
     notes.report(catalog, 100, {"loss": 0.5})
     note = NoteKey(200, "metrics", ("1700000000000", "loss", "0.25"))

@@ -57,9 +57,7 @@ class Oracle:
     ordered: dict[str, float] = field(default_factory=dict)
     """By key of a tombstone that a prune wrote: the true time before which it may not be carried out."""
     gone: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By root and id: when a person removed the commit."""
-    replaced: dict[str, int] = field(default_factory=dict)
-    """By root: when a save last replaced a commit."""
+    """By root and id: when a person removed the commit, or a save replaced it."""
     measured: dict[str, str | None] = field(default_factory=dict)
     """By key of a note with metrics: the id of the commit that was measured; None if there was none."""
     unsure: set[str] = field(default_factory=set)
@@ -187,11 +185,10 @@ class Oracle:
 
     def _removed(self, op: Op, was: Commit, now: Commit | None) -> None:
         self.counts[f"removed by {op.kind}"] = self.counts.get(f"removed by {op.kind}", 0) + 1
-        if op.kind == "person":
+        if op.kind == "person" or op.kind in SAVES:
             self.gone[was.prefix.rpartition("/")[0], was.id] = self.seq
+        if op.kind == "person":
             return
-        if op.kind in SAVES:
-            self.replaced[was.prefix.rpartition("/")[0]] = self.seq
         if op.kind in SAVES and now is not None:
             began = op.began if op.began is not None else self.seq
             if not op.overwrite and not self._given_up(op, was):
@@ -273,9 +270,6 @@ class Oracle:
         if any(seq > began and by.kind == "report" for seq, by in self.rows_changed.get(root, [])):
             # The plan was made without the value that has come since.
             return
-        if self.replaced.get(root, -1) > began:
-            # The plan counted a commit, and its values, that a save has replaced since.
-            return
         if root in self.unsure:
             return
         rows = self.rows(root, began)
@@ -332,7 +326,7 @@ class Oracle:
             self.unsure.add(root)
 
     def rows(self, root: str, since: int | None = None) -> list[Any]:
-        """The rows of a root, of the commits that are there or that a person removed after `since`."""
+        """The rows of a root: of its commits, and of those that a person removed or a save replaced after `since`."""
         above = f"{root}/{catalog_keys.CATALOG}/step-N/"
         objects = self.bucket.objects
         infos = {

@@ -81,8 +81,8 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
         go(*made.actors, quiet=False)
     requests = scheduler.requests
     if scheduler.problem is None:
-        scheduler.now += LATER_S
         scheduler.finish_late()
+        scheduler.now += LATER_S
     if scheduler.problem is None:
         steps: list[Step] = []
         # Inner runs first: what lies above them may go with them.

@@ -165,7 +165,7 @@ def held(rng: random.Random) -> Scenario:
     wants: list[Step] = [("pin", step), ("pin", step), ("load", {**step, "seconds": 3600}), ("undo", step)]
     pause = rng.choice([0.0, 905.0, 1000.0, 1000.3, 1000.6])
     keeper = Actor("keeper", (_sleep(pause), rng.choice(wants), _sleep(1.0), rng.choice(wants)), skews=_skews(rng))
-    chances = Chances(rng.choice([0.5, 0.9]), 0.06, (10, 0, 0, 0, 0, 0, 0, 0))
+    chances = Chances(rng.choice([0.5, 0.9]), 0.06, (2, 0, 0, 0, 0, 0, 0, 8))
     return Scenario("held", _saves(RUN, 200, 300), (first, second, keeper), policy=rule, chances=chances)
 
 

@@ -244,8 +244,10 @@ class Scheduler:
             self._in_flight.pop(0)[2]()
 
     def finish_late(self) -> None:
-        """Whatever was still on its way arrives, or is refused for its age."""
-        self._arrive()
+        """Whatever is still on its way arrives, each at its time, or is refused for its age."""
+        while self._in_flight:
+            self.now = max(self.now, self._in_flight[0][0])
+            self._arrive()
 
     def switch(self, task: Task) -> None:
         """Let the seed decide who goes on. Returns when it is this task's turn."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,13 +124,25 @@ class Catalog:
         return next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
 
     def token_of(self, step: int) -> str | None:
-        """Return the token of a step's recorded checkpoint; None if there is none. One LIST, of that step's keys."""
+        """Return the token of a step's recorded checkpoint; None if there is none.
+
+        One LIST, of that step's keys; and a small GET if the step was saved again by a job whose clock is behind.
+        """
         listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
         snapshot = read_steps(listed, taken=None)
+        checkpoints = {checkpoint.folder: checkpoint for checkpoint in snapshot.checkpoints}
+        for records in snapshot.doubtful():
+            checkpoints[records[0].folder] = self.committed(records) or records[0]
         given_up = snapshot.given_up()
-        ids = {checkpoint.id for checkpoint in snapshot.checkpoints if checkpoint.name not in given_up}
+        ids = {checkpoint.id for checkpoint in checkpoints.values() if checkpoint.name not in given_up}
         # A step may have two folders, padded and not.
         return ids.pop() if len(ids) == 1 else None
+
+    def committed(self, records: Sequence[Checkpoint]) -> Checkpoint | None:
+        """Return the one of a folder's records that describes its `.metadata`, or None. One small GET."""
+        info = self.metadata_info(records[0].folder)
+        mark = catalog_keys.mark_of(info.etag if info is not None else None)
+        return next((record for record in records if record.mark == mark != catalog_keys.UNKNOWN), None)
 
     def snapshot(self) -> Snapshot:
         """List everything that a plan needs: `steps` and the notes.

@@ -43,26 +43,14 @@ def _drop_replaced(catalog: Catalog, snapshot: Snapshot) -> bool:
     would delete it, and the pruner would find that no record fits `.metadata` any more.
     """
     dead: list[str] = []
-    for youngest in snapshot.checkpoints:
-        others = [checkpoint for checkpoint in snapshot.superseded if checkpoint.folder == youngest.folder]
-        if not any(_may_be_younger(record, youngest) for record in others):
-            continue
-        committed = catalog.metadata_info(youngest.folder)
-        mark = catalog_keys.mark_of(committed.etag if committed is not None else None)
-        records = [youngest, *others]
+    for records in snapshot.doubtful():
+        current = catalog.committed(records)
         # If no record fits, `.metadata` is just being replaced, and nothing may be deleted.
-        if mark != catalog_keys.UNKNOWN and any(checkpoint.mark == mark for checkpoint in records):
-            dead += [checkpoint.key for checkpoint in records if checkpoint.mark != mark and checkpoint.key is not None]
+        if current is not None:
+            dead += [record.key for record in records if record.mark != current.mark and record.key is not None]
     # Failed deletes are tried again by the next round.
     catalog.store.delete(dead)
     return bool(dead)
-
-
-def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
-    """Return True if the jobs' clocks give equal times, or if the store's clock contradicts them."""
-    if one.created == youngest.created:
-        return True
-    return one.written is not None and youngest.written is not None and one.written > youngest.written
 
 
 def absent(

@@ -261,6 +261,17 @@ class Snapshot:
         """Checkpoints without a record, if they were looked for: no rule decides on them."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.key is None)
 
+    def doubtful(self) -> list[list[Checkpoint]]:
+        """Return the records of each folder in which another one may be younger than its checkpoint, which comes first.
+
+        They may be if the jobs' clocks give equal times, or if the store's clock contradicts them.
+        """
+        groups = (
+            [youngest, *(record for record in self.superseded if record.folder == youngest.folder)]
+            for youngest in self.checkpoints
+        )
+        return [group for group in groups if any(_may_be_younger(record, group[0]) for record in group[1:])]
+
     @property
     def ahead(self) -> dict[int, float]:
         """Steps whose records claim to be younger than they are, and by how many seconds."""
@@ -352,3 +363,9 @@ class Snapshot:
         given_up = self.given_up()
         sets = ([one for one in some if one.name not in given_up] or some for some in (self.full, self.checkpoints))
         return {max(some, key=key).name for some in sets if some for key in (BY_STEP, _BY_TIME)}
+
+
+def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
+    if one.created == youngest.created:
+        return True
+    return one.written is not None and youngest.written is not None and one.written > youngest.written
