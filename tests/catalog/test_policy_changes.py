@@ -9,9 +9,9 @@ import pytest
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import bury_discards, rolled_back
-from bucketpoint.catalog.deletion.lock import LOCK_SECONDS, holder_name
+from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
 from bucketpoint.catalog.deletion.prune_worker import Round, prune_by
-from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.notes import process_name, report
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.tombstones import schedule_deletion
 from bucketpoint.retention import Best, EverySteps, Keep, MaxDelete, Prune, RetentionPolicy
@@ -42,7 +42,7 @@ def policy(keep: Keep, count: int = 20) -> RetentionPolicy:
 
 
 def run(catalog: Catalog, keep: Keep, **more: Any) -> Round:
-    return prune_by(catalog, policy(keep), holder=holder_name(), **more)
+    return prune_by(catalog, policy(keep), holder=process_name(), **more)
 
 
 def steps(names: list[tuple[int, str]]) -> list[int]:

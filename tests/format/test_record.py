@@ -40,6 +40,7 @@ records = st.builds(
     metrics=st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=4),
     git_sha=st.none() | st.text(),
     config_hash=st.none() | st.text(),
+    host=st.none() | st.text(),
     changes=st.none()
     | st.builds(
         lambda since, parts: Changes(since, parts).to_plain(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,10 +25,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
-from bucketpoint.catalog import catalog
+from bucketpoint.catalog import catalog, save_log
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.sweep import sweep
+from bucketpoint.catalog.notes import process_name
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import session
 from bucketpoint.errors import (
@@ -205,6 +207,36 @@ def test_a_save_behind_newer_steps_says_what_becomes_of_them(root: str) -> None:
         manager.wait()
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.steps() == [10, 15, 17, 18]
+
+
+def test_names_the_job_that_committed_and_offers_a_rollback_of_another_job_only_after_a_warning(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusals() -> list[str]:
+        texts = []
+        with CheckpointManager(root, policy=policy()) as manager:
+            for step in (20, 30):
+                with pytest.raises(BucketpointError) as caught:
+                    manager.save(step, state(step))
+                texts.append(str(caught.value))
+        return texts
+
+    with monkeypatch.context() as patched:
+        patched.setattr(save_log, "process_name", lambda: "node-7-4321")
+        save(root, 30)
+    for text in refusals():
+        assert re.search(r"committed,? at 2\d{3}-\d\d-\d\d \d\d:\d\d:\d\d UTC by node-7-4321", text)
+        assert text.index("give this job a run with another URL") < text.index("rollback=True")
+    # Records of older versions have no host.
+    monkeypatch.setattr(save_log, "process_name", lambda: None)
+    save(root, 40)
+    assert all("give this job a run with another URL" in text for text in refusals()[:1])
+    monkeypatch.undo()
+    save(root, 50)
+    first, _ = refusals()
+    assert process_name() in first
+    assert "rollback=True" in first
+    assert "another URL" not in first
 
 
 def test_metrics_of_the_save_and_those_reported_later_decide_what_is_best(root: str) -> None:

@@ -212,3 +212,8 @@ def _author() -> str:
     except (KeyError, OSError):
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
+
+
+def process_name() -> str:
+    """Name this process for the pruner's lock and for records: its host and its process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"

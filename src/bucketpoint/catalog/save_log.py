@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.notes import process_name, report
 from bucketpoint.catalog.run_owner import ensure
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import catalog_keys
@@ -90,7 +90,8 @@ class SaveLog:
         the checkpoint from deletion for an hour.
         """
         folder, step = self.catalog.folder_of(url)
-        write_record(self.catalog, folder, step, record)
+        # Not among the facts of `.metadata`, which may be published with the weights.
+        write_record(self.catalog, folder, step, replace(record, host=process_name()))
         try:
             # In one note with the metrics: a pruner that ranks the checkpoint by these knows of the others, too.
             metrics = {**self.metrics, **_nonfinite(record)}

@@ -39,6 +39,7 @@ class CommitRecord:
         git_sha, config_hash: of the job's code and configuration, as the caller gave them.
         changes: what changed since the checkpoint before, as `Changes.to_plain` has it; None if not recorded.
         covers: the checkpoint holds its tensors as a whole, see `uncovered`; None in records of versions before 0.3.
+        host: host name and process id of the coordinator that committed, as `HOST-PID`; None if not recorded.
     """
 
     version: int = RECORD_VERSION
@@ -62,6 +63,7 @@ class CommitRecord:
     config_hash: str | None = None
     changes: dict[str, Any] | None = None
     covers: bool | None = None
+    host: str | None = None
 
     def to_json(self) -> bytes_:
         """Encode the record as one line of JSON with sorted keys, so that equal records are equal bytes."""

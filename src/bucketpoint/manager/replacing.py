@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Literal, get_args
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import HOLDS, Discard, rolled_back
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.notes import process_name
+from bucketpoint.catalog.save_log import read_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 
 Newer = Literal["error", "keep", "discard"]
 
 _SAY_SO = "If training continues from an earlier step, call manager.restore(state, step, rollback=True):"
+_OTHER_JOB = (
+    "If another job saves to this run, stop it, or give this job a run with another URL: a rollback here would delete "
+    "the checkpoints of that job. "
+)
 
 
 class Replacing:
@@ -82,16 +90,17 @@ class Replacing:
         for checkpoint in snapshot.checkpoints:
             if checkpoint.step == step and not overwrite:
                 self._refuse_to_replace(checkpoint, snapshot, gone)
-        later = [
-            checkpoint.step for checkpoint in snapshot.full if checkpoint.step > step and checkpoint.name not in gone
-        ]
+        later = [one for one in snapshot.full if one.step > step and one.name not in gone]
         if later and newer == "error" and not self.beside:
             of = "that of 1 checkpoint" if len(later) == 1 else f"the steps of {len(later)} checkpoints"
+            last = max(later, key=lambda one: one.step)
+            committer, remedy = self._committer(last)
             raise BucketpointError(
-                f"Step {step} is lower than {of}, up to step {max(later)}; training was probably rolled back",
+                f"Step {step} is lower than {of}, up to step {last.step}, committed {committer}; "
+                f"training was probably rolled back{', or another job saves to this run' if remedy else ''}",
                 url=self._catalog.url,
-                remedy=f'{_SAY_SO} the newer checkpoints get a tombstone. save(..., newer="keep") leaves them in '
-                "place, as the latest",
+                remedy=f"{remedy}{_SAY_SO} the newer checkpoints get a tombstone. "
+                'save(..., newer="keep") leaves them in place, as the latest',
             )
         if newer == "discard":
             discards = rolled_back(self._catalog, snapshot, step)
@@ -114,10 +123,25 @@ class Replacing:
         if damaged or (given_up and not held):
             return
         replaces = "save(..., overwrite=True) replaces the checkpoint"
+        committer, remedy = self._committer(one)
+        status = " and ".join(["committed", *held])
         raise CheckpointExistsError(
-            f"Checkpoint already exists at this URL: step {one.step} is {' and '.join(['committed', *held])}",
+            f"Checkpoint already exists at this URL: step {one.step} is {status}, {committer}",
             url=self._catalog.url_of_folder(one.folder),
             remedy=f"{replaces}, even if it is held"
             if given_up
-            else f"{_SAY_SO} the step may then be saved again. Or: {replaces}",
+            else f"{remedy}{_SAY_SO} the step may then be saved again. Or: {replaces}",
         )
+
+    def _committer(self, one: Checkpoint) -> tuple[str, str]:
+        """Return who committed a checkpoint and when, and a remedy for the case that it was another job."""
+        host = None
+        if one.key is not None:
+            with contextlib.suppress(BucketpointError):
+                record = read_record(self._catalog, one.key)
+                host = record.host if record is not None else None
+        when = time.strftime("at %Y-%m-%d %H:%M:%S UTC", time.gmtime(one.created))
+        if host is None:
+            return when, _OTHER_JOB
+        name = host if host.isprintable() else repr(host)
+        return f"{when} by {name}", "" if host == process_name() else _OTHER_JOB

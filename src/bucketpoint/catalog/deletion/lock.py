@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
-import socket
 from dataclasses import dataclass
 
 from bucketpoint.catalog.catalog import Catalog
@@ -39,11 +37,6 @@ class Lock:
     def holds(self) -> bool:
         """False once the lock may have expired, and may belong to another pruner."""
         return self.watch.seconds() < LOCK_SECONDS
-
-
-def holder_name() -> str:
-    """Name this process for the lock: its host and its process id."""
-    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def acquire(catalog: Catalog, holder: str) -> Lock | None:

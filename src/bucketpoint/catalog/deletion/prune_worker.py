@@ -11,10 +11,10 @@ from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import Discard, bury_discards, united
-from bucketpoint.catalog.deletion.lock import holder_name
 from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.deletion.throttle import Throttle, paced
+from bucketpoint.catalog.notes import process_name
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.forks import ProcessLock, renew_in_child
@@ -135,7 +135,7 @@ class PruneWorker:
 
     def _begin(self) -> None:
         # A fork has a holder of its own, too: the pruner's lock does not keep two processes of one holder apart.
-        self.holder = f"{holder_name()}-{new_token()}"
+        self.holder = f"{process_name()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
         self.ended: float | None = None

@@ -74,8 +74,8 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
     or read meanwhile stay. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could be
     done, or if a delete failed.
     """
-    from bucketpoint.catalog.deletion.lock import holder_name
     from bucketpoint.catalog.deletion.prune_worker import prune_by
+    from bucketpoint.catalog.notes import process_name
     from bucketpoint.catalog.survey import survey
 
     # Survey before the lock is written: writing the lock would create a mistyped root.
@@ -87,7 +87,7 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
         document = {"root": catalog.url, "dry_run": True, **summary, "verdict": verdict.why, **beside}
         return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or yes)
     with watched(catalog, progress) as at:
-        done = prune_by(at, policy, holder=holder_name(), force=yes)
+        done = prune_by(at, policy, holder=process_name(), force=yes)
     pruned = done.done
     refused = done.verdict is not None and not done.verdict.allowed and not yes
     document = {

@@ -30,15 +30,15 @@ def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access) -> Comma
     commit, and then only objects that the commit named. Exits with 1 if the deletion is refused, if the answer is no,
     or if a delete failed.
     """
-    from bucketpoint.catalog.deletion.lock import holder_name
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
+    from bucketpoint.catalog.notes import process_name
 
     removal = plan_removal(url, storage_options=access.for_url(url))
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
     if not yes and not _agreed(removal):
         return _answer(removal, None, dry_run=False, refused="the deletion was not confirmed")
-    done = remove(removal, holder=holder_name(), force=force)
+    done = remove(removal, holder=process_name(), force=force)
     return _answer(removal, done, dry_run=False, refused=_why_not(done))
 
 
