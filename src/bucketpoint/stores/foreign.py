@@ -49,6 +49,15 @@ class Asked(enum.Enum):
     CONDITION = "condition"
 
 
+def asked_by(kind: str | None) -> Asked:
+    """Return what a request of a kind of `retry.KINDS` asks for."""
+    if kind in ("get", "head", "read"):
+        return Asked.READ
+    if kind in ("list", "list_multipart"):
+        return Asked.LIST
+    return Asked.DELETE if kind == "delete" else Asked.WRITE
+
+
 class ErrorRule(NamedTuple):
     """Classification of a failure: error class, retry action, remedy."""
 

@@ -26,7 +26,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.foreign import Asked, ErrorRule, RuleKey, find_rule
+from bucketpoint.stores.foreign import Asked, ErrorRule, RuleKey, asked_by, find_rule
 from bucketpoint.stores.redact import describe
 
 CHECK_ENDPOINT = "Check the endpoint, the host or the connection string in storage_options, and the network"
@@ -48,13 +48,6 @@ _RIGHTS = {
     "copy": "read and to write",
 }
 """Permission that an operation needs, for messages, if it is not the operation's name."""
-
-_ASKED = {
-    **dict.fromkeys(("get", "head", "read"), Asked.READ),
-    **dict.fromkeys(("list", "list_multipart"), Asked.LIST),
-    "delete": Asked.DELETE,
-}
-"""Kinds of requests; all others are writes."""
 
 _ARCHIVED = (
     "The object is in an archive tier: rehydrate it to an online tier (`az storage blob set-tier --tier Hot`) and try "
@@ -195,7 +188,7 @@ def translate(
     """
     if isinstance(error, StoreError):
         return error
-    asked = _ASKED.get(operation, Asked.WRITE)
+    asked = asked_by(operation)
     rule = _rule_for(error, (Asked.CONDITION, asked) if conditional else (asked,))
     remedy = rule.remedy
     if rule.kind is AccessDeniedError and remedy is None:

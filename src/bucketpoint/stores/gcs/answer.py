@@ -8,24 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
+from bucketpoint.stores.gcs.errors import OPERATIONS
 
 _BLOCK_BYTES = 64 << 10
 # Every answer of Google's own front end has it.
 _ID = "x-guploader-uploadid"
-
-_FIELD: Mapping[str, str] = {
-    "objects.get": "generation",
-    "objects.insert": "generation",
-    "objects.compose": "generation",
-    "objects.rewrite": "done",
-    "objects.list": "kind",
-}
-"""Operations of the JSON API, with a field that each of their answers has."""
-_ROOT: Mapping[str, str] = {
-    "create multipart upload": "InitiateMultipartUploadResult",
-    "complete multipart upload": "CompleteMultipartUploadResult",
-    "list multipart uploads": "ListMultipartUploadsResult",
-}
 
 
 @dataclass(frozen=True)
@@ -78,14 +65,15 @@ def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str 
         return "its body is not an error of GCS" if html or (status == 404 and not body) else None
     if operation == "upload part":
         return None if headers.get("etag") and not body else "it is not the answer to a part"
-    if operation in _ROOT:
-        return None if root in (_ROOT[operation], "Error") else f"its body is no {_ROOT[operation]}"
+    expected = OPERATIONS[operation].answer if operation in OPERATIONS else None
+    if expected is not None and expected[0].isupper():
+        return None if root in (expected, "Error") else f"its body is no {expected}"
     if operation == "a batch of objects.delete":
         return None if headers.get("content-type", "").startswith("multipart/mixed") else "it is not that of a batch"
-    if operation in _FIELD:
+    if expected is not None:
         try:
             named: Any = reply.json()
         except ValueError:
             return "its body is not JSON"
-        return None if isinstance(named, dict) and _FIELD[operation] in named else f"it has no {_FIELD[operation]}"
+        return None if isinstance(named, dict) and expected in named else f"it has no {expected}"
     return "its body is a web page" if root is not None or "html" in headers.get("content-type", "") else None

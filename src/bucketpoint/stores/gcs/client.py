@@ -20,7 +20,7 @@ from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
 from bucketpoint.stores.gcs.answer import GCSReply, received
-from bucketpoint.stores.gcs.errors import failure_of, failures, translate, translated
+from bucketpoint.stores.gcs.errors import OPERATIONS, failure_of, failures, translate, translated
 from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS, GCSOptions
 from bucketpoint.stores.redact import clean, hide
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
@@ -34,23 +34,6 @@ COMPLETE_TIMEOUT_S = 600
 # The command names the package, not `bucketpoint[extra]`: that would install whatever an index has by that name over a
 # bucketpoint from a checkout or a wheel.
 INSTALL = "pip install 'google-cloud-storage>=3', or install bucketpoint with its extra gcs"
-
-
-_KINDS = {
-    "objects.insert": "put",
-    "objects.get": "get",
-    "objects.list": "list",
-    "objects.delete": "delete",
-    "a batch of objects.delete": "delete",
-    "objects.rewrite": "copy",
-    "objects.compose": "complete_multipart",
-    "create multipart upload": "create_multipart",
-    "upload part": "put_part",
-    "complete multipart upload": "complete_multipart",
-    "abort multipart upload": "abort_multipart",
-    "list multipart uploads": "list_multipart",
-}
-"""Kinds of requests, of `retry.KINDS`, by operation. The service describes an object in reply to a GET as well."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +105,7 @@ class GCSClient:
         def attempt() -> GCSReply:
             return translated(send, operation, url, self.endpoint)
 
-        return retry.run(attempt, self.policy, gate=self.gate, kind=_KINDS.get(operation))
+        return retry.run(attempt, self.policy, gate=self.gate, kind=OPERATIONS[operation].kind)
 
     def close(self) -> None:
         """Close idle connections. The session stays usable."""

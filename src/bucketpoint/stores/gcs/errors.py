@@ -7,7 +7,7 @@ import json
 import ssl
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import urllib3.exceptions
 
@@ -25,7 +25,16 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.foreign import Asked, ErrorRule, ForeignAnswer, RuleKey, causes, find_rule, speaks_plainly
+from bucketpoint.stores.foreign import (
+    Asked,
+    ErrorRule,
+    ForeignAnswer,
+    RuleKey,
+    asked_by,
+    causes,
+    find_rule,
+    speaks_plainly,
+)
 from bucketpoint.stores.http_body import BrokenBody
 from bucketpoint.stores.redact import clean, describe
 
@@ -45,22 +54,43 @@ _REMEDIES: dict[type[StoreError], str] = {
 
 _PLAIN = "The server answers without TLS: write endpoint_url with http://, or name its port for https"
 
-# Permissions by operation, as named in messages. https://cloud.google.com/storage/docs/access-control/iam-json and
-# https://cloud.google.com/storage/docs/access-control/iam-xml
+
+class Operation(NamedTuple):
+    """An operation of the JSON or the XML API that the store calls.
+
+    Attributes:
+        kind: kind of its requests, of `retry.KINDS`. The service describes an object in reply to a GET as well.
+        right: permissions that it needs, for messages.
+        answer: a field that each JSON answer has, or the element in which the XML answer is.
+    """
+
+    kind: str
+    right: str
+    answer: str | None = None
+
+
 _CREATE = "storage.objects.create, and storage.objects.delete where it replaces an object"
-RIGHT_BY_OPERATION: dict[str, str] = {
-    "buckets.get": "storage.buckets.get",
-    "objects.insert": _CREATE,
-    "objects.compose": f"storage.objects.get, {_CREATE}",
-    "objects.rewrite": f"storage.objects.get, {_CREATE}",
-    "objects.get": "storage.objects.get",
-    "objects.list": "storage.objects.list",
-    "objects.delete": "storage.objects.delete",
-    "create multipart upload": "storage.multipartUploads.create and storage.objects.create",
-    "upload part": "storage.multipartUploads.create and storage.objects.create",
-    "complete multipart upload": "storage.multipartUploads.create and storage.objects.create",
-    "abort multipart upload": "storage.multipartUploads.abort",
-    "list multipart uploads": "storage.multipartUploads.list",
+_COPY = f"storage.objects.get, {_CREATE}"
+_UPLOAD = "storage.multipartUploads.create and storage.objects.create"
+
+# https://cloud.google.com/storage/docs/access-control/iam-json and
+# https://cloud.google.com/storage/docs/access-control/iam-xml
+OPERATIONS: dict[str, Operation] = {
+    "buckets.get": Operation("get", "storage.buckets.get"),
+    "objects.insert": Operation("put", _CREATE, "generation"),
+    "objects.compose": Operation("complete_multipart", _COPY, "generation"),
+    "objects.rewrite": Operation("copy", _COPY, "done"),
+    "objects.get": Operation("get", "storage.objects.get", "generation"),
+    "objects.list": Operation("list", "storage.objects.list", "kind"),
+    "objects.delete": Operation("delete", "storage.objects.delete"),
+    "a batch of objects.delete": Operation("delete", "storage.objects.delete"),
+    "create multipart upload": Operation("create_multipart", _UPLOAD, "InitiateMultipartUploadResult"),
+    "upload part": Operation("put_part", _UPLOAD),
+    "complete multipart upload": Operation("complete_multipart", _UPLOAD, "CompleteMultipartUploadResult"),
+    "abort multipart upload": Operation("abort_multipart", "storage.multipartUploads.abort"),
+    "list multipart uploads": Operation(
+        "list_multipart", "storage.multipartUploads.list", "ListMultipartUploadsResult"
+    ),
 }
 
 _KEPT = (
@@ -136,17 +166,6 @@ _OTHERWISE = {
     ),
     Asked.DELETE: "If the message names a hold, release it",
 }
-_READ = frozenset({"buckets.get", "objects.get"})
-_LISTS = frozenset({"objects.list", "list multipart uploads"})
-
-
-def asked_by(operation: str) -> Asked:
-    """Return the kind of request that an operation is."""
-    if operation in _READ:
-        return Asked.READ
-    if operation in _LISTS:
-        return Asked.LIST
-    return Asked.DELETE if operation.endswith("objects.delete") else Asked.WRITE
 
 
 def failures() -> tuple[type[BaseException], ...]:
@@ -265,7 +284,8 @@ def failure_of(
         conditional: the request named a generation that the object must have.
     """
     code, message = _details(body)
-    name, asked = code[:1].lower() + code[1:], asked_by(operation)
+    name, known = code[:1].lower() + code[1:], OPERATIONS.get(operation)
+    asked = asked_by(known.kind if known is not None else None)
     rule = find_rule(RULES, name, status, (Asked.CONDITION, asked) if conditional else (asked,))
     if rule is None:
         rule = _rule(TransientStoreError if status >= 500 or status == 200 else StoreError)
@@ -275,10 +295,10 @@ def failure_of(
     remedy = rule.remedy
     if rule is RULES[403] and name not in _GENERAL:
         remedy = "Google names the reason in the code and the message above: it is no missing permission"
-    elif rule is RULES[403] and operation in RIGHT_BY_OPERATION:
+    elif rule is RULES[403] and known is not None:
         remedy = ". ".join(
             (
-                f"This request needs {RIGHT_BY_OPERATION[operation]}",
+                f"This request needs {known.right}",
                 remedy or "",
                 *filter(None, [_OTHERWISE.get(asked)]),
             )

@@ -22,7 +22,7 @@ from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
-from bucketpoint.stores.s3.errors import RIGHT_BY_OPERATION
+from bucketpoint.stores.s3.errors import OPERATIONS
 from bucketpoint.stores.s3.exchange import S3Exchange
 from bucketpoint.stores.s3.options import DEFAULT_MAX_ATTEMPTS, S3Options
 from bucketpoint.stores.s3.services import S3Service
@@ -308,7 +308,7 @@ def _is_open_network(endpoint_url: str) -> bool:
 
 def _parameters_by_operation(api: Any, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     model = api.meta.service_model
-    allowed = {operation: set(model.operation_model(operation).input_shape.members) for operation in RIGHT_BY_OPERATION}
+    allowed = {operation: set(model.operation_model(operation).input_shape.members) for operation in OPERATIONS}
     unknown = set(parameters).difference(*allowed.values())
     if unknown:
         raise BucketpointError(

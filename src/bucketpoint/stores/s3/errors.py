@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import botocore.exceptions as boto
 import botocore.parsers
@@ -31,7 +31,16 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
-from bucketpoint.stores.foreign import Asked, ErrorRule, ForeignAnswer, RuleKey, causes, find_rule, speaks_plainly
+from bucketpoint.stores.foreign import (
+    Asked,
+    ErrorRule,
+    ForeignAnswer,
+    RuleKey,
+    asked_by,
+    causes,
+    find_rule,
+    speaks_plainly,
+)
 from bucketpoint.stores.http_body import BrokenBody
 from bucketpoint.stores.pace import TooSlowError
 from bucketpoint.stores.redact import describe
@@ -182,40 +191,53 @@ RULES: dict[RuleKey, ErrorRule] = {
     504: ErrorRule(TransientStoreError, _OUTAGE),
 }
 
+
+class Operation(NamedTuple):
+    """An operation of the API that the store calls.
+
+    Attributes:
+        kind: kind of its requests, of `retry.KINDS`.
+        right: permission that it needs.
+        role: role in `policies/` that has the permission.
+        roots: elements in which the answer is; none if a success has no XML.
+    """
+
+    kind: str
+    right: str
+    role: str = "trainer"
+    roots: tuple[str, ...] = ()
+
+
+_COPIES = "s3:GetObject for what is copied and s3:PutObject for the copy"
+
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
-RIGHT_BY_OPERATION: dict[str, str] = {
-    "AbortMultipartUpload": "s3:AbortMultipartUpload",
-    "CompleteMultipartUpload": "s3:PutObject",
-    "CopyObject": "s3:GetObject for what is copied and s3:PutObject for the copy",
-    "CreateMultipartUpload": "s3:PutObject",
-    "DeleteObject": "s3:DeleteObject, and s3:GetObject where it names an ETag",
-    "DeleteObjects": "s3:DeleteObject",
-    "GetObject": "s3:GetObject",
-    "HeadObject": "s3:GetObject",
-    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
-    "ListObjectsV2": "s3:ListBucket",
-    "PutObject": "s3:PutObject",
-    "UploadPart": "s3:PutObject",
-    "UploadPartCopy": "s3:GetObject for what is copied and s3:PutObject for the copy",
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations.html
+OPERATIONS: dict[str, Operation] = {
+    "AbortMultipartUpload": Operation("abort_multipart", "s3:AbortMultipartUpload"),
+    "CompleteMultipartUpload": Operation(
+        "complete_multipart", "s3:PutObject", roots=("CompleteMultipartUploadResult",)
+    ),
+    "CopyObject": Operation("copy", _COPIES, roots=("CopyObjectResult",)),
+    "CreateMultipartUpload": Operation("create_multipart", "s3:PutObject", roots=("InitiateMultipartUploadResult",)),
+    "DeleteObject": Operation("delete", "s3:DeleteObject, and s3:GetObject where it names an ETag", "pruner"),
+    "DeleteObjects": Operation("delete", "s3:DeleteObject", "pruner", ("DeleteResult",)),
+    "GetObject": Operation("get", "s3:GetObject"),
+    "HeadObject": Operation("head", "s3:GetObject"),
+    "ListMultipartUploads": Operation(
+        "list_multipart", "s3:ListBucketMultipartUploads", "pruner", ("ListMultipartUploadsResult",)
+    ),
+    "ListObjectsV2": Operation("list", "s3:ListBucket", "reader", ("ListBucketResult",)),
+    "PutObject": Operation("put", "s3:PutObject"),
+    "UploadPart": Operation("put_part", "s3:PutObject"),
+    "UploadPartCopy": Operation("copy", _COPIES, roots=("CopyPartResult", "CopyObjectResult")),
 }
-"""Every operation that the store calls, with the permission that it needs."""
 
 _UNTOLD = "Without s3:ListBucket the store gives the same answer for a missing object"
-_ROLE_BY_OPERATION = {
-    **dict.fromkeys(("DeleteObject", "DeleteObjects", "ListMultipartUploads"), "pruner"),
-    "ListObjectsV2": "reader",
-}
-"""The role in `policies/` that has the permission for an operation; a trainer for all others."""
 _UNKNOWN_REQUEST = (
     "`bucketpoint doctor` finds the features that this store lacks, and names the option that switches each off: "
     '{"conditional_puts": false} or {"checksums": false} in storage_options'
 )
 _CONDITIONS = frozenset({"IfNoneMatch", "IfMatch", "CopySourceIfMatch"})
-_ASKED = {
-    **dict.fromkeys(("GetObject", "HeadObject"), Asked.READ),
-    **dict.fromkeys(("ListObjectsV2", "ListMultipartUploads"), Asked.LIST),
-    **dict.fromkeys(("DeleteObject", "DeleteObjects"), Asked.DELETE),
-}
 _ENCRYPTION = {"SSECustomerKey": "sse_customer_key", "SSEKMSKeyId": "sse_kms_key_id", "ServerSideEncryption": "sse"}
 """Parameters that ask for encryption, and the storage options that set them. The most particular ones come first."""
 
@@ -304,7 +326,7 @@ def why_kept(entry: dict[str, Any]) -> tuple[str, str | None]:
     if rule is None or rule.kind is not AccessDeniedError or rule.remedy is not None:
         return message, None if rule is None else rule.remedy
     return (
-        f"{message.rstrip('.')}. It needs the permission {RIGHT_BY_OPERATION['DeleteObjects']}",
+        f"{message.rstrip('.')}. It needs the permission {OPERATIONS['DeleteObjects'].right}",
         "policies/aws/pruner.json and policies/minio/pruner.json grant it to the role pruner",
     )
 
@@ -328,8 +350,8 @@ def _from_reply(
     # A reply to HEAD has no body, and botocore then uses the status as the code.
     named = bool(code) and not code.isdigit()
     conditions = () if _CONDITIONS.isdisjoint(asked) else (Asked.CONDITION,)
-    requests = (*conditions, _ASKED.get(operation, Asked.WRITE))
-    rule = find_rule(RULES, code if named else "", int(code) if code.isdigit() else status, requests)
+    kind = asked_by(OPERATIONS[operation].kind if operation in OPERATIONS else None)
+    rule = find_rule(RULES, code if named else "", int(code) if code.isdigit() else status, (*conditions, kind))
     if rule is None:
         rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
     text = f"{operation} failed: {code if named else 'no error code'} (HTTP {status})"
@@ -349,9 +371,8 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
     """Return a remedy if the rule, the operation or the request allows a better one than that of the error class."""
     if rule.remedy is not None:
         return rule.remedy
-    if rule.kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
-        right = RIGHT_BY_OPERATION[operation]
-        role = _ROLE_BY_OPERATION.get(operation, "trainer")
+    if rule.kind is AccessDeniedError and operation in OPERATIONS:
+        _, right, role, _ = OPERATIONS[operation]
         granted = f"policies/aws/{role}.json and policies/minio/{role}.json grant it to a {role}"
         more = _UNTOLD if right == "s3:GetObject" else granted
         return f"This request needs the permission {right}. {more}"

@@ -14,23 +14,12 @@ from bucketpoint.errors import Action, CorruptDataError
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
 from bucketpoint.stores.http_body import Delivered
 from bucketpoint.stores.s3.body import send_from_memory
+from bucketpoint.stores.s3.errors import OPERATIONS
 from bucketpoint.stores.s3.services import S3Service
 
 _CRC, _ID, _REGION = "x-amz-checksum-crc32c", "x-amz-request-id", "x-amz-bucket-region"
 
 _WRITES = frozenset({"PutObject", "UploadPart"})
-_READS = frozenset({"GetObject", "HeadObject"})
-_EMPTY = frozenset({*_WRITES, "DeleteObject", "AbortMultipartUpload"})
-_ROOTS: Mapping[str, frozenset[str]] = {
-    "CompleteMultipartUpload": frozenset({"CompleteMultipartUploadResult"}),
-    "CopyObject": frozenset({"CopyObjectResult"}),
-    "CreateMultipartUpload": frozenset({"InitiateMultipartUploadResult"}),
-    "DeleteObjects": frozenset({"DeleteResult"}),
-    "ListMultipartUploads": frozenset({"ListMultipartUploadsResult"}),
-    "ListObjectsV2": frozenset({"ListBucketResult"}),
-    "UploadPartCopy": frozenset({"CopyPartResult", "CopyObjectResult"}),
-}
-"""The element in which the answer to an operation is. https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations.html"""
 
 
 class S3Exchange:
@@ -111,15 +100,17 @@ class S3Exchange:
 
 
 def _success_reason(operation: str, headers: Mapping[str, str], body: bytes | None) -> str | None:
-    if operation in _WRITES | _READS and not headers.get("etag"):
+    known = OPERATIONS.get(operation)
+    reads, roots = (known.kind in ("get", "head"), known.roots) if known is not None else (False, ())
+    if (reads or operation in _WRITES) and not headers.get("etag"):
         return "it has no ETag"
-    if operation in _READS and _ID not in headers and "html" in headers.get("content-type", ""):
+    if reads and _ID not in headers and "html" in headers.get("content-type", ""):
         return "it is a web page"
-    if operation in _EMPTY and body:
+    if known is not None and not reads and not roots and body:
         return "it has a body"
     root = root_of(body) if body else None
-    if operation in _ROOTS and root not in _ROOTS[operation] | {"Error"}:
-        return f"its body is no {min(_ROOTS[operation])}"
+    if roots and root not in (*roots, "Error"):
+        return f"its body is no {roots[0]}"
     if body and (root is None or root.lower() == "html"):
         return "its body is not XML"
     return None

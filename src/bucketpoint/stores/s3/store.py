@@ -35,7 +35,7 @@ from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
 from bucketpoint.stores.s3.body import OutgoingBody
 from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, is_renewable, renew_client
 from bucketpoint.stores.s3.deletes import signed_delete, tried
-from bucketpoint.stores.s3.errors import translated, why_kept
+from bucketpoint.stores.s3.errors import OPERATIONS, translated, why_kept
 from bucketpoint.stores.s3.options import S3Options
 from bucketpoint.stores.s3.services import SERVICES, S3Service
 
@@ -65,24 +65,6 @@ _LIST_MARKS = {"ContinuationToken": "NextContinuationToken"}
 _UPLOAD_MARKS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
 
 _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
-
-
-_KINDS = {
-    "PutObject": "put",
-    "GetObject": "get",
-    "HeadObject": "head",
-    "ListObjectsV2": "list",
-    "DeleteObject": "delete",
-    "DeleteObjects": "delete",
-    "CopyObject": "copy",
-    "UploadPartCopy": "copy",
-    "CreateMultipartUpload": "create_multipart",
-    "UploadPart": "put_part",
-    "CompleteMultipartUpload": "complete_multipart",
-    "AbortMultipartUpload": "abort_multipart",
-    "ListMultipartUploads": "list_multipart",
-}
-"""Kinds of requests, of `retry.KINDS`, by operation of the service."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +359,7 @@ class S3Store(HttpStore):
             return used is not None and is_renewable(self.options, self.pin)
 
         client = self._client()
-        return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh, kind=_KINDS[operation])
+        return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh, kind=OPERATIONS[operation].kind)
 
     def _pages(self, operation: str, prefix: str, marks: dict[str, str], **parameters: Any) -> Iterator[Any]:
         """Yield the pages of a listing. `marks` maps the parameters of the next request to fields of the last page."""
