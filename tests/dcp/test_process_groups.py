@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, CheckpointManager, RetentionPolicy
 from bucketpoint.dcp import meshes
-from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.retention import Keep
 from dcp import process_group_scenarios as scenarios
 from dcp.ranks import Ranks
@@ -147,25 +145,6 @@ def test_a_rank_of_a_job_with_a_process_group_may_save_something_of_its_own(
         bucketpoint.async_save(state(), checkpoint_id=f"file://{tmp_path}/2", no_dist=True).result()
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("raised", [ValueError("no store"), BucketpointError("no store", url="s3://b/run")])
-def test_an_error_of_any_kind_on_rank_zero_is_the_same_error_on_all_ranks(raised: Exception) -> None:
-    sent: list[bytes] = []
-
-    def send(outcome: Any) -> Any:
-        sent.append(pickle.dumps(outcome))
-        return outcome
-
-    def fail() -> None:
-        raise raised
-
-    with pytest.raises(BucketpointError, match="no store") as here:
-        on_rank_zero(fail, 0, send)
-    with pytest.raises(BucketpointError, match="no store") as there:
-        on_rank_zero(fail, 1, lambda _: pickle.loads(sent[0]))
-    assert str(there.value) == str(here.value)
-    assert raised in (here.value, here.value.__cause__)
 
 
 def test_names_the_limit_of_open_files_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:

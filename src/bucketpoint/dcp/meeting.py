@@ -64,6 +64,10 @@ class Failure:
         )
 
 
+class CallRefused(Exception):
+    """Raised if a call ends before it begins, for a reason that is received over the job's store."""
+
+
 @dataclass(frozen=True)
 class Meeting:
     """One call that some ranks make together, noted in the job's store.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
 from bucketpoint.staging import SavingRanks
-
-T = TypeVar("T")
 
 _UNUSED_TAG = 1 << 30
 _AT_ONCE = timedelta(milliseconds=1)
@@ -108,36 +106,6 @@ def ranks_expected() -> int:
     """Return the number of ranks that WORLD_SIZE names, if no process group joins them; else 1."""
     world = os.environ.get("WORLD_SIZE", "")
     return int(world) if world.isdigit() and not is_initialized() else 1
-
-
-def on_rank_zero(find: Callable[[], T], rank: int, broadcast: Callable[[Any], Any]) -> T:
-    """Call a function on rank 0 alone, and return its result on all ranks. A collective call.
-
-    Args:
-        rank: number of this rank.
-        broadcast: returns on each rank the value that rank 0 gave.
-
-    Raises:
-        BucketpointError: what the function raised, on each rank. Errors of other libraries are raised as their text.
-    """
-    result: T | None = None
-    failure: BucketpointError | None = None
-    if rank == 0:
-        try:
-            result = find()
-        except BucketpointError as error:
-            failure = error
-        except Exception as error:  # noqa: BLE001 (raised below, on every rank)
-            # The other ranks wait for an answer, and none may go on without it. An error of another library may not
-            # unpickle there, and one of another kind here would be caught here only.
-            failure = BucketpointError(f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
-    outcome = broadcast((result, failure))
-    if failure is None:
-        result, failure = outcome
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[return-value]
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import CheckpointException
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.saves import Saves, job_ranks
@@ -25,7 +24,7 @@ from bucketpoint.manager.loading import with_states
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import SeedableRandomSampler
-    from accelerate.utils import DistributedType, broadcast_object_list
+    from accelerate.utils import DistributedType
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
         "bucketpoint.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.10'", name=error.name
@@ -115,14 +114,8 @@ def restore(accelerator: Accelerator, run: str, *, storage_options: Mapping[str,
     Returns:
         the URL of the checkpoint, or None if there is none: the run begins from scratch.
     """
-
-    def broadcast(value: Any) -> Any:
-        return broadcast_object_list([value])[0]
-
-    def newest_checkpoint() -> str | None:
-        return latest_checkpoint(run, storage_options=storage_options)
-
-    newest = on_rank_zero(newest_checkpoint, accelerator.process_index, broadcast)
+    call = "restore()"
+    newest = job_ranks(call).on_coordinator(lambda: latest_checkpoint(run, storage_options=storage_options), call)
     if newest is not None:
         load_state(accelerator, newest, storage_reader=BucketReader(newest, storage_options=storage_options))
     return newest

@@ -11,7 +11,6 @@ import torch
 
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketWriter, SaveHandle, load, rank_state
-from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.saves import job_ranks
@@ -168,8 +167,7 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
         MismatchError: the checkpoint lacks keys of the state, or has other shapes.
         CheckpointNotFoundError: Ray knows a checkpoint, and the store has none.
     """
-    context = ray.train.get_context()
-    storage = context.get_storage()
+    storage = ray.train.get_context().get_storage()
     run = checkpoint_url(Checkpoint(storage.experiment_fs_path, storage.storage_filesystem))
     known = ray.train.get_checkpoint()
     # Values of which the checkpoint may have more, or others. Names that are not plain would be patterns for `keys=`.
@@ -188,7 +186,9 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
             return None, plain
         return newest, _load_plain(plain, newest, storage_options)
 
-    newest, plain = on_rank_zero(find, context.get_world_rank(), broadcast_from_rank_zero)
+    call = "restore()"
+    ranks = job_ranks(call)
+    newest, plain = ranks.on_coordinator(find, call)
     if newest is None and known is not None:
         raise CheckpointNotFoundError(
             "Ray resumes from a checkpoint that the store does not have, or that bucketpoint did not save",
@@ -197,8 +197,7 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
         )
     if newest is None:
         return None
-    call = "restore()"
-    found = job_ranks(call).together(call, lambda: with_state(state, _ONE_MODEL, loading=True))
+    found = ranks.together(call, lambda: with_state(state, _ONE_MODEL, loading=True))
     loaded = {name: found.get(name, value) for name, value in state.items() if name not in plain}
     load(loaded, newest, storage_options=storage_options, planner=ResumePlanner(found))
     state.update({name: value for name, value in loaded.items() if name not in found}, **plain)

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -127,9 +126,7 @@ def attempt(
     if code == _LOADED:
         state.update({name: value for name, value in held.items() if not isinstance(value, _WithState)})
         return LoadOutcome()
-    index = ranks.world - place
-    mine = as_failure(error, ranks.global_rank) if error is not None and index == ranks.rank else None
-    failure = ranks.shared(index, mine, _CALL)
+    failure = ranks.failure_of(ranks.world - place, error, _CALL)
     return LoadOutcome(
         error or failure, damaged=code != _FAILED, doubtful=code in (_UNREADABLE, _REFUSED), refused=code == _REFUSED
     )

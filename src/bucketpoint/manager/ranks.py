@@ -7,13 +7,13 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.dcp.error_boundary import as_failure
+from bucketpoint.dcp.error_boundary import as_failure, from_plain, to_plain
 from bucketpoint.dcp.meeting import PATIENCE_S, Failure, Meeting, other_calls, poll
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
 
@@ -123,7 +123,8 @@ class Ranks:
             self._meet(what, error)
         else:
             (failed,) = self.most([0 if error is None else self.world - self.rank], what)
-            self._raise_from(self.world - failed if failed else None, error, what)
+            if failed:
+                self._raise_from(self.world - failed, error, what)
         return result  # type: ignore[return-value]
 
     def on_coordinator(self, find: Callable[[], T], what: str) -> T:
@@ -131,9 +132,9 @@ class Ranks:
         if self.world == 1:
             return find()
         result, error = _tried(find) if self.is_coordinator else (None, None)
-        failure = as_failure(error, self.global_rank) if error is not None else None
-        shared, failure = self.shared(0, (result, failure), what)
-        _raise(failure, error)
+        failed, shared = self.shared(0, (error is not None, result), what)
+        if failed:
+            self._raise_from(0, error, what)
         return shared  # type: ignore[no-any-return]
 
     def most(self, numbers: Sequence[int], what: str, *, limit_s: float | None = None) -> list[int]:
@@ -196,23 +197,36 @@ class Ranks:
         # exists. One rank may free our own group earlier than another, and would then make the mesh anew alone.
         meshes.group_beside(self.members)
 
-    def _raise_from(self, index: int | None, error: BaseException | None, what: str) -> None:
-        """Raise the failure of a rank, by its place among the ranks, on all of them; return for None."""
-        if index is None:
-            return
+    def _raise_from(self, index: int, error: BaseException | None, what: str) -> NoReturn:
+        """Raise the failure of a rank, by its place among the ranks, on all of them."""
+        failure = self.failure_of(index, error, what)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if failure is error or error is None:
+            raise failure
+        raise failure from error
+
+    def failure_of(self, index: int, error: BaseException | None, what: str) -> BucketpointError:
+        """Return on all ranks the failure of one. A collective call.
+
+        Args:
+            index: place of that rank among the ranks of the group.
+            error: failure of this rank, if it has one.
+        """
         mine = as_failure(error, self.global_rank) if error is not None and index == self.rank else None
-        _raise(self.shared(index, mine, what), error)
+        plain = self.shared(index, mine and to_plain(mine), what)
+        return mine or from_plain(plain)
 
     def shared(self, index: int, value: Any, what: str) -> Any:
         """Return on all ranks the value of one. A collective call.
 
         Args:
-            index: place of that rank among the ranks of the group; its value is an error or plain data.
+            index: place of that rank among the ranks of the group; its value is plain data.
         """
         if self.world == 1:
             return value
         mine = index == self.rank
-        data = torch.frombuffer(bytearray(_pickled(value)), dtype=torch.uint8) if mine else None
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else None
         (length,) = self.most([data.numel() if data is not None else 0], what, limit_s=self._timeout_s)
         held = data if data is not None else torch.empty(length, dtype=torch.uint8, device="cpu")
         self._run(lambda: dist.broadcast(held, group_src=index, group=self.group, async_op=True), what, self._timeout_s)
@@ -301,28 +315,6 @@ class Ranks:
             return
         meshes.Mesh(group, "", timedelta()).cut()
         process_groups.leave(group)
-
-
-def _raise(failure: BucketpointError | None, error: BaseException | None) -> None:
-    """Raise the failure that all ranks raise, unless this rank was interrupted by an error of its own."""
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    if failure is not None and failure is not error and error is not None:
-        raise failure from error
-    if failure is not None:
-        raise failure
-
-
-def _pickled(value: Any) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        failure = value[1] if isinstance(value, tuple) else value
-        if not isinstance(failure, BucketpointError):
-            raise
-        # The others must get an answer.
-        plain = BucketpointError(f"{type(failure).__name__}: {failure.message} ({error})", rank=failure.rank)
-        return pickle.dumps((None, plain) if isinstance(value, tuple) else plain)
 
 
 def _tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:

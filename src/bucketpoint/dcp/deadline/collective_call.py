@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.error_boundary import decoded
-from bucketpoint.dcp.meeting import Failure, Kind, Meeting, poll
+from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry
@@ -92,10 +92,6 @@ def collective_call(
             del reason
     finally:
         call.leave()
-
-
-class CallRefused(Exception):
-    """Raised if a call ends before it begins; the `CollectiveCall` has the reason."""
 
 
 class CollectiveCall:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
+from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.errors import BucketpointError
 from bucketpoint.staging import Lease, SavingRanks, StagedState, staged_for
 
@@ -105,7 +106,9 @@ class WatchedStager(AsyncStager):
         assert self._rank is not None
         self._handle.staged.set_exception(error)
         self._handle._lease = place
-        return _failed_state(error, place, self._rank)
+        place.copied()
+        # DCP pickles the failure to every rank, where an error of another library may not unpickle.
+        return StagedState({"bucketpoint_failed": _Failed(as_failure(error, self._rank))}, place)
 
 
 class _Failed:
@@ -116,23 +119,6 @@ class _Failed:
 
     def __create_write_items__(self, name: str, value: Any) -> NoReturn:
         raise self._error
-
-
-def _failed_state(error: BaseException, lease: Lease, rank: int) -> StagedState:
-    """Return a state whose save fails on all ranks in DCP's first collective, with the error of this rank.
-
-    Args:
-        lease: turn of the save, taken on the thread that asked for it.
-    """
-    if isinstance(error, BucketpointError):
-        failure = error
-    else:
-        # DCP pickles it to every rank, where a foreign error may not unpickle.
-        failure = BucketpointError(f"The state of a rank cannot be saved: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-    failure.rank = rank if failure.rank is None else failure.rank
-    lease.copied()
-    return StagedState({"bucketpoint_failed": _Failed(failure)}, lease)
 
 
 def _turn() -> Lease:

@@ -96,7 +96,7 @@ class FabricBucketStrategy:
         tensors = with_state(state, _ONE_MODEL, loading=True, strict=strict)
         rest = {name: value for name, value in state.items() if name not in tensors}
         pickled = Pickled(trusted=self._trusted if weights_only is None else not weights_only)
-        found = newest_of(url, self._storage_options, self.broadcast, self.global_rank)
+        found = newest_of(url, self._storage_options)
         load(
             {**tensors, _REST: pickled},
             found,

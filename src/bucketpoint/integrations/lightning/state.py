@@ -10,9 +10,9 @@ import torch
 
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.catalog.catalog import committed_info
-from bucketpoint.dcp.process_groups import on_rank_zero
 from bucketpoint.errors import BucketpointError, UnsafeDataError
 from bucketpoint.format import keys
+from bucketpoint.integrations.saves import job_ranks
 from bucketpoint.stores import open_store
 
 
@@ -54,7 +54,7 @@ class Pickled:
             ) from error
 
 
-def newest_of(url: str, storage_options: Mapping[str, Any] | None, broadcast: Any, rank: int) -> str:
+def newest_of(url: str, storage_options: Mapping[str, Any] | None) -> str:
     """Return the URL if there is a checkpoint, and otherwise the newest whole one below it. All ranks."""
 
     def newest() -> str | None:
@@ -67,7 +67,8 @@ def newest_of(url: str, storage_options: Mapping[str, Any] | None, broadcast: An
             _refuse_one_object(url, storage_options)
         return found
 
-    return on_rank_zero(newest, rank, broadcast) or url
+    call = f"the load of {url}"
+    return job_ranks(call).on_coordinator(newest, call) or url
 
 
 def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> None:

@@ -139,7 +139,7 @@ class BucketStrategy:
         if fitting and self.run is not None and self.run.holds(url):
             found = self.run.restore(state, planner)
         else:
-            found = newest_of(url, self._storage_options, self.broadcast, self.global_rank)
+            found = newest_of(url, self._storage_options)
             load(state, found, storage_options=self._storage_options, planner=planner, trusted=self._trusted)
         # Lightning says at the end from where it has restored.
         trainer._checkpoint_connector._ckpt_path = found
