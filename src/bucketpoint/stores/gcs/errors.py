@@ -196,29 +196,47 @@ def translate(error: BaseException, operation: str, url: str, endpoint: str | No
         return error
     if isinstance(error, ForeignAnswer):
         return error.error(operation, url)
-    kind = _kind(error)
+    rule = _rule_for(error)
     text = describe(error)
-    if kind is EndpointError and endpoint is not None:
+    if rule.kind is EndpointError and endpoint is not None:
         text = f"{clean(endpoint)} cannot be reached: {describe(_reason(error))}"
-    remedy = _PLAIN if speaks_plainly(error) else _REMEDIES.get(kind)
-    failure = kind(f"{operation} failed: {text}", url=url, remedy=remedy)
-    if kind in (EndpointError, TransientStoreError):
-        failure.action = _action(error)
+    failure = rule.kind(f"{operation} failed: {text}", url=url, remedy=rule.remedy)
+    failure.action = rule.action
     return failure
 
 
-def _action(error: BaseException) -> Action:
-    """Return the reaction to a failure without an answer."""
-    import requests.exceptions
+def _rule_for(error: BaseException) -> ErrorRule:
+    """Return the rule for a failure without an answer."""
+    import google.auth.exceptions as google_auth
+    import requests.exceptions as http_errors
 
-    if any(isinstance(one, ssl.SSLCertVerificationError | FileNotFoundError) for one in causes(error)):
-        return Action.FATAL
-    if speaks_plainly(error) or (_stays_so(error) and not isinstance(error, requests.exceptions.SSLError)):
-        return Action.FATAL
+    chain = list(causes(error))
+
+    def has(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(one, kinds) for one in chain)
+
+    kind: type[StoreError] = TransientStoreError
+    if isinstance(error, google_auth.GoogleAuthError) and not isinstance(error, google_auth.TransportError):
+        # An overloaded metadata server or token service sets `retryable`.
+        if not error.retryable:
+            return _rule(CredentialsError)
+    elif speaks_plainly(error):
+        return ErrorRule(EndpointError, Action.FATAL, _PLAIN)
+    elif has(ssl.SSLCertVerificationError, FileNotFoundError) or isinstance(
+        error, http_errors.InvalidURL | http_errors.InvalidSchema | http_errors.MissingSchema
+    ):
+        return ErrorRule(EndpointError, Action.FATAL, _REMEDIES[EndpointError])
+    elif has(
+        google_auth.TransportError,
+        http_errors.SSLError,
+        http_errors.ProxyError,
+        http_errors.ConnectTimeout,
+        urllib3.exceptions.NewConnectionError,
+    ):
+        kind = EndpointError
     # No HTTP, or a reply that ended early, which resets and timeouts are not.
-    early = any(isinstance(one, http.client.HTTPException | BrokenBody) for one in causes(error))
-    cut_off = any(isinstance(one, ConnectionError | TimeoutError) for one in causes(error))
-    return Action.RETRY if early and not cut_off else Action.OUTAGE
+    early = has(http.client.HTTPException, BrokenBody) and not has(ConnectionError, TimeoutError)
+    return ErrorRule(kind, Action.RETRY if early else Action.OUTAGE, _REMEDIES.get(kind))
 
 
 def translated(act: Callable[[], T], operation: str, url: str, endpoint: str | None = None) -> T:
@@ -240,39 +258,6 @@ def _reason(error: BaseException) -> BaseException:
     if not isinstance(inner, urllib3.exceptions.MaxRetryError) or inner.reason is None:
         return error
     return inner.reason.__cause__ if isinstance(inner.reason.__cause__, OSError) else inner.reason
-
-
-def _stays_so(error: BaseException) -> bool:
-    """Return True if retrying cannot reach the endpoint: the certificate or the URL is wrong."""
-    import requests.exceptions
-
-    return isinstance(
-        error,
-        requests.exceptions.SSLError
-        | requests.exceptions.InvalidURL
-        | requests.exceptions.InvalidSchema
-        | requests.exceptions.MissingSchema,
-    )
-
-
-def _kind(error: BaseException) -> type[StoreError]:
-    import google.auth.exceptions
-    import requests.exceptions
-
-    if isinstance(error, google.auth.exceptions.TransportError):
-        return EndpointError
-    if isinstance(error, google.auth.exceptions.GoogleAuthError):
-        # An overloaded metadata server or token service sets `retryable`.
-        return TransientStoreError if error.retryable else CredentialsError
-    if _stays_so(error) or isinstance(error, requests.exceptions.ProxyError | requests.exceptions.ConnectTimeout):
-        return EndpointError
-    if isinstance(error, requests.exceptions.ConnectionError):
-        inner = error.args[0] if error.args else None
-        never = isinstance(inner, urllib3.exceptions.MaxRetryError) and isinstance(
-            inner.reason, urllib3.exceptions.NewConnectionError
-        )
-        return EndpointError if never else TransientStoreError
-    return TransientStoreError
 
 
 def failure_of(
