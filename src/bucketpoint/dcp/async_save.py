@@ -8,13 +8,16 @@ program keeps the error.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
+import inspect
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,6 +42,8 @@ from bucketpoint.staging import Lease, SavingRanks, StagedState, Stager, dead_ch
 from bucketpoint.transfer import Progress
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 _DYING_S = 1.0
 """Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
@@ -229,6 +234,23 @@ class SaveHandle(Future[Metadata]):
             tell(self._on_commit, info)
 
 
+def _raising(begin: Callable[P, SaveHandle]) -> Callable[P, SaveHandle]:
+    """Let a call that begins a save raise the error of a state that cannot be copied. The handle fails with it, too."""
+
+    @functools.wraps(begin)
+    def call(*args: P.args, **kwargs: P.kwargs) -> SaveHandle:
+        handle = begin(*args, **kwargs)
+        # Of a copy that fails beside training only the handle tells, however soon that is.
+        error = handle._refused
+        if error is not None:
+            handle._note_told()
+            raise error
+        return handle
+
+    return call
+
+
+@_raising
 def async_save(
     state_dict: dict[str, Any],
     checkpoint_id: str | os.PathLike[str] | None = None,
@@ -274,43 +296,6 @@ def async_save(
         StagingError: the state cannot be copied. On other ranks the handle raises it: no rank waits for this one.
         InvalidURLError: neither `checkpoint_id` nor the writer names a URL.
         BucketpointError: there are several ranks and no process group; or an argument has a wrong type.
-    """
-    handle = begin_save(
-        state_dict,
-        checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        process_group=process_group,
-        async_checkpointer_type=async_checkpointer_type,
-        async_stager=async_stager,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-        on_commit=on_commit,
-    )
-    # Of a copy that fails beside training only the handle tells, however soon that is.
-    error = handle._refused
-    if error is not None:
-        handle._note_told()
-        raise error
-    return handle
-
-
-def begin_save(
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    *,
-    storage_writer: StorageWriter | None = None,
-    planner: TorchSavePlanner | None = None,
-    process_group: ProcessGroup | None = None,
-    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
-    async_stager: Any = None,
-    no_dist: bool = False,
-    use_collectives: bool = True,
-    on_commit: OnCommit | None = None,
-) -> SaveHandle:
-    """Begin a save as `async_save`, but return a handle if the state cannot be copied, too: `_unstaged` is the error.
-
-    That save fails on all ranks in their first collective. A process that saves alone raises the error instead.
     """
     begun_s = time.monotonic()
     check_types(state=state_dict)
@@ -364,6 +349,12 @@ def begin_save(
     handle._blocked_s = time.monotonic() - begun_s
     upload.add_done_callback(handle._ended)
     return handle
+
+
+begin_save: Callable[..., SaveHandle] = inspect.unwrap(async_save)
+"""`async_save`, but it returns a handle if the state cannot be copied, too: `_unstaged` is the error.
+
+That save fails on all ranks in their first collective. A process that saves alone raises the error instead."""
 
 
 def as_ours(
