@@ -38,27 +38,6 @@ def job_ranks(what: str) -> Ranks:
     return _ranks[world]
 
 
-def state_or_failure(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a state, or one whose save fails on all ranks with the error of this one, for `CheckpointManager.save`."""
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001 (raised by the save, once the other ranks know)
-        return {"failed": _Unmade(error)}
-
-
-class _Unmade:
-    """An object whose state could not be made."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def state_dict(self) -> dict[str, Any]:
-        raise self._error
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise self._error
-
-
 class Saves:
     """Saves in the background with one writer, which keeps its plans and its staging memory.
 

@@ -20,7 +20,7 @@ from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, load, saved_ranks
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
 from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.saves import job_ranks, state_or_failure
+from bucketpoint.integrations.saves import job_ranks
 from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, policy_for
 from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.manager.manager import CheckpointManager
@@ -234,7 +234,7 @@ class BucketTrainerMixin:
                 state["trainer"] = {"state": json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True)}
             return state
 
-        handle = self._manager.save(step, state_or_failure(made), metrics=metrics)
+        handle = self._manager.save(step, made, metrics=metrics)
         if handle is not None:
             concurrent.futures.wait([handle.staged])
             self._saved_step = step

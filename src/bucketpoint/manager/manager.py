@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -149,7 +149,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: dict[str, Any],
+        state: dict[str, Any] | Callable[[], dict[str, Any]],
         *,
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
@@ -159,6 +159,7 @@ class CheckpointManager:
         """Save a state beside training. All ranks. Return None if another save is under way and the policy says skip.
 
         Args:
+            state: the state, or a function that makes it, which is called if a save begins.
             metrics: metrics of this step, as far as they are known. Only the coordinator's are used.
             overwrite: replace a checkpoint of this step.
             kind: `"full"`, of which a job can resume; or `"weights"`, `"export"` or `"emergency"`, which `keep: latest`
@@ -182,7 +183,8 @@ class CheckpointManager:
         call = f"save({step!r})"
 
         def checked() -> int:
-            check_types(state=state)
+            if not callable(state):
+                check_types(state=state)
             return whole_step(step)
 
         step = self._ranks.together(call, checked)

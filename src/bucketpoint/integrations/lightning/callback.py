@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.strategies import BucketStrategy
-from bucketpoint.integrations.saves import state_or_failure
 from bucketpoint.integrations.trainer_policy import fitting_metrics
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
@@ -160,13 +159,14 @@ class BucketCheckpoint(Checkpoint):
         assert self.manager is not None
         step = trainer.global_step
         dump = trainer._checkpoint_connector.dump_checkpoint
-        state = state_or_failure(lambda: trainer.strategy.saved_state(dump(weights_only=False)))
         metrics = self._metrics(trainer)
         validated_step, names = self._validated
         if validated_step != step:
             # Lightning keeps them until the next validation, but they are those of an earlier model.
             metrics = {name: value for name, value in metrics.items() if name not in names}
-        handle = self.manager.save(step, state, metrics=metrics)
+        handle = self.manager.save(
+            step, lambda: trainer.strategy.saved_state(dump(weights_only=False)), metrics=metrics
+        )
         if handle is not None:
             concurrent.futures.wait([handle.staged])
             self._saved_step = step
