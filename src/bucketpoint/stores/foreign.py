@@ -69,6 +69,32 @@ class ErrorRule(NamedTuple):
 RuleKey = str | int | tuple[str | int, Asked]
 """The code of an answer, or its HTTP status; with a kind of request, for answers to such requests only."""
 
+
+def rule_of(kind: type[StoreError], remedy: str | None = None, action: Action | None = None) -> ErrorRule:
+    """Return a rule, by default with the action of its class."""
+    return ErrorRule(kind, kind.action if action is None else action, remedy)
+
+
+def answers(
+    codes: str,
+    kind: type[StoreError],
+    remedy: str | None = None,
+    *,
+    action: Action | None = None,
+    asked: Asked | None = None,
+) -> dict[RuleKey, ErrorRule]:
+    """Return one rule for several answers: a part of a provider's table.
+
+    Args:
+        codes: codes and HTTP statuses, with blanks between them.
+        action: by default that of the class.
+        asked: only in answers to requests of this kind.
+    """
+    names: list[str | int] = [int(code) if code.isdecimal() else code for code in codes.split()]
+    rule = rule_of(kind, remedy, action)
+    return {name if asked is None else (name, asked): rule for name in names}
+
+
 _PROOFS = frozenset({404, 409, 412, 416})
 """Statuses that alone mean a missing, existing, replaced or short object, but not beside a code of another cause."""
 

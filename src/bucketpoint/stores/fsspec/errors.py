@@ -26,7 +26,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.foreign import Asked, ErrorRule, RuleKey, asked_by, find_rule
+from bucketpoint.stores.foreign import Asked, ErrorRule, RuleKey, answers, asked_by, find_rule, rule_of
 from bucketpoint.stores.redact import describe
 
 CHECK_ENDPOINT = "Check the endpoint, the host or the connection string in storage_options, and the network"
@@ -62,113 +62,80 @@ _VAULT = (
     "Check the key in Azure Key Vault that encrypts the account: it must be enabled, and the account's identity needs "
     "get, wrapKey and unwrapKey"
 )
-_FIREWALL = "Assign the role {role} to this identity, and check the firewall of the storage account"
 _DISABLED = "The account or the container is disabled, or is being deleted: ask who administers the storage account"
-_SNAPSHOTS = "Delete the snapshots of the blob first"
 _GLACIER = (
     "The object is in an archive class: restore it with `aws s3api restore-object` (s3:RestoreObject) and try again, "
     "and leave checkpoints out of the lifecycle rule that archives them"
 )
 _KMS = "Check the KMS key of the bucket or of the request: it must be enabled, and allow these credentials to use it"
-_ROLES = {
-    Asked.READ: "Storage Blob Data Reader",
-    Asked.LIST: "Storage Blob Data Reader",
-    Asked.WRITE: "Storage Blob Data Contributor",
-    Asked.DELETE: "Storage Blob Data Contributor",
-}
-_UNAUTHORISED = (
-    "AuthorizationFailure",
-    "AuthorizationPermissionMismatch",
-    "AuthorizationSourceIPMismatch",
-    "InsufficientAccountPermissions",
-    "UnauthorizedBlobOverwrite",
-)
 _CREDENTIALS = "Check the credentials in storage_options"
 
 
-def _rule(kind: type[StoreError], remedy: str | None = None) -> ErrorRule:
-    return ErrorRule(kind, kind.action, remedy)
+def _unauthorised(asked: Asked, role: str) -> dict[RuleKey, ErrorRule]:
+    return answers(
+        "AuthorizationFailure AuthorizationPermissionMismatch AuthorizationSourceIPMismatch "
+        "InsufficientAccountPermissions UnauthorizedBlobOverwrite",
+        AccessDeniedError,
+        f"Assign the role Storage Blob Data {role} to this identity, and check the firewall of the storage account",
+        asked=asked,
+    )
 
 
 # https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and common-rest-api-error-codes; and
 # S3's codes, which s3fs keeps in the cause, where the status alone would mean something else.
 RULES: dict[RuleKey, ErrorRule] = {
-    **dict.fromkeys(
-        ("BlobNotFound", "PathNotFound", "ResourceNotFound", "SourcePathNotFound"), _rule(ObjectNotFoundError)
+    **answers(
+        "BlobNotFound PathNotFound ResourceNotFound SourcePathNotFound NoSuchKey NoSuchVersion NotFound 404",
+        ObjectNotFoundError,
     ),
-    **dict.fromkeys(("ContainerNotFound", "FilesystemNotFound", "NoSuchBucket"), _rule(BucketNotFoundError)),
-    **dict.fromkeys(("NoSuchKey", "NoSuchVersion", "NotFound", 404), _rule(ObjectNotFoundError)),
-    "NoSuchUpload": _rule(UploadNotFoundError),
-    **dict.fromkeys(
-        [
-            (code, Asked.CONDITION)
-            for code in (
-                "BlobAlreadyExists",
-                "ConditionNotMet",
-                "TargetConditionNotMet",
-                "PathAlreadyExists",
-                "PreconditionFailed",
-                "ConditionalRequestConflict",
-                http.client.CONFLICT,
-                http.client.PRECONDITION_FAILED,
-            )
-        ],
-        _rule(PreconditionFailedError),
+    **answers("ContainerNotFound FilesystemNotFound NoSuchBucket", BucketNotFoundError),
+    **answers("NoSuchUpload", UploadNotFoundError),
+    **answers(
+        "BlobAlreadyExists ConditionNotMet TargetConditionNotMet PathAlreadyExists PreconditionFailed "
+        "ConditionalRequestConflict 409 412",
+        PreconditionFailedError,
+        asked=Asked.CONDITION,
     ),
     # The library reads a large blob in pieces, each on the condition that it is the blob of the first.
-    ("ConditionNotMet", Asked.READ): _rule(PreconditionFailedError),
-    **dict.fromkeys(("BlobArchived", "BlobBeingRehydrated"), _rule(StoreError, _ARCHIVED)),
-    "InvalidObjectState": _rule(StoreError, _GLACIER),
-    **dict.fromkeys(
-        (
-            "LeaseIdMissing",
-            "LeaseIdMismatchWithBlobOperation",
-            "LeaseIdMismatchWithContainerOperation",
-            "LeaseLost",
-            "LeaseNotPresentWithBlobOperation",
-        ),
-        _rule(AccessDeniedError, _LEASED),
+    **answers("ConditionNotMet", PreconditionFailedError, asked=Asked.READ),
+    **answers("BlobArchived BlobBeingRehydrated", StoreError, _ARCHIVED),
+    **answers("InvalidObjectState", StoreError, _GLACIER),
+    **answers(
+        "LeaseIdMissing LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation LeaseLost "
+        "LeaseNotPresentWithBlobOperation",
+        AccessDeniedError,
+        _LEASED,
     ),
-    **dict.fromkeys(
-        (
-            "BlobImmutableDueToPolicy",
-            "BlobImmutableDueToLegalHold",
-            "ContainerHasLegalHold",
-            "ContainerImmutabilityPolicyLocked",
-        ),
-        _rule(AccessDeniedError, _IMMUTABLE),
+    **answers(
+        "BlobImmutableDueToPolicy BlobImmutableDueToLegalHold ContainerHasLegalHold ContainerImmutabilityPolicyLocked",
+        AccessDeniedError,
+        _IMMUTABLE,
     ),
-    **dict.fromkeys(
-        ("KeyVaultAccessTokenCannotBeAcquired", "KeyVaultEncryptionKeyNotFound", "KeyVaultVaultNotFound"),
-        _rule(StoreError, _VAULT),
+    **answers(
+        "KeyVaultAccessTokenCannotBeAcquired KeyVaultEncryptionKeyNotFound KeyVaultVaultNotFound", StoreError, _VAULT
     ),
-    **dict.fromkeys(
-        (
-            "KMS.DisabledException",
-            "KMS.InvalidKeyUsageException",
-            "KMS.KMSInvalidStateException",
-            "KMS.NotFoundException",
-            "kms:KeyNotFound",
-        ),
-        _rule(StoreError, _KMS),
+    **answers(
+        "KMS.DisabledException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException KMS.NotFoundException "
+        "kms:KeyNotFound",
+        StoreError,
+        _KMS,
     ),
-    **dict.fromkeys(("AccountIsDisabled", "ContainerDisabled", "ContainerBeingDeleted"), _rule(StoreError, _DISABLED)),
-    "SnapshotsPresent": _rule(StoreError, _SNAPSHOTS),
-    "PendingCopyOperation": _rule(TransientStoreError),
-    **{
-        (code, asked): _rule(AccessDeniedError, _FIREWALL.format(role=role))
-        for code in _UNAUTHORISED
-        for asked, role in _ROLES.items()
-    },
-    **dict.fromkeys(
-        ("AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation"),
-        _rule(CredentialsError, f"{_CREDENTIALS}, the end of a SAS token, and this machine's clock"),
+    **answers("AccountIsDisabled ContainerDisabled ContainerBeingDeleted", StoreError, _DISABLED),
+    **answers("SnapshotsPresent", StoreError, "Delete the snapshots of the blob first"),
+    **answers("PendingCopyOperation", TransientStoreError),
+    **_unauthorised(Asked.READ, "Reader"),
+    **_unauthorised(Asked.LIST, "Reader"),
+    **_unauthorised(Asked.WRITE, "Contributor"),
+    **_unauthorised(Asked.DELETE, "Contributor"),
+    **answers(
+        "AuthenticationFailed InvalidAuthenticationInfo NoAuthenticationInformation",
+        CredentialsError,
+        f"{_CREDENTIALS}, the end of a SAS token, and this machine's clock",
     ),
-    "PublicAccessNotPermitted": _rule(CredentialsError, f"{_CREDENTIALS}: the account refuses anonymous requests"),
-    http.client.UNAUTHORIZED: _rule(CredentialsError, _CREDENTIALS),
-    http.client.FORBIDDEN: _rule(AccessDeniedError),
-    http.client.TOO_MANY_REQUESTS: _rule(ThrottledError),
-    http.client.SERVICE_UNAVAILABLE: _rule(ThrottledError),
+    **answers("PublicAccessNotPermitted", CredentialsError, f"{_CREDENTIALS}: the account refuses anonymous requests"),
+    **answers("401", CredentialsError, _CREDENTIALS),
+    **answers("403", AccessDeniedError),
+    **answers("429 503", ThrottledError),
 }
 
 
@@ -230,22 +197,22 @@ def _rule_for(error: Exception, asked: Collection[Asked]) -> ErrorRule:
     code, status = code_of(error), status_of(error)
     if not code:
         if isinstance(error, FileExistsError):
-            return _rule(PreconditionFailedError)
+            return rule_of(PreconditionFailedError)
         if isinstance(error, _MISSING):
-            return _rule(ObjectNotFoundError)
+            return rule_of(ObjectNotFoundError)
     rule = find_rule(RULES, code, status, asked)
     if rule is not None:
         return rule
     if isinstance(error, PermissionError):
         return RULES[http.client.FORBIDDEN]
     if status is not None and status >= http.client.INTERNAL_SERVER_ERROR:
-        return _rule(TransientStoreError)
+        return rule_of(TransientStoreError)
     chain = list(_chain(error))
     if any(isinstance(one, _UNREACHABLE) or _number(one) in _UNREACHABLE_NUMBERS for one in chain):
-        return _rule(EndpointError, CHECK_ENDPOINT)
+        return rule_of(EndpointError, CHECK_ENDPOINT)
     if status is None and any(isinstance(one, _PASSING) or _number(one) in _PASSING_NUMBERS for one in chain):
-        return _rule(TransientStoreError)
-    return _rule(StoreError)
+        return rule_of(TransientStoreError)
+    return rule_of(StoreError)
 
 
 def _number(error: BaseException) -> int | None:

@@ -30,9 +30,11 @@ from bucketpoint.stores.foreign import (
     ErrorRule,
     ForeignAnswer,
     RuleKey,
+    answers,
     asked_by,
     causes,
     find_rule,
+    rule_of,
     speaks_plainly,
 )
 from bucketpoint.stores.http_body import BrokenBody
@@ -108,52 +110,36 @@ _CSEK = "The object is encrypted with a customer-supplied key, which is not supp
 _PAYER_REMEDY = "The bucket charges the requester: pass requester_pays='the-project-to-charge'"
 
 
-def _rule(kind: type[StoreError], remedy: str | None = None) -> ErrorRule:
-    return ErrorRule(kind, kind.action, _REMEDIES.get(kind) if remedy is None else remedy)
-
-
 # The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
 # (https://cloud.google.com/storage/docs/xml-api/reference-status), which begin with a capital letter; here none does.
 RULES: dict[RuleKey, ErrorRule] = {
-    **dict.fromkeys(("rateLimitExceeded", "userRateLimitExceeded", "quotaExceeded", "slowDown"), _rule(ThrottledError)),
-    **dict.fromkeys(
-        ("authError", "required", "expiredToken", "invalidSecurity", "signatureDoesNotMatch"), _rule(CredentialsError)
+    **answers("rateLimitExceeded userRateLimitExceeded quotaExceeded slowDown 429 503", ThrottledError),
+    **answers(
+        "authError required expiredToken invalidSecurity signatureDoesNotMatch 401",
+        CredentialsError,
+        _REMEDIES[CredentialsError],
     ),
-    "userProjectMissing": _rule(AccessDeniedError, _PAYER_REMEDY),
-    **dict.fromkeys(
-        ("accountDisabled", "userProjectAccountProblem", "accountProblem"), _rule(AccessDeniedError, _BILLING)
+    **answers("userProjectMissing", AccessDeniedError, _PAYER_REMEDY),
+    **answers("accountDisabled userProjectAccountProblem accountProblem", AccessDeniedError, _BILLING),
+    **answers("vpcServiceControls securityPolicyViolated", AccessDeniedError, _PERIMETER),
+    **answers("orgPolicyConstraintFailed", AccessDeniedError, _ORGANISATION),
+    **answers("retentionPolicyNotMet objectUnderActiveHold", AccessDeniedError, _KEPT),
+    **answers(
+        "cloudKmsBadKey cloudKmsDecryptionKeyNotFound cloudKmsDisabledKey cloudKmsEncryptionKeyNotFound "
+        "cloudKmsKeyLocationNotAllowed",
+        StoreError,
+        _KMS,
     ),
-    **dict.fromkeys(("vpcServiceControls", "securityPolicyViolated"), _rule(AccessDeniedError, _PERIMETER)),
-    "orgPolicyConstraintFailed": _rule(AccessDeniedError, _ORGANISATION),
-    **dict.fromkeys(("retentionPolicyNotMet", "objectUnderActiveHold"), _rule(AccessDeniedError, _KEPT)),
-    **dict.fromkeys(
-        (
-            "cloudKmsBadKey",
-            "cloudKmsDecryptionKeyNotFound",
-            "cloudKmsDisabledKey",
-            "cloudKmsEncryptionKeyNotFound",
-            "cloudKmsKeyLocationNotAllowed",
-        ),
-        _rule(StoreError, _KMS),
-    ),
-    "resourceIsEncryptedWithCustomerEncryptionKey": _rule(StoreError, _CSEK),
-    "noSuchBucket": _rule(BucketNotFoundError),
-    **dict.fromkeys(("noSuchKey", "notFound", 404), _rule(ObjectNotFoundError)),
-    "noSuchUpload": _rule(UploadNotFoundError),
-    **dict.fromkeys(("badDigest", "crcMismatch", "invalidDigest"), _rule(CorruptDataError)),
-    **dict.fromkeys(("requestedRangeNotSatisfiable", "invalidRange", 416), _rule(CorruptDataError)),
-    **dict.fromkeys(
-        [(code, Asked.CONDITION) for code in ("conditionNotMet", "preconditionFailed", 412)],
-        _rule(PreconditionFailedError),
-    ),
-    401: _rule(CredentialsError),
-    403: _rule(AccessDeniedError),
-    408: _rule(TransientStoreError),
+    **answers("resourceIsEncryptedWithCustomerEncryptionKey", StoreError, _CSEK),
+    **answers("noSuchBucket", BucketNotFoundError),
+    **answers("noSuchKey notFound 404", ObjectNotFoundError),
+    **answers("noSuchUpload", UploadNotFoundError),
+    **answers("badDigest crcMismatch invalidDigest requestedRangeNotSatisfiable invalidRange 416", CorruptDataError),
+    **answers("conditionNotMet preconditionFailed 412", PreconditionFailedError, asked=Asked.CONDITION),
+    **answers("403", AccessDeniedError, _REMEDIES[AccessDeniedError]),
     # Two requests changed one object at once:
     # https://cloud.google.com/storage/docs/json_api/v1/status-codes#409_Conflict
-    **dict.fromkeys(("conflict", 409), _rule(TransientStoreError)),
-    429: _rule(ThrottledError),
-    503: _rule(ThrottledError),
+    **answers("408 409 conflict", TransientStoreError),
 }
 
 _GENERAL = frozenset({"", "forbidden", "insufficientPermissions", "accessDenied"})
@@ -219,7 +205,7 @@ def _rule_for(error: BaseException) -> ErrorRule:
     if isinstance(error, google_auth.GoogleAuthError) and not isinstance(error, google_auth.TransportError):
         # An overloaded metadata server or token service sets `retryable`.
         if not error.retryable:
-            return _rule(CredentialsError)
+            return RULES[401]
     elif speaks_plainly(error):
         return ErrorRule(EndpointError, Action.FATAL, _PLAIN)
     elif has(ssl.SSLCertVerificationError, FileNotFoundError) or isinstance(
@@ -273,7 +259,7 @@ def failure_of(
     asked = asked_by(known.kind if known is not None else None)
     rule = find_rule(RULES, name, status, (Asked.CONDITION, asked) if conditional else (asked,))
     if rule is None:
-        rule = _rule(TransientStoreError if status >= 500 or status == 200 else StoreError)
+        rule = rule_of(TransientStoreError if status >= 500 or status == 200 else StoreError)
     text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
     if message:
         text += f": {message.rstrip('.')}"

@@ -36,6 +36,7 @@ from bucketpoint.stores.foreign import (
     ErrorRule,
     ForeignAnswer,
     RuleKey,
+    answers,
     asked_by,
     causes,
     find_rule,
@@ -47,7 +48,7 @@ from bucketpoint.stores.redact import describe
 
 T = TypeVar("T")
 
-_RETRY, _THROTTLE, _OUTAGE = Action.RETRY, Action.THROTTLE, Action.OUTAGE
+_RETRY, _OUTAGE = Action.RETRY, Action.OUTAGE
 _REFRESH, _FATAL = Action.REFRESH, Action.FATAL
 
 
@@ -89,106 +90,65 @@ _NO_CREDENTIALS = (
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 RULES: dict[RuleKey, ErrorRule] = {
-    "NoSuchBucket": ErrorRule(BucketNotFoundError, _FATAL),
-    "InvalidBucketName": ErrorRule(
-        StoreError, _FATAL, "Check the bucket's name: S3 allows 3 to 63 lower-case letters, digits, hyphens and dots"
+    **answers("NoSuchBucket NoSuchAccessPoint", BucketNotFoundError),
+    **answers(
+        "InvalidBucketName",
+        StoreError,
+        "Check the bucket's name: S3 allows 3 to 63 lower-case letters, digits, hyphens and dots",
     ),
-    "NoSuchAccessPoint": ErrorRule(BucketNotFoundError, _FATAL),
-    "NoSuchKey": ErrorRule(ObjectNotFoundError, _FATAL),
-    "NoSuchVersion": ErrorRule(ObjectNotFoundError, _FATAL),
-    "NotFound": ErrorRule(ObjectNotFoundError, _FATAL),
+    **answers("NoSuchKey NoSuchVersion NotFound 404", ObjectNotFoundError),
     # Lifecycle rules move objects to such classes: the checkpoint is whole, and can be read once it is restored.
-    "InvalidObjectState": ErrorRule(StoreError, _FATAL, _ARCHIVED),
+    **answers("InvalidObjectState", StoreError, _ARCHIVED),
     # MinIO, for an object under retention.
-    "ObjectLocked": ErrorRule(AccessDeniedError, _FATAL, _LOCKED),
+    **answers("ObjectLocked", AccessDeniedError, _LOCKED),
     # Faults of the key of SSE-KMS, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
     # https://docs.aws.amazon.com/kms/latest/APIReference/API_GenerateDataKey.html#API_GenerateDataKey_Errors
     # https://github.com/minio/minio/blob/master/internal/kms/errors.go
-    "KMS.DisabledException": ErrorRule(StoreError, _FATAL, _KEY),
-    "KMS.InvalidKeyUsageException": ErrorRule(StoreError, _FATAL, _KEY),
-    "KMS.KMSInvalidStateException": ErrorRule(StoreError, _FATAL, _KEY),
-    "KMS.NotFoundException": ErrorRule(StoreError, _FATAL, _KEY),
-    "kms:InvalidCiphertextException": ErrorRule(StoreError, _FATAL, _KEY),
-    "kms:KeyNotFound": ErrorRule(StoreError, _FATAL, _KEY),
     # No AccessDeniedError, which S3 also gives for a missing object where the credentials may not list.
-    "kms:NotAuthorized": ErrorRule(StoreError, _FATAL, _KEY),
-    "NoSuchUpload": ErrorRule(UploadNotFoundError, _FATAL),
-    "AccessDenied": ErrorRule(AccessDeniedError, _FATAL),
-    "AccessDeniedException": ErrorRule(AccessDeniedError, _FATAL),
-    "AllAccessDisabled": ErrorRule(AccessDeniedError, _FATAL),
-    "AccountProblem": ErrorRule(AccessDeniedError, _FATAL),
-    "MethodNotAllowed": ErrorRule(AccessDeniedError, _FATAL),
+    **answers(
+        "KMS.DisabledException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException KMS.NotFoundException "
+        "kms:InvalidCiphertextException kms:KeyNotFound kms:NotAuthorized",
+        StoreError,
+        _KEY,
+    ),
+    **answers("NoSuchUpload", UploadNotFoundError),
+    **answers(
+        "AccessDenied AccessDeniedException AllAccessDisabled AccountProblem MethodNotAllowed 403", AccessDeniedError
+    ),
     # A session that has expired. Refreshed here for credentials that boto3 does not renew by itself: from a file, a
-    # process, a mounted token.
-    "ExpiredToken": ErrorRule(CredentialsError, _REFRESH),
-    "ExpiredTokenException": ErrorRule(CredentialsError, _REFRESH),
-    "TokenRefreshRequired": ErrorRule(CredentialsError, _REFRESH),
-    "InvalidToken": ErrorRule(CredentialsError, _REFRESH),
-    "InvalidClientTokenId": ErrorRule(CredentialsError, _REFRESH),
-    "InvalidAccessKeyId": ErrorRule(CredentialsError, _REFRESH),
-    # versitygw, with status 404.
-    "XAdminUserNotFound": ErrorRule(CredentialsError, _REFRESH),
-    "UnrecognizedClientException": ErrorRule(CredentialsError, _REFRESH),
-    "InvalidSecurity": ErrorRule(CredentialsError, _FATAL),
-    "SignatureDoesNotMatch": ErrorRule(CredentialsError, _FATAL, _SIGNATURE),
-    "MissingSecurityHeader": ErrorRule(CredentialsError, _FATAL),
-    "NotSignedUp": ErrorRule(CredentialsError, _FATAL),
-    "RequestExpired": ErrorRule(CredentialsError, _FATAL, _CLOCK),
-    "RequestTimeTooSkewed": ErrorRule(CredentialsError, _FATAL, _CLOCK),
-    "PermanentRedirect": ErrorRule(WrongRegionError, _FATAL),
-    "TemporaryRedirect": ErrorRule(WrongRegionError, _FATAL),
-    "Redirect": ErrorRule(WrongRegionError, _FATAL),
-    "AuthorizationHeaderMalformed": ErrorRule(WrongRegionError, _FATAL),
-    "IllegalLocationConstraintException": ErrorRule(WrongRegionError, _FATAL),
-    "IncorrectEndpoint": ErrorRule(WrongRegionError, _FATAL),
+    # process, a mounted token. XAdminUserNotFound is versitygw's, with status 404.
+    **answers(
+        "ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken InvalidClientTokenId InvalidAccessKeyId "
+        "UnrecognizedClientException XAdminUserNotFound",
+        CredentialsError,
+        action=_REFRESH,
+    ),
+    **answers("InvalidSecurity MissingSecurityHeader NotSignedUp 401", CredentialsError),
+    **answers("SignatureDoesNotMatch", CredentialsError, _SIGNATURE),
+    **answers("RequestExpired RequestTimeTooSkewed", CredentialsError, _CLOCK),
+    **answers(
+        "PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed IllegalLocationConstraintException "
+        "IncorrectEndpoint 301 307",
+        WrongRegionError,
+    ),
     # Never retried: only the caller, who set the condition, can tell a lost answer from another writer.
-    ("PreconditionFailed", Asked.CONDITION): ErrorRule(PreconditionFailedError, _FATAL),
-    ("ConditionalRequestConflict", Asked.CONDITION): ErrorRule(PreconditionFailedError, _FATAL),
-    "SlowDown": ErrorRule(ThrottledError, _THROTTLE),
-    "SlowDownRead": ErrorRule(ThrottledError, _THROTTLE),
-    "SlowDownWrite": ErrorRule(ThrottledError, _THROTTLE),
-    "ServiceUnavailable": ErrorRule(ThrottledError, _THROTTLE),
-    "Throttling": ErrorRule(ThrottledError, _THROTTLE),
-    "ThrottlingException": ErrorRule(ThrottledError, _THROTTLE),
-    "ThrottledException": ErrorRule(ThrottledError, _THROTTLE),
-    "BandwidthLimitExceeded": ErrorRule(ThrottledError, _THROTTLE),
-    "RequestLimitExceeded": ErrorRule(ThrottledError, _THROTTLE),
-    "RequestThrottled": ErrorRule(ThrottledError, _THROTTLE),
-    "TooManyRequests": ErrorRule(ThrottledError, _THROTTLE),
+    **answers("PreconditionFailed ConditionalRequestConflict 412", PreconditionFailedError, asked=Asked.CONDITION),
+    **answers(
+        "SlowDown SlowDownRead SlowDownWrite ServiceUnavailable Throttling ThrottlingException ThrottledException "
+        "BandwidthLimitExceeded RequestLimitExceeded RequestThrottled TooManyRequests 429 503",
+        ThrottledError,
+    ),
     # Ceph (403), MinIO.
-    "QuotaExceeded": ErrorRule(StoreError, _FATAL, _QUOTA),
-    "XMinioAdminBucketQuotaExceeded": ErrorRule(StoreError, _FATAL, _QUOTA),
-    "XMinioStorageFull": ErrorRule(StoreError, _FATAL, _QUOTA),
-    "EntityTooLarge": ErrorRule(StoreError, _FATAL, _SMALLER),
-    "RequestTimeout": ErrorRule(TransientStoreError, _RETRY),
-    "InternalError": ErrorRule(TransientStoreError, _RETRY),
-    "OperationAborted": ErrorRule(TransientStoreError, _RETRY),
-    "IncompleteBody": ErrorRule(TransientStoreError, _RETRY),
+    **answers("QuotaExceeded XMinioAdminBucketQuotaExceeded XMinioStorageFull", StoreError, _QUOTA),
+    **answers("EntityTooLarge 413", StoreError, _SMALLER),
+    **answers("RequestTimeout InternalError OperationAborted IncompleteBody 408", TransientStoreError),
     # The body was damaged on the way; the store noticed, and stored nothing.
-    "BadDigest": ErrorRule(CorruptDataError, _RETRY),
-    "XAmzContentChecksumMismatch": ErrorRule(CorruptDataError, _RETRY),
-    "XAmzContentSHA256Mismatch": ErrorRule(CorruptDataError, _RETRY),
-    "InvalidDigest": ErrorRule(CorruptDataError, _FATAL),
-    "InvalidChecksum": ErrorRule(CorruptDataError, _FATAL),
-    "InvalidRange": ErrorRule(CorruptDataError, _FATAL),
+    **answers("BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch", CorruptDataError, action=_RETRY),
+    **answers("InvalidDigest InvalidChecksum InvalidRange 416", CorruptDataError),
     # A service other than AWS does not know a condition, a checksum header, or encryption.
-    "NotImplemented": ErrorRule(UnsupportedRequestError, _FATAL),
-    # For unknown codes, and for replies without a code, such as those to HEAD.
-    301: ErrorRule(WrongRegionError, _FATAL),
-    307: ErrorRule(WrongRegionError, _FATAL),
-    401: ErrorRule(CredentialsError, _FATAL),
-    403: ErrorRule(AccessDeniedError, _FATAL),
-    404: ErrorRule(ObjectNotFoundError, _FATAL),
-    408: ErrorRule(TransientStoreError, _RETRY),
-    (412, Asked.CONDITION): ErrorRule(PreconditionFailedError, _FATAL),
-    413: ErrorRule(StoreError, _FATAL, _SMALLER),
-    416: ErrorRule(CorruptDataError, _FATAL),
-    429: ErrorRule(ThrottledError, _THROTTLE),
-    501: ErrorRule(UnsupportedRequestError, _FATAL),
+    **answers("NotImplemented 501", UnsupportedRequestError),
     # A proxy that does not reach the store.
-    502: ErrorRule(TransientStoreError, _OUTAGE),
-    503: ErrorRule(ThrottledError, _THROTTLE),
-    504: ErrorRule(TransientStoreError, _OUTAGE),
+    **answers("502 504", TransientStoreError, action=_OUTAGE),
 }
 
 
