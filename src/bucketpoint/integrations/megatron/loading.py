@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -19,9 +18,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from bucketpoint.dcp import BucketReader
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.planning.agreement import CommitRead, refuse_two_commits
-from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
 from bucketpoint.integrations.megatron.stand_in import url_of
+from bucketpoint.integrations.saves import job_ranks
 
 COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """Name of the item that holds all values of a state that are not sharded."""
@@ -55,29 +54,16 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
             BucketpointError: the error of the first rank that cannot read the item, on all ranks.
         """
         self._commits = {}
+        call = "the load of a checkpoint"
         try:
-            item = None
-            failure: BucketpointError | None = None
-            try:
-                item = self.load_common_item(checkpoint_dir)
-            except BucketpointError as error:
-                failure = error
-            self._agree(failure, url_of(checkpoint_dir))
-            assert item is not None
+            ranks = job_ranks(call)
+            item = ranks.together(call, lambda: self.load_common_item(checkpoint_dir))
+            mine = next(iter(self._commits.values()), None)
+            read = {0: ranks.shared(0, mine, call), ranks.rank: mine}
+            ranks.together(call, lambda: refuse_two_commits(read, url_of(checkpoint_dir)))
             yield item
         finally:
             self._commits = None
-
-    def _agree(self, failure: BucketpointError | None, url: str) -> None:
-        """Raise on all ranks if one has failed, or if they have read different commits."""
-        stated: list[Any] = [(next(iter((self._commits or {}).values()), None), failure)]
-        if is_initialized():
-            own, stated = stated[0], [None] * dist.get_world_size()
-            dist.all_gather_object(stated, own)
-        failure = failure or next((error for _, error in stated if error is not None), None)
-        if failure is not None:
-            raise failure
-        refuse_two_commits({rank: commit for rank, (commit, _) in enumerate(stated)}, url)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
         """Load the sharded part of a state into its tensors, and return it. Each rank by itself."""
