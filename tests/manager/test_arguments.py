@@ -13,7 +13,7 @@ import torch
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep
-from manager.manager_scenarios import policy, state
+from manager.manager_scenarios import policy, state, value_of
 
 pytestmark = pytest.mark.contract
 
@@ -107,3 +107,15 @@ def test_an_argument_of_a_wrong_type_is_named(root: str) -> None:
         for call in (lambda: manager.save(1, model), lambda: manager.restore(model)):
             with pytest.raises(BucketpointError, match=r"state must be a dict, .*, not Linear"):
                 call()
+
+
+def test_saves_the_state_that_a_function_makes(root: str) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(1, lambda: state(1))
+        manager.wait()
+        with pytest.raises(ZeroDivisionError):
+            manager.save(2, lambda: {"w": 1 / 0})
+        assert manager.steps() == [1]
+        target = state(0)
+        manager.restore(target)
+        assert value_of(target) == 1

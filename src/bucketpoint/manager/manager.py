@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import logging
 import os
 import threading
@@ -183,7 +184,7 @@ class CheckpointManager:
         call = f"save({step!r})"
 
         def checked() -> int:
-            if not callable(state):
+            if not inspect.isroutine(state):
                 check_types(state=state)
             return whole_step(step)
 
