@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tests.simulation.bucket import URL, Bucket, View
+from tests.simulation.bucket import URL, Bucket, Refusal, View
 from tests.simulation.facts import Op, Pinned
 from tests.simulation.oracle import OPTIM_ADDS, Oracle
-from tests.simulation.ranks import CollectiveError, Meeting, save_on_rank
+from tests.simulation.ranks import CollectiveError, Meeting, load_on_rank, save_on_rank, values_in
 from tests.simulation.scheduler import KilledError, Process, Scheduler, here
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint.catalog import notes
+from bucketpoint.catalog import latest_checkpoint, notes
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.prune_worker import prune_by, worker_of
 from bucketpoint.catalog.deletion.sweep import sweep
@@ -28,9 +28,10 @@ from bucketpoint.convert.pipeline import ConvertOptions, plan_conversion, run_co
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
-from bucketpoint.errors import BucketpointError, CorruptDataError, StoreError
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
+from bucketpoint.staging import SavingRanks
 from bucketpoint.transfer import TransferOptions
 
 IN_PARTS = TransferOptions(part_bytes=1 << 20, single_put_bytes=1)
@@ -142,6 +143,7 @@ class Running:
         slow: float = 0.0,
         slow_end: bool = False,
         discards: tuple[int, ...] = (),
+        ended: bool = False,
     ) -> None:
         url = f"{URL}/{root}/step-{step}"
         value = self.world.next_value()
@@ -151,9 +153,11 @@ class Running:
             how,
             *([] if collectives else ["no collectives"]),
             *(["overwrite"] if overwrite else []),
+            *(["its group has ended"] if ended else []),
         ]
         text = f"{url} ({', '.join(said)})"
-        facts = {"discards": frozenset(discards), "rolled_back_to": self.rolled_back_to}
+        parts_of = ranks if collectives else 0
+        facts = {"discards": frozenset(discards), "rolled_back_to": self.rolled_back_to, "parts": parts_of}
         with self.op("save", text, overwrite=overwrite, value=value, policy=policy, **facts) as op:
             if how == "manager":
                 assert policy is not None
@@ -163,25 +167,39 @@ class Running:
                 return
             meeting = Meeting(self.processes)
             make = functools.partial(self._writer, root, how, policy, overwrite, parts)
-            found = here()
-            assert found is not None
-            scheduler = found[0]
             tokens: dict[int, str] = {}
-            work = [
-                functools.partial(save_on_rank, rank, meeting, url, value, make, collectives, (slow, slow_end), tokens)
-                for rank in range(ranks)
-            ]
-            others = []
-            for rank in range(1, ranks):
-                if not self.processes[rank].dead:
-                    others.append(scheduler.spawn(self.processes[rank], f"{self.actor.name}.{rank}", work[rank], op))
-            work[0]()
-            if not collectives and others:
-                scheduler.wait(found[1], lambda: all(task.ended for task in others))
-                if any(task.error is not None for task in others):
-                    raise CollectiveError("a rank failed")
+
+            def work(rank: int) -> None:
+                slowly = (slow, slow_end)
+                if ended:
+                    # DCP takes each rank for the only one.
+                    alone, make_alone = (
+                        Meeting([self.processes[rank]], part=rank),
+                        functools.partial(_ended, make, ranks),
+                    )
+                    save_on_rank(0, alone, url, value, make_alone, collectives, slowly, {} if rank else tokens)
+                else:
+                    save_on_rank(rank, meeting, url, value, make, collectives, slowly, tokens)
+
+            self._on_all_ranks(op, work, together=collectives)
             with self._judged():
                 self.world.oracle.saved(op, set(tokens.values()) if not collectives else [tokens[0]])
+
+    def _on_all_ranks(self, op: Op, work: Callable[[int], None], *, together: bool) -> None:
+        """Call `work` on each rank. Ranks that do not work `together` are waited for."""
+        found = here()
+        assert found is not None
+        scheduler, task = found
+        others = [
+            scheduler.spawn(process, process.name, functools.partial(work, rank), op)
+            for rank, process in enumerate(self.processes)
+            if rank and not process.dead
+        ]
+        work(0)
+        if not together and others:
+            scheduler.wait(task, lambda: all(other.ended for other in others))
+            if any(other.error is not None for other in others):
+                raise CollectiveError("a rank failed")
 
     def _managed(self, root: str, step: int, policy: RetentionPolicy, overwrite: bool, newer: str, value: float) -> str:
         """Save through this process's manager of the run, and wait for it. Returns the token."""
@@ -221,6 +239,9 @@ class Running:
             state = {"model": {"w0": torch.zeros(3)}, "optim": {"m0": torch.zeros(2)}}
             restored = self._manager(root, policy).restore(state, which, rollback=rollback)
             self.rolled_back_to = restored.step if restored is not None and rollback else None
+            if which == "latest":
+                with self._judged():
+                    self.world.oracle.restored(op, root, restored.step if restored is not None else -1)
             if restored is not None:
                 op.text += f" -> {restored.step}"
                 optim = [number - OPTIM_ADDS for number in state["optim"]["m0"].tolist()]
@@ -335,6 +356,21 @@ class Running:
                 with contextlib.suppress(StoreError):
                     notes.release(catalog, step, name.replace("/", "-"))
 
+    def load_together(self, number: int, root: str, step: int | None = None) -> None:
+        """Read a step, or what each rank takes for the newest one, on all ranks."""
+        with self.op("load", f"{root} {step or 'the newest'} on {len(self.processes)} ranks") as op:
+            meeting, values = Meeting(self.processes), list[float]()
+
+            def find() -> str:
+                newest = f"{URL}/{root}/step-{step}" if step else latest_checkpoint(f"{URL}/{root}")
+                if newest is None:
+                    raise CheckpointNotFoundError("there is none")
+                return newest
+
+            self._on_all_ranks(op, lambda rank: load_on_rank(rank, meeting, find, values), together=True)
+            with self._judged():
+                self.world.oracle.loaded(op, values)
+
     @staticmethod
     def _values(url: str) -> list[float]:
         """All that a checkpoint holds, through the reader that loads use."""
@@ -352,8 +388,7 @@ class Running:
         except CheckpointException as raised:
             error = as_ours(raised, url, "The load")
             raise error from raised
-        less = {name: OPTIM_ADDS if name.startswith("optim") else 0.0 for name in state}
-        return [number - less[name] for name, tensor in state.items() for number in tensor.tolist()]
+        return values_in(state)
 
     # -- by hand -------------------------------------------------------------------------------------------------------
 
@@ -369,11 +404,23 @@ class Running:
             view = self.world.view
             view.delete([info.key for info in view.list(f"{root}/step-{step}/{only}")])
 
+    def refuse(self, number: int, prefix: str, seconds: float, status: int, code: str) -> None:
+        """A lifecycle rule archives objects, somebody changes their rights, or the store is overloaded: for a while."""
+        bucket = self.world.bucket
+        bucket.refusals.append(Refusal(prefix, bucket.clock() + seconds, status, code))
+
     def plant(self, number: int, key: str) -> None:
         """Somebody puts a file of their own into a checkpoint's folder."""
         with self.op("plant", key):
             self.world.view.put(key, [memoryview(b"not yours")])
             self.world.oracle.planted.add(key)
+
+
+def _ended(make: Callable[[], BucketWriter], ranks: int) -> BucketWriter:
+    """Make the writer of a rank whose state was staged by one of several, and whose process group has ended since."""
+    writer = make()
+    writer._ranks = lambda: SavingRanks(ranks)  # type: ignore[method-assign]
+    return writer
 
 
 def _silent(progress: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import botocore.exceptions as boto
 from tests.simulation.scheduler import here
 
 from bucketpoint.errors import (
@@ -16,6 +17,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, retry
+from bucketpoint.stores.s3 import errors
 
 T = TypeVar("T")
 
@@ -38,6 +40,15 @@ class Upload:
     parts: dict[int, bytes] = field(default_factory=dict)
 
 
+class Refusal(NamedTuple):
+    """The answer to all reads of objects below `prefix` before the time `until`."""
+
+    prefix: str
+    until: float
+    status: int
+    code: str
+
+
 @dataclass
 class Bucket:
     """Objects and open uploads. `changed(op, key, before, after)` is told of each change."""
@@ -54,6 +65,7 @@ class Bucket:
     """Whether the reply to a write contains the time of the object."""
     objects: dict[str, Held] = field(default_factory=dict)
     uploads: dict[str, Upload] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
     numbers: int = 0
 
     def info(self, key: str) -> ObjectInfo:
@@ -65,6 +77,14 @@ class Bucket:
         if held is None:
             raise ObjectNotFoundError("no such key", key=key)
         return held
+
+    def read(self, key: str) -> Held:
+        """Return an object for a read of its bytes, which the store may refuse for a while."""
+        for one in self.refusals:
+            if key.startswith(one.prefix) and self.clock() < one.until:
+                reply = {"Error": {"Code": one.code}, "ResponseMetadata": {"HTTPStatusCode": one.status}}
+                raise errors.translate(boto.ClientError(reply, "GetObject"), "GetObject", f"{URL}/{key}")  # type: ignore[arg-type]
+        return self.there(key)
 
     def put(self, op: Any, key: str, data: bytes, etag: str | None = None) -> ObjectInfo:
         before = self.objects.get(key)
@@ -136,7 +156,7 @@ class View:
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         def act(op: Any) -> tuple[bytes, ObjectInfo]:
-            held = self.bucket.there(key)
+            held = self.bucket.read(key)
             if max_bytes is not None and len(held.data) > max_bytes:
                 raise CorruptDataError("too large", key=key)
             return (held.data if first is None else held.data[:first]), self.bucket.info(key)
@@ -145,7 +165,7 @@ class View:
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], *, if_match: str | None = None) -> None:
         def act(op: Any) -> bytes:
-            held = self.bucket.there(key)
+            held = self.bucket.read(key)
             if if_match is not None and held.etag != if_match:
                 raise PreconditionFailedError("it is another", key=key)
             return held.data
@@ -239,7 +259,7 @@ class View:
 
     def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
         def act(op: Any) -> ObjectInfo:
-            held = self.bucket.there(source.key)
+            held = self.bucket.read(source.key)
             if source.etag is not None and held.etag != source.etag:
                 raise PreconditionFailedError("it is another", key=source.key)
             return self.bucket.put(op, target, held.data)

@@ -33,6 +33,8 @@ class Op:
     rolled_back_to: int | None = None
     wanted: int | None = None
     asked: int = 0
+    parts: int = 0
+    """Ranks whose parts of the state its commit must hold."""
     at: float | None = None
     """The true time of its first change."""
 

@@ -17,9 +17,12 @@ from bucketpoint.catalog.deletion import delete as deletion
 from bucketpoint.catalog.deletion import fence, folder_sweep, pruner
 from bucketpoint.catalog.deletion import sweep as sweeping
 from bucketpoint.catalog.snapshot import Attempt, Snapshot
+from bucketpoint.dcp import process_groups, reader
 from bucketpoint.dcp.saving import commit, commit_put
+from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.stores.retry import Budget
+from bucketpoint.stores.s3 import errors
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ def _under_way(snapshot: Snapshot) -> list[Attempt]:
     return [one for one in snapshot.attempts if one.is_live(snapshot.taken)]
 
 
+def _as_a_condition(*given: Any) -> Exception:
+    return PreconditionFailedError("refused")
+
+
 def _by_its_own_clock(self: Catalog, written: Any) -> Catalog:
     return replace(self, now=self.clock())
 
@@ -97,6 +104,9 @@ GUARDS: dict[str, Guard] = {
     "commit that a record names": Guard(_replaced(pruner, "absent", lambda *given, **named: ([], False)), "removed"),
     "metrics of a commit": Guard(_replaced(catalog_keys, "token_named", lambda metric: None), "measured_again"),
     "claims are not withdrawn": Guard(_replaced(pruner, "still_goes", _may_withdraw(pruner.still_goes)), "held"),
+    "one commit on all ranks": Guard(_replaced(reader, "agree_on_commit", lambda plans, url: plans), "loads"),
+    "ranks that staged the state": Guard(_replaced(process_groups, "refuse_other_ranks", lambda *given: None), "ended"),
+    "a refusal is no damage": Guard(_replaced(errors, "translate", _as_a_condition), "refused"),
 }
 
 

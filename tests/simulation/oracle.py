@@ -124,6 +124,10 @@ class Oracle:
         if was is not None and now.id == was.id:
             # Thinned: whoever saw it whole saw this one.
             now = replace(now, seq=was.seq)
+        if op.kind == "save" and (was is None or now.id != was.id):
+            missing = {f"model.w{rank}" for rank in range(op.parts)} - {fqn for fqn, *_ in now.values}
+            if missing:
+                raise ViolationError("part", f"{op} committed {key} without {sorted(missing)}")
         self.live[key] = now
         for name in now.names:
             self.named.setdefault(name, set()).add(key)
@@ -373,6 +377,13 @@ class Oracle:
         found = set(values)
         if len(found) > 1:
             raise ViolationError("mixed load", f"{op} loaded {sorted(found)}")
+
+    def restored(self, op: Op, root: str, step: int) -> None:
+        """A job goes on from `step`: no newer checkpoint that is whole, and was all the while, may be passed over."""
+        for one in self._of_root(root):
+            there = one.kind == "full" and one.seq <= op.asked and self._is_whole(one) and not self._given_up(op, one)
+            if there and one.step is not None and one.step > step:
+                raise ViolationError("passed over", f"{op} passes over step {one.step}, which is whole")
 
     def not_loaded(self, op: Op, prefix: str, before: Commit | None, error: BaseException) -> None:
         """An actor could not load the checkpoint that was there `before`, before it looked."""

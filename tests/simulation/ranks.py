@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from tests.simulation.oracle import OPTIM_ADDS
 from tests.simulation.scheduler import Process, here
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from bucketpoint.dcp import BucketWriter
+from bucketpoint.dcp import BucketReader, BucketWriter
 
 COLLECTIVE_S = 5 * 86400.0
 """After which a rank gives up waiting for the others: torch's process groups may be told to wait for days."""
@@ -28,6 +28,8 @@ class Meeting:
     processes: list[Process]
     there: dict[tuple[str, int], tuple[bool, Any]] = field(default_factory=dict)
     answers: dict[str, tuple[bool, Any]] = field(default_factory=dict)
+    part: int | None = None
+    """The rank whose part of the state is saved, where its group has ended and it is alone."""
 
     def all_there(self, phase: str) -> bool:
         # Of a process that is gone the others are told at once.
@@ -81,9 +83,10 @@ def save_on_rank(
     scheduler, task = found
     writer = make()
     planner = DefaultSavePlanner()
+    part = rank if meeting.part is None else meeting.part
     state = {
-        "model": {f"w{rank}": torch.full((3,), value)},
-        "optim": {f"m{rank}": torch.full((2,), value + OPTIM_ADDS)},
+        "model": {f"w{part}": torch.full((3,), value)},
+        "optim": {f"m{part}": torch.full((2,), value + OPTIM_ADDS)},
     }
     writer.reset(url)
     metadata: list[Any] = []
@@ -117,3 +120,30 @@ def save_on_rank(
         return
     plans = meeting.meet(rank, "plan", local_step, global_step)
     meeting.meet(rank, "write", lambda: write_data(plans[rank]), finish)
+
+
+def load_on_rank(rank: int, meeting: Meeting, find: Callable[[], str], values: list[float]) -> None:
+    """As `torch.distributed.checkpoint.state_dict_loader` goes about it. `values` receives all that this rank loads."""
+    reader, planner, state = BucketReader(progress=lambda _: None), DefaultLoadPlanner(), dict[str, Any]()
+
+    def local_step() -> Any:
+        reader.reset(find())
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, rank == 0, rank=rank)
+        entries = metadata.state_dict_metadata.items()
+        state.update({name: torch.zeros(entry.size) for name, entry in entries if hasattr(entry, "size")})
+        planner.set_up_planner(state, metadata, rank == 0)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    def global_step(plans: list[Any]) -> Any:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    plans = meeting.meet(rank, "plan", local_step, global_step)
+    meeting.meet(rank, "read", lambda: reader.read_data(planner.finish_plan(plans[rank]), planner).wait(), len)
+    values += values_in(state)
+
+
+def values_in(state: dict[str, Any]) -> list[float]:
+    """Return the number that each element of a loaded state was made from."""
+    less = {name: OPTIM_ADDS if name.startswith("optim") else 0.0 for name in state}
+    return [number - less[name] for name, tensor in state.items() for number in tensor.tolist()]

@@ -347,6 +347,54 @@ def wrong_clocks(rng: random.Random) -> Scenario:
     return Scenario("wrong clocks", setup, (saver, reader, pruner, sweeper), policy=rule, chances=chances)
 
 
+def loads(rng: random.Random) -> Scenario:
+    """Ranks that load together, beside jobs that commit and prune."""
+    rule = policy(rng.choice([1, 2]), rng.choice([0.0, 60.0]))
+    step = rng.choice([None, 300, 300])
+    load = ("load_together", {"root": RUN, "step": step})
+    loader = Actor("loader", (_sleep(rng.choice([0.0, 0.3, 1.0])), load, _sleep(1.0), load), rng.choice([2, 3]))
+    save = _save(RUN, rng.choice([step or 400, 400]), **_how(rng, rule))
+    saver = Actor("saver", (save, *((save,) if rng.random() < 0.5 else ())), rng.choice([1, 1, 2]), _skews(rng, 2))
+    pruner = Actor("pruner", (_sleep(rng.choice([0.5, 1.5])), _prune(rule), _sleep(60.0), _prune(rule)))
+    chances = Chances(rng.choice([0.3, 0.7]), rng.choice([0.0, 0.02]))
+    return Scenario("loads", _saves(RUN, 100, 200, 300), (loader, saver, pruner), policy=rule, chances=chances)
+
+
+def ended(rng: random.Random) -> Scenario:
+    """Ranks whose process group ends before their save does, so that each of them plans alone."""
+    rule = policy(rng.choice([1, 2]), rng.choice([0.0, 60.0]))
+    given = {"how": rng.choice(["plain", "log"]), "ended": True}
+    job = Actor("job", (_save(RUN, 400, how="log"), _save(RUN, rng.choice([400, 500]), **given)), 2, _skews(rng, 2))
+    pruner = Actor("pruner", (_sleep(rng.choice([1.0, 2.0])), _prune(rule), _sleep(60.0), _prune(rule)))
+    return Scenario("ended", _saves(RUN, 100, 200, 300), (job, pruner), policy=rule)
+
+
+def refused(rng: random.Random) -> Scenario:
+    """A store that refuses reads of a checkpoint for a while: jobs go on, and a pruner comes by."""
+    rule = policy(rng.choice([1, 2]), rng.choice([0.0, 60.0]))
+    step = rng.choice([200, 300, 300])
+    below = rng.choice(["/data/", "/data/", "/.metadata", "/", ""])
+    status, code = rng.choice(
+        [(403, "InvalidObjectState"), (403, "AccessDenied"), (409, "BlobArchived"), (503, "SlowDown"), (403, "")]
+    )
+    refusal = {"seconds": rng.choice([30.0, 300.0, 3600.0, 86400.0]), "status": status, "code": code}
+    person = Actor(
+        "person", (_sleep(rng.choice([0.0, 1.0])), ("refuse", {"prefix": f"{RUN}/step-{step}{below}", **refusal}))
+    )
+
+    def job(name: str, pause: float) -> Actor:
+        save = _save(RUN, rng.choice([300, 400]), how="manager", policy=rule, overwrite=False)
+        return Actor(name, (_sleep(pause), ("restore", {"root": RUN, "policy": rule}), save, save), 1, _skews(rng))
+
+    jobs = (job("job-1", 1.5), job("job-2", rng.choice([20.0, 400.0, 4000.0])))
+    pruner = Actor("pruner", (_sleep(rng.choice([2.0, 100.0])), _prune(rule), _sleep(200.0), _prune(rule)))
+    reader = Actor("reader", (_sleep(2.0), ("load", {"root": RUN, "step": step})))
+    chances = Chances(0.3, rng.choice([0.0, 0.02]))
+    return Scenario(
+        "refused", _saves(RUN, 100, 200, 300), (person, *jobs, pruner, reader), policy=rule, chances=chances
+    )
+
+
 def mixture(rng: random.Random) -> Scenario:
     """Everybody at once."""
     rule = _rule(rng)
@@ -453,6 +501,9 @@ FAMILIES: tuple[tuple[Family, int], ...] = (
     (removed, 1),
     (measured_again, 1),
     (wrong_clocks, 2),
+    (loads, 1),
+    (ended, 1),
+    (refused, 1),
     (mixture, 6),
 )
 
