@@ -58,6 +58,22 @@ def asked_by(kind: str | None) -> Asked:
     return Asked.DELETE if kind == "delete" else Asked.WRITE
 
 
+class Operation(NamedTuple):
+    """An operation that a store calls.
+
+    Attributes:
+        kind: kind of its requests, of `retry.KINDS`.
+        right: permission that it needs, for messages.
+        replies: elements in which an XML answer is, or a field that each JSON answer has; empty if there is neither.
+        role: role in `policies/` that has the permission.
+    """
+
+    kind: str
+    right: str
+    replies: tuple[str, ...] = ()
+    role: str = "trainer"
+
+
 class ErrorRule(NamedTuple):
     """Classification of a failure: error class, retry action, remedy."""
 

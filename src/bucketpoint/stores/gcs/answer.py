@@ -65,7 +65,7 @@ def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str 
         return "its body is not an error of GCS" if html or (status == 404 and not body) else None
     if operation == "upload part":
         return None if headers.get("etag") and not body else "it is not the answer to a part"
-    expected = OPERATIONS[operation].answer if operation in OPERATIONS else None
+    expected = next(iter(OPERATIONS[operation].replies), None) if operation in OPERATIONS else None
     if expected is not None and expected[0].isupper():
         return None if root in (expected, "Error") else f"its body is no {expected}"
     if operation == "a batch of objects.delete":

@@ -7,7 +7,7 @@ import json
 import ssl
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import urllib3.exceptions
 
@@ -29,6 +29,7 @@ from bucketpoint.stores.foreign import (
     Asked,
     ErrorRule,
     ForeignAnswer,
+    Operation,
     RuleKey,
     answers,
     asked_by,
@@ -57,20 +58,6 @@ _REMEDIES: dict[type[StoreError], str] = {
 _PLAIN = "The server answers without TLS: write endpoint_url with http://, or name its port for https"
 
 
-class Operation(NamedTuple):
-    """An operation of the JSON or the XML API that the store calls.
-
-    Attributes:
-        kind: kind of its requests, of `retry.KINDS`. The service describes an object in reply to a GET as well.
-        right: permissions that it needs, for messages.
-        answer: a field that each JSON answer has, or the element in which the XML answer is.
-    """
-
-    kind: str
-    right: str
-    answer: str | None = None
-
-
 _CREATE = "storage.objects.create, and storage.objects.delete where it replaces an object"
 _COPY = f"storage.objects.get, {_CREATE}"
 _UPLOAD = "storage.multipartUploads.create and storage.objects.create"
@@ -78,20 +65,21 @@ _UPLOAD = "storage.multipartUploads.create and storage.objects.create"
 # https://cloud.google.com/storage/docs/access-control/iam-json and
 # https://cloud.google.com/storage/docs/access-control/iam-xml
 OPERATIONS: dict[str, Operation] = {
+    # The service describes an object in reply to a GET as well.
     "buckets.get": Operation("get", "storage.buckets.get"),
-    "objects.insert": Operation("put", _CREATE, "generation"),
-    "objects.compose": Operation("complete_multipart", _COPY, "generation"),
-    "objects.rewrite": Operation("copy", _COPY, "done"),
-    "objects.get": Operation("get", "storage.objects.get", "generation"),
-    "objects.list": Operation("list", "storage.objects.list", "kind"),
+    "objects.insert": Operation("put", _CREATE, ("generation",)),
+    "objects.compose": Operation("complete_multipart", _COPY, ("generation",)),
+    "objects.rewrite": Operation("copy", _COPY, ("done",)),
+    "objects.get": Operation("get", "storage.objects.get", ("generation",)),
+    "objects.list": Operation("list", "storage.objects.list", ("kind",)),
     "objects.delete": Operation("delete", "storage.objects.delete"),
     "a batch of objects.delete": Operation("delete", "storage.objects.delete"),
-    "create multipart upload": Operation("create_multipart", _UPLOAD, "InitiateMultipartUploadResult"),
+    "create multipart upload": Operation("create_multipart", _UPLOAD, ("InitiateMultipartUploadResult",)),
     "upload part": Operation("put_part", _UPLOAD),
-    "complete multipart upload": Operation("complete_multipart", _UPLOAD, "CompleteMultipartUploadResult"),
+    "complete multipart upload": Operation("complete_multipart", _UPLOAD, ("CompleteMultipartUploadResult",)),
     "abort multipart upload": Operation("abort_multipart", "storage.multipartUploads.abort"),
     "list multipart uploads": Operation(
-        "list_multipart", "storage.multipartUploads.list", "ListMultipartUploadsResult"
+        "list_multipart", "storage.multipartUploads.list", ("ListMultipartUploadsResult",)
     ),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import botocore.exceptions as boto
 import botocore.parsers
@@ -35,6 +35,7 @@ from bucketpoint.stores.foreign import (
     Asked,
     ErrorRule,
     ForeignAnswer,
+    Operation,
     RuleKey,
     answers,
     asked_by,
@@ -152,22 +153,6 @@ RULES: dict[RuleKey, ErrorRule] = {
 }
 
 
-class Operation(NamedTuple):
-    """An operation of the API that the store calls.
-
-    Attributes:
-        kind: kind of its requests, of `retry.KINDS`.
-        right: permission that it needs.
-        role: role in `policies/` that has the permission.
-        roots: elements in which the answer is; none if a success has no XML.
-    """
-
-    kind: str
-    right: str
-    role: str = "trainer"
-    roots: tuple[str, ...] = ()
-
-
 _COPIES = "s3:GetObject for what is copied and s3:PutObject for the copy"
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
@@ -175,21 +160,21 @@ _COPIES = "s3:GetObject for what is copied and s3:PutObject for the copy"
 OPERATIONS: dict[str, Operation] = {
     "AbortMultipartUpload": Operation("abort_multipart", "s3:AbortMultipartUpload"),
     "CompleteMultipartUpload": Operation(
-        "complete_multipart", "s3:PutObject", roots=("CompleteMultipartUploadResult",)
+        "complete_multipart", "s3:PutObject", replies=("CompleteMultipartUploadResult",)
     ),
-    "CopyObject": Operation("copy", _COPIES, roots=("CopyObjectResult",)),
-    "CreateMultipartUpload": Operation("create_multipart", "s3:PutObject", roots=("InitiateMultipartUploadResult",)),
-    "DeleteObject": Operation("delete", "s3:DeleteObject, and s3:GetObject where it names an ETag", "pruner"),
-    "DeleteObjects": Operation("delete", "s3:DeleteObject", "pruner", ("DeleteResult",)),
+    "CopyObject": Operation("copy", _COPIES, replies=("CopyObjectResult",)),
+    "CreateMultipartUpload": Operation("create_multipart", "s3:PutObject", replies=("InitiateMultipartUploadResult",)),
+    "DeleteObject": Operation("delete", "s3:DeleteObject, and s3:GetObject where it names an ETag", role="pruner"),
+    "DeleteObjects": Operation("delete", "s3:DeleteObject", ("DeleteResult",), "pruner"),
     "GetObject": Operation("get", "s3:GetObject"),
     "HeadObject": Operation("head", "s3:GetObject"),
     "ListMultipartUploads": Operation(
-        "list_multipart", "s3:ListBucketMultipartUploads", "pruner", ("ListMultipartUploadsResult",)
+        "list_multipart", "s3:ListBucketMultipartUploads", ("ListMultipartUploadsResult",), "pruner"
     ),
-    "ListObjectsV2": Operation("list", "s3:ListBucket", "reader", ("ListBucketResult",)),
+    "ListObjectsV2": Operation("list", "s3:ListBucket", ("ListBucketResult",), "reader"),
     "PutObject": Operation("put", "s3:PutObject"),
     "UploadPart": Operation("put_part", "s3:PutObject"),
-    "UploadPartCopy": Operation("copy", _COPIES, roots=("CopyPartResult", "CopyObjectResult")),
+    "UploadPartCopy": Operation("copy", _COPIES, replies=("CopyPartResult", "CopyObjectResult")),
 }
 
 _UNTOLD = "Without s3:ListBucket the store gives the same answer for a missing object"
@@ -332,7 +317,7 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
     if rule.remedy is not None:
         return rule.remedy
     if rule.kind is AccessDeniedError and operation in OPERATIONS:
-        _, right, role, _ = OPERATIONS[operation]
+        _, right, _, role = OPERATIONS[operation]
         granted = f"policies/aws/{role}.json and policies/minio/{role}.json grant it to a {role}"
         more = _UNTOLD if right == "s3:GetObject" else granted
         return f"This request needs the permission {right}. {more}"

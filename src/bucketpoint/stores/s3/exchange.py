@@ -101,7 +101,7 @@ class S3Exchange:
 
 def _success_reason(operation: str, headers: Mapping[str, str], body: bytes | None) -> str | None:
     known = OPERATIONS.get(operation)
-    reads, roots = (known.kind in ("get", "head"), known.roots) if known is not None else (False, ())
+    reads, roots = (known.kind in ("get", "head"), known.replies) if known is not None else (False, ())
     if (reads or operation in _WRITES) and not headers.get("etag"):
         return "it has no ETag"
     if reads and _ID not in headers and "html" in headers.get("content-type", ""):
