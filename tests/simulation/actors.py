@@ -367,7 +367,7 @@ class Running:
                     raise CheckpointNotFoundError("there is none")
                 return newest
 
-            self._on_all_ranks(op, lambda rank: load_on_rank(rank, meeting, find, values), together=True)
+            self._on_all_ranks(op, lambda rank: values.extend(load_on_rank(rank, meeting, find)), together=True)
             with self._judged():
                 self.world.oracle.loaded(op, values)
 

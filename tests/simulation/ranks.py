@@ -122,8 +122,8 @@ def save_on_rank(
     meeting.meet(rank, "write", lambda: write_data(plans[rank]), finish)
 
 
-def load_on_rank(rank: int, meeting: Meeting, find: Callable[[], str], values: list[float]) -> None:
-    """As `torch.distributed.checkpoint.state_dict_loader` goes about it. `values` receives all that this rank loads."""
+def load_on_rank(rank: int, meeting: Meeting, find: Callable[[], str]) -> list[float]:
+    """As `torch.distributed.checkpoint.state_dict_loader` goes about it. Returns what all ranks have loaded."""
     reader, planner, state = BucketReader(progress=lambda _: None), DefaultLoadPlanner(), dict[str, Any]()
 
     def local_step() -> Any:
@@ -138,9 +138,13 @@ def load_on_rank(rank: int, meeting: Meeting, find: Callable[[], str], values: l
     def global_step(plans: list[Any]) -> Any:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
+    def read_data() -> list[float]:
+        reader.read_data(planner.finish_plan(plans[rank]), planner).wait()
+        return values_in(state)
+
     plans = meeting.meet(rank, "plan", local_step, global_step)
-    meeting.meet(rank, "read", lambda: reader.read_data(planner.finish_plan(plans[rank]), planner).wait(), len)
-    values += values_in(state)
+    values: list[float] = meeting.meet(rank, "read", read_data, lambda each: [value for mine in each for value in mine])
+    return values
 
 
 def values_in(state: dict[str, Any]) -> list[float]:
