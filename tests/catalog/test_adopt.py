@@ -55,6 +55,17 @@ def test_of_a_step_that_is_saved_again_the_later_save_counts_whatever_the_clocks
     assert sum(store.calls.values()) == 0
 
 
+def test_takes_the_later_of_two_saves_in_one_second_of_the_store_though_its_clock_is_behind(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    # S3 tells whole seconds.
+    save(catalog, 100, token=FIRST)
+    save(replace(catalog, clock=lambda: store.now - 0.1), 100, token=SECOND)
+    store.now += MIN_SWEEP_AGE_S + 1
+    sweep(catalog, older_than=MIN_SWEEP_AGE_S, deep=True)
+    assert [one.id for one in reconcile(catalog, catalog.snapshot()).checkpoints] == [SECOND]
+
+
 @pytest.mark.parametrize("clock_s", [-60.0, -3600.0])
 def test_such_a_step_is_swept_and_pruned_as_any_other(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:
     saved_twice(store, catalog, clock_s)

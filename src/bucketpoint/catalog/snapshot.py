@@ -368,4 +368,5 @@ class Snapshot:
 def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
     if one.created == youngest.created:
         return True
-    return one.written is not None and youngest.written is not None and one.written > youngest.written
+    # Equal times, too: S3 tells whole seconds.
+    return one.written is not None and youngest.written is not None and one.written >= youngest.written

@@ -60,7 +60,7 @@ def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, ever
             # Raises, and says what is at the URL instead of a run.
             survey(catalog)
         document = document_of(catalog, policy, observation)
-        return CommandResult(document, run_lines.lines(document, catalog.clock()))
+        return CommandResult(document, run_lines.lines(document, document["taken"]))
     return _live(observer, policy, every)
 
 
@@ -175,7 +175,8 @@ def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> C
                     screen.fail(error)
     except KeyboardInterrupt:
         # Ctrl-C is how a watch ends, so it is no interruption. What was shown last stays on the terminal.
-        return CommandResult(screen.document, run_lines.lines(screen.document, catalog.clock()))
+        now = max(catalog.clock(), screen.document["taken"])
+        return CommandResult(screen.document, run_lines.lines(screen.document, now))
 
 
 def _document(observer: Observer, policy: RetentionPolicy | None) -> dict[str, Any]:
