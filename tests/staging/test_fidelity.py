@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,19 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_keeps_the_class_and_attributes_of_a_dict_that_is_pickled_with_its_value() -> None:
+    labelled = OrderedDict(a=1)
+    labelled._metadata = {"version": 2}  # type: ignore[attr-defined]
+    numbers, counts = defaultdict(list, {1: [2]}), Counter("aab")
+    copied = staged_copy({"value": (numbers, counts, labelled, OrderedDict(b=torch.ones(2)))})["value"]
+    assert [type(each) for each in copied] == [defaultdict, Counter, OrderedDict, OrderedDict]
+    assert copied[:2] == (numbers, counts)
+    assert copied[0].default_factory is list
+    assert copied[2]._metadata == {"version": 2}
+    numbers[1].append(3)
+    assert copied[0] == {1: [2]}
 
 
 # -- a snapshot -------------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ class FlatState:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             entry = self._tensor(value)
         elif isinstance(value, dict):
-            entry = self._mapping(value)
+            # Of a dict that DCP pickles the class and the attributes are saved, too; of any other, only the entries.
+            plain = self._leaf is None or (kind in (dict, OrderedDict) and not getattr(value, "__dict__", None))
+            entry = self._mapping(value) if plain else self._object(value)
         elif kind is list:
             # DCP pickles such a list as one, and saves the entries of any other one by one.
             whole = not any(isinstance(item, (torch.Tensor, dict, list)) for item in value)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import bucketpoint as bp
 from bucketpoint.dcp.planning.nested_state import nested
+from bucketpoint.errors import MismatchError
 from dcp.ranks import Ranks
 from dcp.states import same
 
@@ -313,3 +314,27 @@ def test_keys_are_compared_with_those_of_all_ranks(two_ranks: Ranks, tmp_path: P
     assert "that the state lacks: w1" in refused_too
     assert "the checkpoint lacks 2 keys, whose values in the state stay unchanged: v0, v1" in line
     assert nothing == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loads_quantised_tensors_with_their_quantiser(tmp_path: Path) -> None:
+    values = torch.arange(16.0).view(4, 4)
+    by_tensor = torch.quantize_per_tensor(values, 0.1, 3, torch.quint8)
+    by_row = torch.quantize_per_channel(
+        values, torch.arange(1.0, 5.0), torch.zeros(4, dtype=torch.int64), 0, torch.quint8
+    )
+    state = {"tensor": by_tensor, "rows": by_row}
+    bp.save(state, tmp_path.as_uri())
+    loaded = bp.load(tmp_path.as_uri())
+
+    def other(number: int) -> torch.Tensor:
+        return torch.quantize_per_tensor(torch.zeros(number, 4), 0.5, 7, torch.quint8)
+
+    into = {"tensor": other(4), "rows": other(4)}
+    own = into["tensor"]
+    bp.load(into, tmp_path.as_uri())
+    # torch compares the quantisers too.
+    assert all(torch.equal(each[name], state[name]) for each in (loaded, into) for name in state)
+    assert into["tensor"] is own
+    with pytest.raises(MismatchError, match="another quantiser"):
+        bp.load({"tensor": other(8)[:4]}, tmp_path.as_uri())

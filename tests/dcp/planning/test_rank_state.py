@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import random
 from collections import OrderedDict
@@ -143,7 +144,21 @@ def test_what_cannot_be_compared_is_not_reported_and_does_not_fail(caplog: pytes
     deep: Any = ()
     for _ in range(5000):
         deep = (deep,)
-    for make in (Own, lambda rank: (deep, rank), lambda rank: list(range(rank, 50_000))):
+
+    class Unreadable(dict[str, int]):
+        def items(self) -> Any:
+            raise KeyError("no")
+
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    for make in (
+        Own,
+        lambda rank: (deep, rank),
+        lambda rank: list(range(rank, 50_000)),
+        lambda rank: (conjugated, rank),
+        lambda rank: (torch.eye(2).to_sparse_csr(), rank),
+        lambda rank: (enum.Flag("Of", "a b")(0), rank),
+        lambda rank: (Unreadable(), rank),
+    ):
         planned([{"value": make(rank)} for rank in range(2)])
     planned([{"buffer": torch.full((10,), float(rank))} for rank in range(2)])
     assert warnings(caplog) == []

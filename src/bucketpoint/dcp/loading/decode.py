@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import LoadPlanner
 
-from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.pickles.archive import may_be_archive
 from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
@@ -75,8 +75,28 @@ def decode_item(
 
 
 def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy a decoded tensor into the target, which may be sparse, and may store other elements than were saved."""
+    """Copy a decoded tensor into the target, which may be sparse, and may store other elements than were saved.
+
+    A quantised target gets the quantiser of the saved tensor: the same numbers mean other values with its own one.
+
+    Raises:
+        MismatchError: the target is a part of a quantised tensor, and the whole has another quantiser.
+    """
     with torch.no_grad():
+        if target.is_quantized and saved.is_quantized:
+            if target._is_view():
+                # A part has no quantiser of its own to give to the whole.
+                target.detach().copy_(saved)
+                if not torch.equal(target, saved):
+                    raise MismatchError(
+                        "The tensor to load into has another quantiser than the saved one, which was saved in parts",
+                        remedy="Quantise the tensor to load into as the saved one, with its scale and zero point",
+                    )
+            elif target.qscheme() == saved.qscheme():
+                target.copy_(saved)
+            else:
+                target.data = saved.to(target.device, copy=True)
+            return
         if saved.layout is not torch.strided and saved.layout is not target.layout:
             saved = saved.to_dense()
         if target.layout not in (torch.strided, torch.sparse_coo):

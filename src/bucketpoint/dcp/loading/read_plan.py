@@ -132,8 +132,9 @@ class ReadPlan:
             target = None
             if item.type != LoadItemType.BYTE_IO:
                 target = self._planner.resolve_tensor(item)
-                # A sparse tensor is not detached: only the tensor itself can be given another set of elements.
-                target = target.detach() if target.layout is torch.strided else target
+                # Only the tensor itself, and no alias, can be given another set of elements, or another quantiser.
+                plain = target.layout is torch.strided and not target.is_quantized
+                target = target.detach() if plain else target
                 if tuple(target.shape) != tuple(item.lengths):
                     raise MismatchError(
                         f"The planner requested {list(item.lengths)} but passed a tensor of shape {list(target.shape)}",

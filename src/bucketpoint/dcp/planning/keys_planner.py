@@ -64,6 +64,11 @@ class KeysPlanner(LoadPlanner):
     def _empty(self, fqn: str, entry: TensorStorageMetadata) -> torch.Tensor:
         properties = entry.properties
         try:
+            if str(properties.dtype).startswith(("torch.qint", "torch.quint")):
+                # With any quantiser: it gets that of the saved tensor, which only the item tells.
+                return torch._empty_affine_quantized(
+                    entry.size, scale=1.0, zero_point=0, dtype=properties.dtype, device=self._device
+                )
             return torch.empty(entry.size, dtype=properties.dtype, layout=properties.layout, device=self._device)
         except (RuntimeError, TypeError) as error:
             raise MismatchError(

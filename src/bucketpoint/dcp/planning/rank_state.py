@@ -216,7 +216,7 @@ def _digest(value: Any, budget: list[int]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     try:
         _describe(value, digest.update, budget)
-    except (_UnknownError, RecursionError):
+    except Exception:  # noqa: BLE001 (the comparison only warns: no value that it cannot describe may fail the save)
         return _UNKNOWN
     return digest.digest()
 
