@@ -80,7 +80,7 @@ def test_a_run_that_is_not_there_and_a_url_without_its_scheme_are_told_to_be_loc
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for arguments in (["show"], ["ls"], ["rm", "--yes"], ["verify"], ["convert", "--to", "dcp"]):
+    for arguments in (["show"], ["ls"], ["rm", "--yes"], ["verify"], ["convert", "--to", "torch"]):
         done = program(*arguments, "bucket/run", *(["out"] if arguments[0] == "convert" else []))
         assert done.code == 3, arguments
         assert "at this URL (a local path)" in done.err, arguments

@@ -17,7 +17,7 @@ from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.detect import open_source
 from bucketpoint.convert.journal import NAME
-from bucketpoint.convert.source import FORMATS
+from bucketpoint.convert.source import FORMATS, TARGETS
 from bucketpoint.errors import CheckpointNotFoundError, MismatchError, StoreError, UnsafeDataError
 from bucketpoint.stores import LocalStore
 from convert.conftest import SMALL, converted, load
@@ -58,13 +58,13 @@ def keys_at(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", TARGETS)
 def test_excluded_keys_are_not_in_the_target_and_all_others_are(tmp_path: Path, kind: str, to: str) -> None:
     source = written(tmp_path / "a", kind, WEIGHTS | ROPE)
     done = converted(source, tmp_path / "b", to, exclude=["model.rope", "*.w1"])
     assert keys_at(tmp_path / "b") == {"model.w0"}
     assert done.nbytes < 3 * WEIGHTS["model.w0"].nbytes
-    converted(tmp_path / "b", tmp_path / "back", "dcp")
+    converted(tmp_path / "b", tmp_path / "back", "bucketpoint")
     # A file of safetensors has names without levels, and DCP's metadata keeps them so.
     left = {"model.w0": WEIGHTS["model.w0"]}
     assert_same(load(tmp_path / "back", left), left)
@@ -123,11 +123,11 @@ def test_a_pattern_without_a_key_is_refused_and_so_is_leaving_out_everything(tmp
         (["*.w0", "model.w1"], "--exclude leaves out every key"),
     ]:
         with pytest.raises(MismatchError, match=reason):
-            converted(source, tmp_path / "b", "dcp", exclude=patterns)
+            converted(source, tmp_path / "b", "bucketpoint", exclude=patterns)
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "safetensors"])
+@pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
 def test_an_interrupted_conversion_is_not_continued_with_other_exclusions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:

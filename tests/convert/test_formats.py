@@ -41,39 +41,21 @@ def ours(url: Any, value: Any, **options: Any) -> None:
 
 
 @pytest.mark.contract
-def test_ours_becomes_stock_and_stock_readers_load_it(tmp_path: Path) -> None:
-    value = varied()
-    ours(tmp_path / "ours", value)
-    done = converted(tmp_path / "ours", tmp_path / "stock", "dcp", object_bytes=4 << 20)
-    assert names(str(tmp_path / "stock")) == {".metadata", *(f"__0_{n}.distcp" for n in range(done.objects))}
-    assert done.objects > 2
-    target = blank(value)
-    dcp.load(target, storage_reader=FileSystemReader(str(tmp_path / "stock")), no_dist=True)
-    assert_same(target, value)
-    saved = open_checkpoint(tmp_path / "stock")
-    assert saved.facts == {}
-    found = verify(saved)
-    assert found.ok
-    assert found.unchecked == {}
-    assert_same(load(tmp_path / "stock", value), value)
-
-
-@pytest.mark.contract
 @pytest.mark.parametrize("single_file", [True, False])
-def test_what_torch_wrote_becomes_ours_and_back(tmp_path: Path, single_file: bool) -> None:
+def test_converts_what_torch_wrote_and_its_reader_loads_it(tmp_path: Path, single_file: bool) -> None:
     value = varied()
     writer = FileSystemWriter(str(tmp_path / "a"), single_file_per_rank=single_file)
     dcp.save(value, storage_writer=writer, no_dist=True)
-    done = converted(tmp_path / "a", tmp_path / "b")
+    done = converted(tmp_path / "a", tmp_path / "b", object_bytes=4 << 20)
+    assert done.objects > 2
     # All but what does not fill its storage, or not in its order.
     assert done.checked_bytes > 20_000_000
     assert_same(load(tmp_path / "b", value), value)
     assert verify(open_checkpoint(tmp_path / "b")).ok
     facts = open_checkpoint(tmp_path / "b").facts
     assert facts["converted_from"] == str(tmp_path / "a")
-    converted(tmp_path / "b", tmp_path / "c", "dcp")
     target = blank(value)
-    dcp.load(target, storage_reader=FileSystemReader(str(tmp_path / "c")), no_dist=True)
+    dcp.load(target, storage_reader=FileSystemReader(str(tmp_path / "b")), no_dist=True)
     assert_same(target, value)
 
 
@@ -158,19 +140,24 @@ def test_integer_keys_that_are_known_come_back_from_a_file_and_from_ours(tmp_pat
     assert same(torch.load(tmp_path / "d.pt"), less)
 
 
-def test_integer_keys_become_text_on_the_way_through_dcp_and_the_plan_names_them(tmp_path: Path) -> None:
+def test_names_the_keys_that_may_have_been_integers_where_the_source_does_not_note_them(tmp_path: Path) -> None:
+    dcp.save(MIXED, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
+    plan = plan_conversion(tmp_path / "a", tmp_path / "b.pt")
+    for to in ("bucketpoint", "torch"):
+        assert plan.source.text_keys(to) == ["list.0", "optim.odd", "optim.state"]
+    assert plan.source.text_keys("safetensors") == []
+    converted(tmp_path / "a", tmp_path / "b.pt")
+    assert same(torch.load(tmp_path / "b.pt"), AS_TEXT)
+    bucketpoint.save(MIXED, tmp_path / "noted")
+    for source in ("b.pt", "noted"):
+        assert plan_conversion(tmp_path / source, tmp_path / "c", to_format="torch").source.text_keys("torch") == []
+
+
+def test_refuses_dcp_as_a_target_and_names_bucketpoint(tmp_path: Path) -> None:
     torch.save(MIXED, tmp_path / "a.pt")
-    plan = plan_conversion(tmp_path / "a.pt", tmp_path / "b", to_format="dcp")
-    assert plan.source.text_keys("dcp") == ["list.0", "optim.odd", "optim.state"]
-    for other in ("bucketpoint", "torch", "safetensors"):
-        assert plan.source.text_keys(other) == []
-    converted(tmp_path / "a.pt", tmp_path / "b", "dcp")
-    plan = plan_conversion(tmp_path / "b", tmp_path / "c.pt")
-    for other in ("bucketpoint", "torch"):
-        assert plan.source.text_keys(other) == ["list.0", "optim.odd", "optim.state"]
-    assert plan.source.text_keys("dcp") == plan.source.text_keys("safetensors") == []
-    converted(tmp_path / "b", tmp_path / "c.pt")
-    assert same(torch.load(tmp_path / "c.pt"), AS_TEXT)
+    with pytest.raises(BucketpointError, match="dcp is not a target") as refused:
+        plan_conversion(tmp_path / "a.pt", tmp_path / "b", to_format="dcp")
+    assert "Use bucketpoint" in (refused.value.remedy or "")
 
 
 @pytest.mark.contract
@@ -205,9 +192,9 @@ def test_chunks_become_whole_tensors(tmp_path: Path, cuts: tuple[int, ...]) -> N
     found = safetensors.load_file(tmp_path / "hf" / SINGLE_NAME)
     assert_same(found, value["model"])
     # And what was saved in chunks stays so where the format knows them.
-    converted(tmp_path / "ours", tmp_path / "stock", "dcp")
-    assert len(open_checkpoint(tmp_path / "stock").items) == len(open_checkpoint(tmp_path / "ours").items)
-    assert_same(load(tmp_path / "stock", value), value)
+    converted(tmp_path / "ours", tmp_path / "again", "bucketpoint")
+    assert len(open_checkpoint(tmp_path / "again").items) == len(open_checkpoint(tmp_path / "ours").items)
+    assert_same(load(tmp_path / "again", value), value)
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
@@ -287,10 +274,10 @@ def test_a_prefix_is_refused_where_nothing_takes_one(tmp_path: Path) -> None:
         converted(tmp_path / "a.pt", tmp_path / "ours", prefix="model.")
 
 
-def test_sparse_tensors_stay_as_they_are_where_dcp_is_kept(tmp_path: Path) -> None:
+def test_keeps_sparse_tensors_as_they_are_between_checkpoints(tmp_path: Path) -> None:
     value = {"w": torch.eye(4).to_sparse(), "v": torch.ones(3)}
     ours(tmp_path / "a", value)
-    converted(tmp_path / "a", tmp_path / "b", "dcp")
+    converted(tmp_path / "a", tmp_path / "b", "bucketpoint")
     theirs, copied = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
     for index, info in theirs.items:
         there = dict(copied.items)[index]
@@ -302,7 +289,6 @@ def test_sparse_tensors_stay_as_they_are_where_dcp_is_kept(tmp_path: Path) -> No
 def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
     ours(tmp_path / "ours", state())
     targets: list[tuple[str, str, Callable[[], object]]] = [
-        ("stock", "dcp", lambda: (tmp_path / "stock" / ".metadata").read_bytes()),
         ("hf", "safetensors", lambda: (tmp_path / "hf" / SINGLE_NAME).read_bytes()),
         ("x.pt", "torch", lambda: (tmp_path / "x.pt").read_bytes()),
     ]
@@ -312,9 +298,9 @@ def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointExistsError):
             converted(tmp_path / "ours", tmp_path / name, to)
         assert content() == before
-    converted(tmp_path / "stock", tmp_path / "again")
+    converted(tmp_path / "ours", tmp_path / "again", "bucketpoint")
     with pytest.raises(CheckpointExistsError):
-        converted(tmp_path / "stock", tmp_path / "again")
+        converted(tmp_path / "x.pt", tmp_path / "again")
     other = {"v": torch.ones(3)}
     torch.save(other, tmp_path / "y.pt")
     converted(tmp_path / "y.pt", tmp_path / "again", overwrite=True)

@@ -116,14 +116,14 @@ run_conversion(plan_conversion(source, target, to_format=to, options=options, tr
 """
 
 
-@pytest.mark.parametrize(("to", "after"), [("safetensors", 6), ("dcp", 7)])
+@pytest.mark.parametrize(("to", "after"), [("safetensors", 6), ("bucketpoint", 7)])
 def test_after_a_kill_only_the_objects_on_their_way_are_made_again(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, after: int
 ) -> None:
     target = tmp_path / "b"
     command = [sys.executable, "-c", KILLED, str(source), str(target), to, str(ITEM), str(after)]
     assert subprocess.run(command, check=False, timeout=240).returncode == -signal.SIGKILL
-    whole = len([*target.glob("*.safetensors"), *target.glob("*.distcp")])
+    whole = len([*target.glob("*.safetensors"), *target.rglob("*.distcp")])
     assert whole >= 2
     plan, store = planned(monkeypatch, source, target, to)
     done = run_conversion(plan, verify=True)

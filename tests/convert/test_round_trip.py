@@ -20,7 +20,7 @@ from dcp.states import DTYPES, assert_same, filled
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-FORMATS = ["bucketpoint", "dcp", "torch", "safetensors"]
+FORMATS = ["bucketpoint", "torch", "safetensors"]
 KEYS = st.text('ab._/é中"\\\n\x00 ', max_size=5)
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 EXTRA = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]

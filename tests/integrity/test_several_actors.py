@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.fence import AttemptFence
@@ -22,7 +23,6 @@ from bucketpoint.catalog.deletion.pruner import Order, Pruned, prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.convert import plan_conversion, run_conversion
 from bucketpoint.errors import BucketpointError, CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
@@ -281,13 +281,12 @@ def test_what_lies_in_a_checkpoints_folder_and_is_not_of_it_stays(run: Run) -> N
     assert left == sorted(foreign)
 
 
-def test_a_checkpoint_with_the_names_of_torchs_writer_goes_whole_and_with_nothing_else(run: Run) -> None:
-    run.save_plainly("source", 1.0)
-    options = run.service.options
-    plan = plan_conversion(
-        run.url("source"), run.url("step-1"), to_format="dcp", source_options=options, target_options=options
-    )
-    run_conversion(plan)
+def test_a_checkpoint_with_the_names_of_torchs_writer_goes_whole_and_with_nothing_else(
+    run: Run, tmp_path: Path
+) -> None:
+    dcp.save(state_of(1.0), storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
+    for path in (tmp_path / "a").iterdir():
+        run.service.write(f"run/step-1/{path.name}", path.read_bytes())
     run.save(2, 2.0)
     assert adopt(run.catalog) == ["step-1"]
     run.service.write("run/step-1/__7_7.distcp", b"not named by it")

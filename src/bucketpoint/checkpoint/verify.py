@@ -38,7 +38,7 @@ from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.checksum import crc32c
-from bucketpoint.transfer.pieces import RangeFile, for_each, piece_bytes
+from bucketpoint.transfer.pieces import RangeFile, Read, for_each, piece_bytes
 
 VERIFY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """Nothing that is read is kept, so all of the budget goes into larger reads: about 10 MiB for each connection."""
@@ -211,7 +211,7 @@ class _Run:
                 self._add("wrong-size", ref.path, text)
                 return
             size = min(piece_bytes(self.options), ref.size)
-            raw = RangeFile(saved.store, key, 0, ref.size, etag=_condition(saved.store, info))
+            raw = RangeFile(self._read_of(info), key, 0, ref.size)
             digest = hashlib.sha256()
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
                 while piece := file.read(size):
@@ -347,10 +347,9 @@ class _Run:
 
     def _read_piece(self, plan: _ObjectPlan, start: int, stop: int, meter: Meter) -> None:
         assert plan.check is not None
-        store, key = self.saved.store, self.saved.key(plan.path)
         with self._pool.lease(stop - start) as view:
             try:
-                retry_transient(lambda: store.read_into(key, start, [view], if_match=_condition(store, plan.info)))
+                self._read_of(plan.info)(self.saved.key(plan.path), start, view)
             except _CHANGED as error:
                 self._add_changed(plan.path, error, start=start, stop=stop)
                 return
@@ -367,9 +366,9 @@ class _Run:
             text = f"the object ends at byte {plan.info.size}, before the end of the item"
             self._add("wrong-size", plan.path, text, **place)
             return
-        store, key = self.saved.store, self.saved.key(plan.path)
+        key = self.saved.key(plan.path)
         size = max(min(piece_bytes(self.options), info.length), 1)
-        raw = RangeFile(store, key, info.offset, stop, etag=_condition(store, plan.info))
+        raw = RangeFile(self._read_of(plan.info), key, info.offset, stop)
         try:
             # The reader has a buffer of its own; the lease only keeps all such buffers within the budget.
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
@@ -388,6 +387,11 @@ class _Run:
         self._count(_NO_CHECKSUM if verdict in (ZipVerdict.NO_ARCHIVE, ZipVerdict.NO_CHECKSUMS) else None, info.length)
 
     # -- gathering ----------------------------------------------------------------------------------------------------
+
+    def _read_of(self, info: ObjectInfo) -> Read:
+        """Return the function that reads bytes of the object that was looked at."""
+        store, etag = self.saved.store, _condition(self.saved.store, info)
+        return lambda key, start, out: retry_transient(lambda: store.read_into(key, start, [out], if_match=etag))
 
     def _add(self, kind: str, path: str, message: str, **where: Any) -> None:
         self.damage.append(Damage(kind, path, message, **where))

@@ -82,7 +82,4 @@ def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: boo
         data, _ = get_metadata(place.store, place.key(keys.METADATA))
     except ObjectNotFoundError:
         return False
-    metadata = decode_metadata(data, url=place.url)
-    if wanted == BUCKETPOINT:
-        return bool(extra(metadata).get("token") == journal.token)
-    return getattr(metadata.storage_meta, "save_id", None) == keys.save_id(journal.token)
+    return bool(extra(decode_metadata(data, url=place.url)).get("token") == journal.token)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -37,28 +38,18 @@ class Filling:
         self._decoding = threading.Lock()
         self._decoded: tuple[Decoded, torch.Tensor] | None = None
 
-    def segment(self, payload: Payload, *, block_nbytes: int) -> Segment:
+    def segment(self, payload: Payload) -> Segment:
         """Return a payload as a segment of an object to be sent."""
         if isinstance(payload, Held):
-            return Segment(payload.nbytes, memoryview(payload.data), block_nbytes=block_nbytes)
-        return Segment(
-            payload.nbytes,
-            fill=lambda start, out: self.fill(payload, start, out),
-            block_nbytes=block_nbytes,
-        )
+            return Segment(payload.nbytes, memoryview(payload.data))
+        return Segment(payload.nbytes, fill=lambda start, out: self.fill(payload, start, out))
 
     def whole(self, shape: Sequence[int], itemsize: int, chunks: Sequence[tuple[Box, Payload]]) -> Segment:
         """Return all elements of a tensor, in C order, as a segment. The boxes of its chunks count bytes last."""
-        counted = (*shape, itemsize)
-        nbytes = Box(counted, counted).nbytes
         if len(chunks) == 1:
-            return self.segment(chunks[0][1], block_nbytes=nbytes)
-        ordered = sorted(chunks, key=lambda chunk: chunk[0].offsets)
-        return Segment(
-            nbytes,
-            fill=lambda start, out: self._gather(counted, ordered, start, out),
-            block_nbytes=nbytes,
-        )
+            return self.segment(chunks[0][1])
+        counted, ordered = (*shape, itemsize), sorted(chunks, key=lambda chunk: chunk[0].offsets)
+        return Segment(prod(counted), fill=lambda start, out: self._gather(counted, ordered, start, out))
 
     def fill(self, payload: Payload, start: int, out: memoryview) -> None:
         """Read the bytes `[start, start + len(out))` of a payload into `out`."""

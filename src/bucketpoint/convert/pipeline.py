@@ -20,9 +20,9 @@ from bucketpoint.convert.journal import Journal, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
-from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, TORCH_SUFFIXES, Source
-from bucketpoint.convert.target import TargetLayout, TargetPlace, batched
-from bucketpoint.convert.writers.to_dcp import plan_bucketpoint, plan_stock
+from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TARGETS, TORCH, TORCH_SUFFIXES, Source
+from bucketpoint.convert.target import TargetLayout, TargetPlace
+from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
 from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
 from bucketpoint.dcp.session import as_url
@@ -39,7 +39,7 @@ from bucketpoint.transfer import (
     upload_objects,
 )
 from bucketpoint.transfer.checksum import CrcAccumulator, combine, fold_blocks
-from bucketpoint.transfer.pieces import for_each, piece_bytes
+from bucketpoint.transfer.pieces import batched, for_each, piece_bytes
 from bucketpoint.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """Default options. All bytes pass through memory of our own, so the budget decides the size of parts: about 5 MiB."""
 
 OBJECT_BYTES = 1 << 30
-"""Bytes of one object of a DCP checkpoint: the most that an interruption costs, yet large enough for few objects."""
+"""Bytes of one object of a checkpoint: the most that an interruption costs, yet large enough for few objects."""
 
 _BATCH_BYTES = 1 << 30
 """Bytes of objects that are uploaded together; the next batch waits for them."""
@@ -63,7 +63,7 @@ class ConvertOptions:
         prefix: prefix of the keys in the DCP checkpoint, such as `model.`. Towards safetensors it is removed, and other
             keys are left out; from safetensors it is put before each key.
         shard_bytes: bytes of tensors in one safetensors file.
-        object_bytes: bytes of one object of a DCP checkpoint.
+        object_bytes: bytes of one object of a checkpoint of bucketpoint.
         overwrite: replace an existing target, if the format allows it in one atomic step.
         trusted: unpickle without the allow-list.
         exclude: patterns of keys to leave out, as the source has them: of `fnmatch`, such as `model.rope.*`. A pattern
@@ -164,8 +164,8 @@ def plan_conversion(
     Args:
         source: URL or local path of the checkpoint to read.
         target: URL or local path of the checkpoint to write.
-        from_format, to_format: one of `FORMATS`, or `"auto"`. The source's format is then detected from its
-            content, the target's from its name: a file of torch.save if the name ends like one, else bucketpoint's.
+        from_format: one of `FORMATS`, or `"auto"`: detected from the source's content.
+        to_format: one of `TARGETS`, or `"auto"`: a file of torch.save if the name ends like one, else bucketpoint's.
         options: options that decide the content of the target.
         source_options, target_options: storage options of the source and of the target, as for `BucketWriter`.
         source_fs, target_fs: an fsspec filesystem of your own for the source, and for the target.
@@ -209,15 +209,13 @@ def plan_conversion(
     store, folder = open_place(url, storage_options=target_options, fs=target_fs)
     place = TargetPlace(store, folder, url)
     journal, other = open_journal(place, _digest(opened, wanted, chosen))
-    token, size, log = journal.token, chosen.object_bytes, None
+    token, log = journal.token, None
     if wanted == SAFETENSORS:
         layout = plan_safetensors(opened, filling, place, prefix=chosen.prefix, shard_bytes=chosen.shard_bytes)
-    elif wanted == DCP:
-        layout = plan_stock(opened, filling, place, token=token, object_bytes=size)
     else:
         log = _log_there(place, opened, target_options, target_fs)
         layout = plan_bucketpoint(
-            opened, filling, place, token=token, object_bytes=size, overwrite=chosen.overwrite, log=log
+            opened, filling, place, token=token, object_bytes=chosen.object_bytes, overwrite=chosen.overwrite, log=log
         )
     there = journal.done(layout.objects, transfer) if journal.notes else {}
     finished = is_finished(place, wanted, journal, whole=len(there) == len(layout.objects))
@@ -278,7 +276,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
         plan.filling.checked_bytes,
         plan.nbytes if verify else None,
         damaged,
-        pool.peak_bytes + plan.filling.pool.peak_bytes + plan.source.bytes.peak_bytes,
+        pool.peak_bytes + plan.filling.pool.peak_bytes + plan.source.bytes.cache.nbytes,
     )
 
 
@@ -297,8 +295,10 @@ def _on_the_way(transfer: TransferOptions) -> TransferOptions:
 
 
 def _format_of(url: str, wanted: str, source: Source) -> str:
-    if wanted not in (AUTO, *FORMATS):
-        raise BucketpointError(f"{wanted!r} is not a format", remedy=f"Use one of {', '.join(FORMATS)}")
+    if wanted == DCP:
+        raise BucketpointError("dcp is not a target", remedy="Use bucketpoint: readers of torch read such checkpoints")
+    if wanted not in (AUTO, *TARGETS):
+        raise BucketpointError(f"{wanted!r} is not a format", remedy=f"Use one of {', '.join(TARGETS)}")
     if wanted != AUTO:
         return wanted
     if url.endswith(TORCH_SUFFIXES):

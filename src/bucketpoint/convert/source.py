@@ -29,6 +29,8 @@ TORCH = "torch"
 SAFETENSORS = "safetensors"
 
 FORMATS = (BUCKETPOINT, DCP, TORCH, SAFETENSORS)
+TARGETS = (BUCKETPOINT, TORCH, SAFETENSORS)
+"""Without `dcp`: torch's own readers read checkpoints of bucketpoint."""
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -127,14 +129,10 @@ class Source:
         return WEIGHTS if gone and not optim and self.recorded_kind == FULL else self.recorded_kind
 
     def text_keys(self, target_format: str) -> list[str]:
-        """Return the dictionaries whose keys are text in the target, but are or may be integers in the source."""
-        like, noted = integer_like(self.metadata), {path for path, _ in self.int_keys}
-        if target_format == DCP:
-            found = like & noted
-        elif target_format != SAFETENSORS and self.format in (BUCKETPOINT, DCP):
-            found = like - noted
-        else:
-            found = set()
+        """Return the dictionaries whose keys are text in the target, but may be integers in the source."""
+        if target_format == SAFETENSORS or self.format not in (BUCKETPOINT, DCP):
+            return []
+        found = integer_like(self.metadata) - {path for path, _ in self.int_keys}
         return sorted(".".join(map(str, path)) or "the state itself" for path in found)
 
 

@@ -5,16 +5,14 @@ The meaning of the bytes is the business of the modules in `readers`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import io
 import os
 import threading
 
-from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions, retry_transient
-from bucketpoint.transfer.pieces import for_each
+from bucketpoint.transfer.pieces import BlockCache, RangeFile, for_each
 
 BLOCK_BYTES = 256 << 10
 """Size of a cached block.
@@ -24,9 +22,6 @@ Headers, directories and small items lie close together, and a request costs mor
 
 _MOST_BLOCKS = 64
 _CACHE_SHARE = 8
-
-MAX_READ_BYTES = 256 << 20
-"""Limit on one read by a format's own parser, such as of an archive's directory: a wrong length takes no memory."""
 
 
 class SourceBytes:
@@ -43,12 +38,7 @@ class SourceBytes:
         most = max(min(_MOST_BLOCKS, options.max_inflight_bytes // _CACHE_SHARE // BLOCK_BYTES), 1)
         self._lock = threading.Lock()
         self._infos: dict[str, ObjectInfo] = {}
-        self._blocks = functools.lru_cache(most)(lambda key, number: _Block())
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that were ever held in cached blocks."""
-        return self._blocks.cache_info().currsize * BLOCK_BYTES
+        self.cache = BlockCache(self._fetch, block_nbytes=BLOCK_BYTES, most=most)
 
     def look(self, key: str) -> ObjectInfo:
         """Return the object's facts as of the first request for it. Raises ObjectNotFoundError."""
@@ -105,17 +95,12 @@ class SourceBytes:
         if len(out) >= BLOCK_BYTES:
             self._fetch(key, start, out)
             return
-        size, done = self.look(key).size, 0
+        size = self.look(key).size
         if start + len(out) > size:
             raise CorruptDataError(
                 f"an object has {size} bytes, but byte {start + len(out) - 1} is needed", url=self.store.url, key=key
             )
-        while done < len(out):
-            number, offset = divmod(start + done, BLOCK_BYTES)
-            block = self._block(key, number, size)
-            piece = block[offset : offset + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
+        self.cache.read(key, start, out, size=size)
 
     def take(self, key: str, start: int, nbytes: int) -> memoryview:
         """Read `nbytes` bytes from `start` on into new memory."""
@@ -123,21 +108,9 @@ class SourceBytes:
         self.read(key, start, view)
         return view
 
-    def file(self, key: str, start: int, stop: int) -> ObjectFile:
+    def file(self, key: str, start: int, stop: int) -> RangeFile:
         """Return the bytes `[start, stop)` of an object as a file."""
-        return ObjectFile(self, key, start, stop)
-
-    def _block(self, key: str, number: int, size: int) -> memoryview:
-        with self._lock:
-            block = self._blocks(key, number)
-        # A thread that wants the same block meanwhile waits for this one instead of requesting it again.
-        with block.lock:
-            if block.data is None:
-                start = number * BLOCK_BYTES
-                data = memoryview(bytearray(min(BLOCK_BYTES, size - start)))
-                self._fetch(key, start, data)
-                block.data = data
-            return block.data
+        return RangeFile(self.read, key, start, stop)
 
     def _fetch(self, key: str, start: int, out: memoryview) -> None:
         etag = self.look(key).etag if self._pinned else None
@@ -158,53 +131,3 @@ class SourceBytes:
             key=key,
             remedy="Convert again when no other process writes to the source",
         )
-
-
-class _Block:
-    """A block that is cached or being fetched."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.data: memoryview | None = None
-
-
-class ObjectFile(io.RawIOBase):
-    """A seekable file over a range of an object.
-
-    Refuses a read of more than `MAX_READ_BYTES`, also one without a size.
-    """
-
-    def __init__(self, source: SourceBytes, key: str, start: int, stop: int) -> None:
-        super().__init__()
-        self._source = source
-        self._key = key
-        self._start = start
-        self._nbytes = stop - start
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = max(base + offset, 0)
-        return self._position
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(self._nbytes - self._position, 0)
-        wanted = left if size is None or size < 0 else min(size, left)
-        if wanted > MAX_READ_BYTES:
-            raise MetadataError(f"A part of the file claims to have {wanted} bytes, which is too many", key=self._key)
-        taken = self._source.take(self._key, self._start + self._position, wanted)
-        self._position += wanted
-        return bytes(taken)
-
-    def readinto(self, buffer: object, /) -> int:
-        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        view = view[: max(self._nbytes - self._position, 0)]
-        self._source.read(self._key, self._start + self._position, view)
-        self._position += len(view)
-        return len(view)

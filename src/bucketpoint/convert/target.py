@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from bucketpoint.errors import ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import ObjectSource, Segment, Uploaded
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,8 @@ class TargetLayout:
     """All objects of a target.
 
     Attributes:
-        objects: their keys are paths below the target's prefix. Every segment has a block length, so that the checksum
-            of the object is known once it is written.
+        objects: their keys are paths below the target's prefix. Every segment has checksums, so that the checksum of
+            the object is known once it is written: see `with_checksums`.
         commit: commits the objects, given the store's answer for each. Called only once all of them are written.
         left_out: keys of the source that the target's format cannot hold.
         tensors: number of tensors in the target.
@@ -53,17 +50,10 @@ class TargetLayout:
 
 def held(data: bytes) -> Segment:
     """Return bytes in memory as a segment."""
-    return Segment(len(data), memoryview(data), block_nbytes=len(data))
+    return Segment(len(data), memoryview(data))
 
 
-def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """Cut a sequence into batches of at most `most` bytes, or of one larger item."""
-    batches: list[list[T]] = []
-    size = 0
-    for item in items:
-        if not batches or size + nbytes(item) > most:
-            batches.append([])
-            size = 0
-        batches[-1].append(item)
-        size += nbytes(item)
-    return batches
+def with_checksums(source: ObjectSource) -> ObjectSource:
+    """Return the object with a checksum of each segment; a segment divided into blocks keeps them."""
+    segments = [replace(part, block_nbytes=part.block_nbytes or part.nbytes) for part in source.segments]
+    return ObjectSource(source.key, segments)

@@ -58,13 +58,13 @@ def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTenso
             raise MismatchError(
                 "The tensor cannot be converted, because it is sparse, quantised or of a tensor subclass",
                 key=fqn,
-                remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint or dcp, which keep it",
+                remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint, which keeps it",
             )
         chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
     if not chunks or not covers((*shape, itemsize), [place for place, _ in chunks]):
         raise MismatchError(
-            "The chunks of the tensor overlap or leave gaps, so it can be converted only to DCP",
+            "The chunks of the tensor overlap or leave gaps, so it can be converted only to bucketpoint",
             key=fqn,
-            remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint or dcp",
+            remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint",
         )
     return WholeTensor(fqn, entry.properties.dtype, shape, tuple(chunks))

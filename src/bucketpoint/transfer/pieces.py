@@ -1,18 +1,24 @@
-"""Reading of objects piece by piece: a parallel loop over pieces, and a byte range as a file."""
+"""Reading of objects piece by piece: a parallel loop over pieces, a byte range as a file, and a cache of blocks."""
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from bucketpoint.stores import Store
-from bucketpoint.stores.retry import retry_transient
+from bucketpoint.errors import MetadataError
 from bucketpoint.transfer.options import MIB, TransferOptions
 from bucketpoint.transfer.tasks import TaskGroup
 
 T = TypeVar("T")
+
+Read = Callable[[str, int, memoryview], None]
+"""Reads bytes of an object from a position on: the key, the position, and the memory to fill."""
+
+MAX_READ_BYTES = 256 << 20
+"""Limit on one read by a format's own parser, such as of an archive's directory: a wrong length takes no memory."""
 
 
 def piece_bytes(options: TransferOptions) -> int:
@@ -42,19 +48,34 @@ def for_each(items: Iterable[T], do: Callable[[T], None], options: TransferOptio
             group.start(work)
 
 
+def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Cut a sequence into batches of at most `most` bytes, or of one larger item."""
+    batches: list[list[T]] = []
+    size = 0
+    for item in items:
+        if not batches or size + nbytes(item) > most:
+            batches.append([])
+            size = 0
+        batches[-1].append(item)
+        size += nbytes(item)
+    return batches
+
+
 class RangeFile(io.RawIOBase):
     """Bytes `[start, stop)` of an object as a seekable file.
 
-    Each read is a request, so wrap this file in a `BufferedReader`.
+    A read of more than `MAX_READ_BYTES` at once is refused: it would be the claim of a damaged or hostile file.
+
+    Args:
+        read: reads bytes of an object. Each read of the file calls it, so that it should have a buffer or a cache.
     """
 
-    def __init__(self, store: Store, key: str, start: int, stop: int, *, etag: str | None) -> None:
+    def __init__(self, read: Read, key: str, start: int, stop: int) -> None:
         super().__init__()
-        self._store = store
+        self._read = read
         self._key = key
         self._start = start
         self._nbytes = stop - start
-        self._etag = etag
         self._position = 0
 
     def readable(self) -> bool:
@@ -68,12 +89,71 @@ class RangeFile(io.RawIOBase):
         self._position = max(base + offset, 0)
         return self._position
 
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(self._nbytes - self._position, 0)
+        wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > MAX_READ_BYTES:
+            raise MetadataError(f"A part of the file claims to have {wanted} bytes, which is too many", key=self._key)
+        data = bytearray(wanted)
+        self.readinto(data)
+        return bytes(data)
+
     def readinto(self, buffer: object, /) -> int:
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         view = view[: max(self._nbytes - self._position, 0)]
-        if not len(view):
-            return 0
-        at = self._start + self._position
-        retry_transient(lambda: self._store.read_into(self._key, at, [view], if_match=self._etag))
-        self._position += len(view)
+        if len(view):
+            self._read(self._key, self._start + self._position, view)
+            self._position += len(view)
         return len(view)
+
+
+class BlockCache:
+    """Reader of small pieces that keeps the last blocks. Safe to use from several threads.
+
+    Pieces that are read together lie together, and a request costs more than a block.
+
+    Args:
+        read: reads a block.
+        block_nbytes: size of a block. Larger reads should not go through the cache.
+        most: number of blocks that are kept.
+    """
+
+    def __init__(self, read: Read, *, block_nbytes: int, most: int) -> None:
+        self._read = read
+        self._block_nbytes = block_nbytes
+        self._lock = threading.Lock()
+        self._blocks = functools.lru_cache(most)(lambda key, number: _Block())
+
+    @property
+    def nbytes(self) -> int:
+        """The most bytes that the blocks which are kept now can take."""
+        return self._blocks.cache_info().currsize * self._block_nbytes
+
+    def read(self, key: str, start: int, out: memoryview, *, size: int) -> None:
+        """Read bytes from `start` on into `out`. They have to lie within the object, which has `size` bytes."""
+        done = 0
+        while done < len(out):
+            number, offset = divmod(start + done, self._block_nbytes)
+            piece = self._block(key, number, size)[offset : offset + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _block(self, key: str, number: int, size: int) -> memoryview:
+        with self._lock:
+            block = self._blocks(key, number)
+        # A thread that wants the same block meanwhile waits for this one instead of requesting it again.
+        with block.lock:
+            if block.data is None:
+                start = number * self._block_nbytes
+                data = memoryview(bytearray(min(self._block_nbytes, size - start)))
+                self._read(key, start, data)
+                block.data = data
+            return block.data
+
+
+class _Block:
+    """A block that is cached or being read."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.data: memoryview | None = None

@@ -15,7 +15,6 @@ from bucketpoint.errors import first_of
 if TYPE_CHECKING:
     from bucketpoint.convert import Converted, ConvertPlan
 
-_FORMATS = ("bucketpoint", "dcp", "torch", "safetensors")
 _NAMED_AT_MOST = 5
 
 
@@ -25,7 +24,7 @@ _NAMED_AT_MOST = 5
 @click.option(
     "--from",
     "from_format",
-    type=click.Choice(("auto", *_FORMATS)),
+    type=click.Choice(("auto", "bucketpoint", "dcp", "torch", "safetensors")),
     default="auto",
     show_default=True,
     help="Format of the source. auto: detect it.",
@@ -33,7 +32,7 @@ _NAMED_AT_MOST = 5
 @click.option(
     "--to",
     "to_format",
-    type=click.Choice(("auto", *_FORMATS)),
+    type=click.Choice(("auto", "bucketpoint", "torch", "safetensors")),
     default="auto",
     show_default=True,
     help="Format to write. auto: torch if the target ends in .pt, .pth, .bin or .ckpt, else bucketpoint.",
@@ -58,7 +57,7 @@ _NAMED_AT_MOST = 5
     show_default=True,
     help="Largest size of one safetensors file.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to dcp or safetensors.")
+@click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to safetensors.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
 @between_stores
 def convert(
@@ -79,8 +78,9 @@ def convert(
 ) -> CommandResult:
     """Convert a checkpoint between DCP, torch.save and safetensors.
 
-    The formats are `bucketpoint` (DCP with an index and checksums), `dcp` (as torch itself writes it), `torch` (one
-    file of torch.save) and `safetensors` (files with an index). Source and target may lie in any two stores. Tensors
+    The formats are `bucketpoint` (DCP with an index and checksums, which torch's own readers read), `dcp` (as torch
+    itself writes it, a source only), `torch` (one file of torch.save) and `safetensors` (files with an index). Source
+    and target may lie in any two stores. Tensors
     are streamed in pieces, within 256 MiB of memory beside what torch itself takes. The target appears whole at the
     end, or not at all. Run the command again to continue an interrupted conversion.
     """
@@ -164,9 +164,6 @@ def _notes(plan: ConvertPlan) -> Iterator[str]:
     text_keys = plan.source.text_keys(plan.format)
     if text_keys:
         named = first_of(text_keys, _NAMED_AT_MOST)
-        if plan.format == "dcp":
-            yield f"  integer keys become text, because dcp has no others, in: {named}"
-        else:
-            yield f"  keys that look like integers are text, because the source notes no integer keys, in: {named}"
+        yield f"  keys that look like integers are text, because the source notes no integer keys, in: {named}"
     if plan.log is not None:
         yield f"  the catalog of the run at {plan.log.catalog.url} gets a record of the checkpoint"

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from bucketpoint.convert.other_files import explain, missing_files
 from bucketpoint.convert.safetensors_header import LENGTH_BYTES, TensorEntry, decode_header, decode_json, header_nbytes
 from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch, describe, excluded_keys
-from bucketpoint.convert.source_reader import MAX_READ_BYTES, SourceBytes
+from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import keys
-from bucketpoint.transfer.pieces import for_each
+from bucketpoint.transfer.pieces import MAX_READ_BYTES, for_each
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -12,11 +12,12 @@ from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.safetensors_header import TensorEntry, encode_header, nameable, writable
 from bucketpoint.convert.source import Source, exclude_option
-from bucketpoint.convert.target import TargetLayout, TargetPlace, batched, held
+from bucketpoint.convert.target import TargetLayout, TargetPlace, held, with_checksums
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError, first_of
 from bucketpoint.transfer import ObjectSource, Uploaded
+from bucketpoint.transfer.pieces import batched
 
 _NAMED_AT_MOST = 5
 
@@ -85,7 +86,8 @@ def _file(name: str, shard: Sequence[WholeTensor], filling: Filling) -> ObjectSo
     for tensor in ordered:
         entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, position))
         position += tensor.nbytes
-    return ObjectSource(name, [held(encode_header(entries)), *(tensor.segment(filling) for tensor in ordered)])
+    parts = [held(encode_header(entries)), *(tensor.segment(filling) for tensor in ordered)]
+    return with_checksums(ObjectSource(name, parts))
 
 
 def _index(names: Sequence[str], shards: Sequence[Sequence[WholeTensor]]) -> bytes:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Source
-from bucketpoint.convert.target import TargetLayout, held
+from bucketpoint.convert.target import TargetLayout, held, with_checksums
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.planning.nested_state import nested
 from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
@@ -69,9 +69,9 @@ def plan_torch(
         # With the payloads' CRC32: torch does not check it, but other tools do.
         out[:] = archive.trailer([crc.total() for crc in sums])[start : start + len(out)]
 
-    parts.append(Segment(nbytes, fill=trailer, late=True, block_nbytes=nbytes))
+    parts.append(Segment(nbytes, fill=trailer, late=True))
     # A single file needs no commit: its upload makes it appear whole or not at all.
-    return TargetLayout([ObjectSource(name, parts)], lambda uploaded: None, tensors=len(tensors))
+    return TargetLayout([with_checksums(ObjectSource(name, parts))], lambda uploaded: None, tensors=len(tensors))
 
 
 @dataclass(frozen=True)

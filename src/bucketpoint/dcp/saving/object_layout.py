@@ -27,6 +27,8 @@ from bucketpoint.stores import Capabilities
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import fold_blocks
 from bucketpoint.transfer.digest import digest
+from bucketpoint.transfer.pieces import batched
+from bucketpoint.transfer.upload import Fill
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class PlacedItem:
     nbytes: int
     payload: int
     payload_offset: int | None
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor | None = None
     """Keeps the memory alive that the segments' views point to."""
     table: int | None = None
 
@@ -138,13 +140,14 @@ class ItemBytes:
     """A write item with the bytes that are stored for it.
 
     Attributes:
-        payload: index of the segment over which the item's checksum and digest are taken.
+        payload: index of the segment over which the item's checksum and digest are taken; 0 unless the item is framed.
+        tensor: a tensor that keeps the memory of the segments alive.
     """
 
     item: WriteItem
-    data: torch.Tensor | memoryview
     segments: Sequence[Segment]
     payload: int
+    tensor: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +182,7 @@ def item_bytes(item: WriteItem, planner: SavePlanner, *, digests: bool = False) 
         # The frame is mixed into the digest: the same bytes of another dtype or shape are another item.
         frame = b"".join(segment.data or b"" for number, segment in enumerate(segments) if number != payload)
         segments[payload] = replace(segments[payload], digest_seed=digest(memoryview(frame), b""))
-    return ItemBytes(item, data, segments, payload)
+    return ItemBytes(item, segments, payload, data if payload and isinstance(data, torch.Tensor) else None)
 
 
 def plan_objects(
@@ -190,15 +193,7 @@ def plan_objects(
     Groups go to separate objects, so that a checkpoint can later be thinned to its weights by deleting objects. A group
     larger than `target_object_bytes` is spread over several; an item is never split over two.
     """
-    batches: list[list[ItemBytes]] = []
-    size = 0
-    for entry in items:
-        nbytes = nbytes_of(entry.data)
-        if not batches or size + nbytes > target_object_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append(entry)
-        size += nbytes
+    batches = batched(items, lambda entry: entry.segments[entry.payload].nbytes, target_object_bytes)
     return [_lay_out(names.next(group), names.prefix, batch) for batch in batches]
 
 
@@ -209,9 +204,8 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
     for entry in batch:
         parts, framed = entry.segments, entry.payload > 0
         start, nbytes = parts[0].nbytes, entry.nbytes
-        tensor = entry.data if framed and isinstance(entry.data, torch.Tensor) else None
         payload = len(segments) + entry.payload
-        placed.append(PlacedItem(entry.item, offset, nbytes, payload, start if framed else None, tensor))
+        placed.append(PlacedItem(entry.item, offset, nbytes, payload, start if framed else None, entry.tensor))
         segments += parts
         offset += nbytes
     for number, item in enumerate(placed):
@@ -234,14 +228,9 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
 def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Segment]:
     """Return the bytes of one item: header, payload and trailer of a framed tensor; one segment for anything else."""
     if isinstance(data, torch.Tensor) and frameable(data):
-        frame = tensor_frame(data.dtype, data.shape)
-        header, trailer, nbytes = memoryview(frame.header), memoryview(frame.trailer), frame.payload_nbytes
-        blocks = plan_blocks(nbytes, nbytes // data.shape[0] if data.dim() and data.shape[0] else nbytes)
         if is_viewable(data):
-            payload = Segment(nbytes, tensor_bytes(data), block_nbytes=blocks)
-        else:
-            payload = Segment(nbytes, fill=functools.partial(copy_stretch, data), block_nbytes=blocks)
-        return [Segment(len(header), header), payload, Segment(len(trailer), trailer)]
+            return framed_segments(data.dtype, data.shape, data=tensor_bytes(data))
+        return framed_segments(data.dtype, data.shape, fill=functools.partial(copy_stretch, data))
     if isinstance(data, torch.Tensor):
         # Our frames cannot hold it: it is sparse, quantised, or of a subclass.
         buffer = io.BytesIO()
@@ -259,8 +248,19 @@ def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Seg
     return [Segment(len(data), data, block_nbytes=len(data))]
 
 
-def nbytes_of(data: torch.Tensor | memoryview) -> int:
-    return data.numel() * data.element_size() if isinstance(data, torch.Tensor) else len(data)
+def framed_segments(
+    dtype: torch.dtype, shape: Sequence[int], *, data: memoryview | None = None, fill: Fill | None = None
+) -> list[Segment]:
+    """Return header, payload and trailer of a tensor whose elements lie in memory, or are produced on demand.
+
+    Raises:
+        TypeError: our frames cannot hold this dtype.
+    """
+    frame = tensor_frame(dtype, shape)
+    header, trailer, nbytes = memoryview(frame.header), memoryview(frame.trailer), frame.payload_nbytes
+    blocks = plan_blocks(nbytes, nbytes // shape[0] if len(shape) and shape[0] else nbytes)
+    payload = Segment(nbytes, data, fill, block_nbytes=blocks)
+    return [Segment(len(header), header), payload, Segment(len(trailer), trailer)]
 
 
 def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.saving.object_layout import ObjectPlace, group_items, item_segments, nbytes_of, resolve
+from bucketpoint.dcp.saving.object_layout import ObjectPlace, group_items, item_segments, resolve
 from bucketpoint.format import keys
 from bucketpoint.format.storage_info import make_storage_info, set_object_facts
 from bucketpoint.stores import Store
@@ -66,7 +66,7 @@ def write_transformed(
     for group, members in group_items(items, place.rules).items():
         path = keys.data_path(place.token, place.rank, group, 0)
         data = [(item, resolve(item, planner)) for item in members]
-        raw = sum(nbytes_of(value) + _SLACK for _, value in data)
+        raw = sum(_nbytes_of(value) + _SLACK for _, value in data)
         first = len(results)
         with StreamUpload(
             store, keys.join(place.prefix, path), options, largest_nbytes=int(raw * _GROWTH), meter=meter
@@ -90,6 +90,10 @@ def write_transformed(
             done = stream.commit()
         set_object_facts(results[first].storage_data, size=done.size, etag=done.etag)
     return results
+
+
+def _nbytes_of(value: torch.Tensor | memoryview) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else len(value)
 
 
 def _write(item: WriteItem, value: torch.Tensor | memoryview, target: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
 from typing import Any
 
 from bucketpoint.errors import CorruptDataError
@@ -12,6 +11,7 @@ from bucketpoint.integrations.torch_checkpointing.tree import File
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests, retry_transient
 from bucketpoint.transfer.parts import common_part_bytes
+from bucketpoint.transfer.pieces import BlockCache
 
 WHOLE_BYTES = 4 << 20
 """Smaller objects are read in one request, their checksums included."""
@@ -106,7 +106,9 @@ class ReadStream(io.RawIOBase):
         self._whole = None if whole is None else memoryview(whole)
         self._nbytes = file.nbytes
         self._position = 0
-        self._kept: OrderedDict[int, bytearray] = OrderedDict()
+        self._blocks = BlockCache(
+            lambda key, at, out: files.into(file, at, out), block_nbytes=BLOCK_BYTES, most=_KEPT_BLOCKS
+        )
 
     def readable(self) -> bool:
         return True
@@ -137,12 +139,7 @@ class ReadStream(io.RawIOBase):
         elif len(view) >= _READ_AHEAD:
             self._files.into(self._file, self._position, view)
         else:
-            taken = 0
-            while taken < len(view):
-                at = (self._position + taken) % BLOCK_BYTES
-                piece = memoryview(self._block(self._position + taken - at))[at : at + len(view) - taken]
-                view[taken : taken + len(piece)] = piece
-                taken += len(piece)
+            self._blocks.read(self._file.key, self._position, view, size=self._nbytes)
         self._position += len(view)
         return len(view)
 
@@ -166,16 +163,6 @@ class ReadStream(io.RawIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("I/O operation on closed file")
-
-    def _block(self, start: int) -> bytearray:
-        if start not in self._kept:
-            block = bytearray(min(BLOCK_BYTES, self._nbytes - start))
-            self._files.into(self._file, start, memoryview(block))
-            self._kept[start] = block
-            while len(self._kept) > _KEPT_BLOCKS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(start)
-        return self._kept[start]
 
 
 def _nothing(view: memoryview | None) -> None:
