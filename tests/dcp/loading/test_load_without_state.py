@@ -338,3 +338,14 @@ def test_loads_quantised_tensors_with_their_quantiser(tmp_path: Path) -> None:
     assert into["tensor"] is own
     with pytest.raises(MismatchError, match="another quantiser"):
         bp.load({"tensor": other(8)[:4]}, tmp_path.as_uri())
+
+
+def test_refuses_to_load_two_values_into_one_tensor(tmp_path: Path) -> None:
+    tied, apart = f"{tmp_path.as_uri()}/tied", f"{tmp_path.as_uri()}/apart"
+    bp.save({"embedding": torch.ones(9), "head": torch.ones(9)}, tied)
+    bp.save({"embedding": torch.ones(9), "head": torch.zeros(9)}, apart)
+    one = torch.zeros(9)
+    bp.load({"embedding": one, "head": one}, tied)
+    assert one.tolist() == [1.0] * 9
+    with pytest.raises(MismatchError, match="one tensor as embedding and as head"):
+        bp.load({"embedding": one, "head": one}, apart)

@@ -120,7 +120,8 @@ class ReadPlan:
 
         Raises:
             MetadataError: the metadata names no data for an item.
-            MismatchError: the planner's tensor is not of the size that the planner asked for.
+            MismatchError: the planner's tensor is not of the size that the planner asked for; or two items with other
+                bytes are to go into one tensor.
         """
         storage_data: dict[MetadataIndex, Any] = self._metadata.storage_data or {}
         resolved = []
@@ -146,6 +147,7 @@ class ReadPlan:
                 self._chunk_of(item, info),
             )
             resolved.append(PlannedItem(item, info, key, target, etag, chunk))
+        _refuse_two_in_one(resolved)
         return resolved
 
     def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
@@ -333,6 +335,27 @@ class ReadPlan:
         shape = self._shapes.of(item.read.storage_index)
         most = math.prod(entry.size)
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
+
+
+def _refuse_two_in_one(items: Sequence[PlannedItem]) -> None:
+    """Raise if one tensor of the state has two names, under which other values were saved.
+
+    The tensor would hold a mix of both, and their checksums would fail as if the checkpoint were damaged.
+    """
+    into: dict[Any, PlannedItem] = {}
+    for item in items:
+        target = item.target
+        if target is None or item.chunk is None or not target.numel() or not is_viewable(target):
+            continue
+        # Chunks that were cut in other ways cannot be compared by their checksums.
+        cut = item.chunk.shape, item.chunk.dtype, tuple(item.read.storage_offsets)
+        other = into.setdefault((target.data_ptr(), target.shape, target.dtype, cut), item)
+        if other.info.crc32c != item.info.crc32c:
+            raise MismatchError(
+                f"The state has one tensor as {other.fqn} and as {item.fqn}, for which the checkpoint has other values",
+                key=item.fqn,
+                remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
+            )
 
 
 def _fits_in_place(item: PlannedItem, chunk: SavedChunk) -> bool:
