@@ -45,7 +45,6 @@ from bucketpoint.version import __version__
 if TYPE_CHECKING:
     from bucketpoint.catalog import latest_checkpoint
     from bucketpoint.dcp import (
-        Bandwidths,
         BucketReader,
         BucketWriter,
         CommitInfo,
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDeniedError",
-    "Bandwidths",
     "BucketNotFoundError",
     "BucketReader",
     "BucketWriter",

@@ -35,8 +35,6 @@ def test_what_is_kept_goes_before_the_limit_is_passed() -> None:
     memory.give(memory.take(3 * GRAIN))
     memory.take(4 * GRAIN)
     assert memory.peak_bytes == 4 * GRAIN
-    memory.count(10)
-    assert memory.peak_bytes == 4 * GRAIN + 10
 
 
 @given(sizes=st.lists(st.integers(0, 5 * GRAIN), min_size=1, max_size=30), order=st.randoms(), limit=st.integers(0, 20))

@@ -113,7 +113,7 @@ def _integrations(package: Path) -> Iterator[ReferencePage]:
 
 
 def _page_of(name: str, module: str) -> str:
-    if name.endswith(_READERS_AND_WRITERS) or name == "Bandwidths":
+    if name.endswith(_READERS_AND_WRITERS):
         return "writers"
     return "planners" if name in _PLANNERS else _ROOMS.get(module, "saving")
 

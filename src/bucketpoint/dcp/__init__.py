@@ -1,7 +1,6 @@
 """The parts that DCP calls: writer, reader, planners, and `save`, `load` and `async_save` around them."""
 
 from bucketpoint.dcp.async_save import SaveHandle, async_save
-from bucketpoint.dcp.cooperative.decision import Bandwidths
 from bucketpoint.dcp.deadline.api import load, save
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
 from bucketpoint.dcp.planning.rank_state import rank_state, saved_ranks
@@ -13,7 +12,6 @@ from bucketpoint.dcp.stats import LoadStats, SaveStats, Spread
 from bucketpoint.dcp.writer import BucketWriter
 
 __all__ = [
-    "Bandwidths",
     "BucketReader",
     "BucketWriter",
     "CommitInfo",

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.dcp.cooperative.decision import Bandwidths
-from bucketpoint.dcp.cooperative.load import Cooperation
+from bucketpoint.dcp.cooperative.load import OFF, Cooperation
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
@@ -76,10 +75,9 @@ class BucketReader(Located, StorageReader):
         trusted: read byte items whose pickles name things outside the allow-list. Such items can run any code: use this
             only for checkpoints from a source that you would run programs from.
         cooperative: which ranks read the bytes that several of them want only once, and hand them on to each other:
-            `"off"`, none; `"node"`, the ranks of one node; `"group"`, all ranks of the group; `"auto"`, the group if a
-            model predicts that it is faster. All ranks of the group must then load at the same time.
+            `"off"`, none; `"node"`, the ranks of one node; `"group"`, all ranks of the group. Pass the same mode on all
+            ranks of the group, which must load at the same time unless it is `"off"`.
         process_group: torch's group of the ranks that read together; None for all ranks of the job.
-        bandwidths: the bandwidths from which `cooperative="auto"` predicts the load times.
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
@@ -93,9 +91,8 @@ class BucketReader(Located, StorageReader):
         transfer: TransferOptions | None = None,
         trusted: bool = False,
         progress: ProgressCallback | bool | None = None,
-        cooperative: str = "off",
+        cooperative: str = OFF,
         process_group: Any = None,
-        bandwidths: Bandwidths | None = None,
     ) -> None:
         super().__init__(path, storage_options, fs)
         self.transfer = transfer or TransferOptions()
@@ -103,7 +100,7 @@ class BucketReader(Located, StorageReader):
         self.progress = progress
         self.rank: int | None = None
         # None if each rank reads for itself: a plain load runs no code of cooperative loading.
-        self._cooperation = None if cooperative == "off" else Cooperation(cooperative, process_group, bandwidths)
+        self._cooperation = None if cooperative == OFF else Cooperation(cooperative, process_group)
         self._registry = ExtensionRegistry() if _extension_registry is None else _extension_registry
         self._metadata: Metadata | None = None
         self._commit: CommitRead | None = None

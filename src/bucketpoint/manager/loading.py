@@ -97,8 +97,7 @@ def attempt(
     """Load `url` into `state` on all ranks. A failed attempt may leave part of the checkpoint's data in `state`."""
 
     def prepared() -> tuple[BucketReader, dict[str, Any]]:
-        how = "auto" if ranks.world > 1 else "off"
-        reader = _WholeReader(cooperative=how, process_group=ranks.group, **reading)
+        reader = _WholeReader(cooperative="node", process_group=ranks.group, **reading)
         return reader, with_states(state)
 
     error: BaseException | None = None

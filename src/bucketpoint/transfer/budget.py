@@ -77,7 +77,8 @@ class BufferPool:
                         f"{size} bytes of memory cannot be had to take an item whole: {error}"
                     ) from None
             # Counted only after the allocation, because the system may refuse it.
-            self._count(size)
+            self._taken += size
+            self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
         return memoryview(buffer)[:nbytes]
 
     def give(self, view: memoryview) -> None:
@@ -93,21 +94,11 @@ class BufferPool:
                 self._free.setdefault(size, []).append(buffer)
             self._state.notify_all()
 
-    def count(self, nbytes: int) -> None:
-        """Count memory that was allocated elsewhere as in use."""
-        with self._state:
-            self._let_go(nbytes)
-            self._count(nbytes)
-
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._grain) * self._grain if nbytes >= self._grain else nbytes
 
     def _has_room(self, nbytes: int) -> bool:
         return not nbytes or self._taken + self._rounded(nbytes) <= self._limit
-
-    def _count(self, nbytes: int) -> None:
-        self._taken += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
 
     def _let_go(self, nbytes: int) -> None:
         """Drop kept buffers until `nbytes` more fit the limit, or none is left."""

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
-from bucketpoint.dcp.cooperative import node_memory
 from bucketpoint.dcp.cooperative import peers as exchanges
-from bucketpoint.dcp.cooperative.decision import Bandwidths
+from bucketpoint.dcp.cooperative import rounds
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers, meet
 from bucketpoint.dcp.process_groups import disconnect
 from bucketpoint.errors import AccessDeniedError, BucketpointError
 from bucketpoint.stores.local import LocalStore
+from bucketpoint.transfer import BufferPool
 from dcp import scenarios
 from dcp.test_compat import SlicePlanner
 
@@ -97,7 +97,6 @@ def load(rank: int, world: int, url: str, planner: str, options: TransferOptions
         "read": count.read,
         "gets": count.gets,
         "explain": reader.explain(),
-        "peak": 0 if reader._cooperation is None else reader._cooperation.peak_bytes,
     }
 
 
@@ -110,12 +109,17 @@ def load_replicas(
 ) -> dict[str, Any]:
     """Plain tensors on every rank, as DDP has them, of the saved dtype or another."""
     state = {name: torch.zeros(*shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
-    reader = BucketReader(transfer=options, cooperative="group")
-    with counted() as count:
+    reader, pools = BucketReader(transfer=options, cooperative="group"), []
+
+    def pool(*args: Any, **kwargs: Any) -> BufferPool:
+        pools.append(BufferPool(*args, **kwargs))
+        return pools[-1]
+
+    with counted() as count, mock.patch.object(rounds, "BufferPool", pool):
         dcp.load(state, checkpoint_id=url, storage_reader=reader)
     for name, shape in shapes.items():
         assert torch.equal(state[name], expected_tensor(shape).to(getattr(torch, dtype))), name
-    return {"read": count.read, "gets": count.gets, "peak": reader._cooperation.peak_bytes, "text": reader.explain()}
+    return {"read": count.read, "peak": sum(pool.peak_bytes for pool in pools)}
 
 
 def load_on_device(rank: int, world: int, url: str, shape: Sequence[int], device: str) -> int:
@@ -190,78 +194,14 @@ def save_mixed(url: str) -> None:
     dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
 
 
-def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int) -> dict[str, Any]:
+def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], per_node: int) -> dict[str, Any]:
     """As if every `per_node` ranks were on a machine of their own."""
     state = {"w": torch.zeros(*shape)}
-    reader = BucketReader(cooperative=mode, bandwidths=Bandwidths(store=1e12, nic=1e9, exchange=None))
+    reader = BucketReader(cooperative="node")
     with mock.patch.dict(os.environ, GROUP_RANK=str(rank // per_node)), counted() as count:
         dcp.load(state, checkpoint_id=url, storage_reader=reader)
     assert torch.equal(state["w"], expected_tensor(shape))
     return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
-
-
-def load_where_memory_is_not_shared(rank: int, world: int, url: str, shape: Sequence[int], alone: int) -> Any:
-    """One rank cannot open what the others share; how many bytes each rank was sent over connections."""
-    moved: list[int] = []
-    move = Peers.move
-
-    def counting(self: Peers, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        moved.extend(len(message.data) for message in receives)
-        move(self, receives, sends)
-
-    opened = node_memory._open
-
-    def refusing(*args: Any) -> memoryview:
-        if rank == alone:
-            raise PermissionError("not yours")
-        return opened(*args)
-
-    state = {"w": torch.zeros(*shape)}
-    with mock.patch.object(node_memory, "_open", refusing), mock.patch.object(Peers, "move", counting):
-        dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
-    assert torch.equal(state["w"], expected_tensor(shape))
-    return sum(moved)
-
-
-def share_two_rounds(rank: int, world: int, url: str) -> list[bytes]:
-    """Rank 0 writes a second round before rank 1 has read the first; what the others then read of both."""
-    exchange = Peers(meet("group", url, None), None)
-    node = node_memory.NodeMemory(exchange, range(world), 8)
-    assert node.near == frozenset(range(world)) - {rank}
-    for number in (0, 1):
-        node.write(number, 2, memoryview(bytes([rank, number, 9])))
-    exchange.agree(Note())
-    found = [bytes(node.read((rank + 1) % world, number, 2, 3)) for number in (0, 1)]
-    exchange.agree(Note())
-    exchange.close()
-    return found
-
-
-def load_twice_on_nodes(
-    rank: int, world: int, url: str, shape: Sequence[int], found: Any, stated: Bandwidths
-) -> dict[str, Any]:
-    """Two nodes of two ranks, which load twice through one reader; `found`: what each rank measured in between."""
-    state = {"w": torch.zeros(*shape)}
-    reader = BucketReader(cooperative="auto", bandwidths=stated)
-    explained = []
-    with mock.patch.dict(os.environ, GROUP_RANK=str(rank // 2)):
-        for measured in (None, found[rank] if found is not None else None):
-            if measured is not None:
-                reader._cooperation._measured = Bandwidths(measured[0], exchange=measured[1])
-            dcp.load(state, checkpoint_id=url, storage_reader=reader)
-            explained.append(reader.explain())
-            assert torch.equal(state["w"], expected_tensor(shape))
-            state["w"].zero_()
-    return {"explain": explained, "found": reader._cooperation._measured}
-
-
-def load_with_other_bandwidths(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
-    reader = BucketReader(cooperative="auto", bandwidths=Bandwidths(store=1e9 + rank))
-    try:
-        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
-    except dcp.CheckpointException as error:
-        return failure_of(error)
-    raise AssertionError("ranks that decide by different figures loaded together")
 
 
 def load_in_groups(rank: int, world: int, url: str, shape: Sequence[int]) -> int:

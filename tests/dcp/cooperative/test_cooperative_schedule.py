@@ -1,4 +1,4 @@
-"""Any ranges on any ranks are dealt out whole, once and evenly; `auto` decides by the figures of a model."""
+"""Any ranges on any ranks are dealt out whole, once and evenly."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.cooperative.decision import Bandwidths, Demand, decide, predict
 from bucketpoint.dcp.cooperative.schedule import SMALLEST_CELL, Cell, Overlaps, Schedule
-from bucketpoint.errors import BucketpointError, MetadataError
+from bucketpoint.errors import MetadataError
 
-GB = 10**9
 Rows = list[tuple[int, int, int]]
 
 
-def overlaps(tables: list[Rows], nodes: list[int] | None = None) -> Overlaps:
-    tensors = [torch.tensor(rows, dtype=torch.int64).reshape(-1, 3) for rows in tables]
-    return Overlaps(tensors, nodes or [0] * len(tables))
+def overlaps(tables: list[Rows]) -> Overlaps:
+    return Overlaps([torch.tensor(rows, dtype=torch.int64).reshape(-1, 3) for rows in tables])
 
 
 def schedules(tables: list[Rows], round_bytes: int) -> list[Schedule]:
@@ -88,10 +85,10 @@ def test_peers_agree_on_their_rounds_and_no_round_is_too_large(tables: list[Rows
 
 
 @given(tables=ranges())
-def test_demand_counts_every_byte_once(tables: list[Rows]) -> None:
-    demand = overlaps(tables).demand
-    assert demand.total == sum(stop - start for rows in tables for _, start, stop in rows)
-    assert demand.distinct == len(bytes_of(row for rows in tables for row in rows))
+def test_distinct_counts_every_byte_once(tables: list[Rows]) -> None:
+    found = overlaps(tables)
+    assert found.total == sum(stop - start for rows in tables for _, start, stop in rows)
+    assert found.distinct == len(bytes_of(row for rows in tables for row in rows))
 
 
 @given(
@@ -140,61 +137,3 @@ def test_a_thousand_replicas_are_dealt_out_evenly_and_each_knows_whom_it_reads_f
 def test_ranges_beyond_any_store_are_refused() -> None:
     with pytest.raises(MetadataError, match="beyond what any store holds"):
         overlaps([[(0, 0, 1 << 61)], [(1, 0, 1 << 61)]])
-
-
-def replicas(count: int, nodes: int, nbytes: int, crossing: float = 1.0) -> Demand:
-    return Demand(ranks=count, nodes=nodes, total=count * nbytes, distinct=nbytes, crossing=crossing)
-
-
-@pytest.mark.parametrize(
-    ("demand", "bandwidths", "seconds", "together"),
-    [
-        # 16 replicas of 840 GB on 8 nodes each, 1 Tb/s from the store, a fabric of 50 GB/s a node.
-        (replicas(16, 128, 840 * GB), Bandwidths(store=125e9, exchange=50e9), (107.5, 6.7), True),
-        # The same without a fabric of its own.
-        (replicas(16, 128, 840 * GB), Bandwidths(store=125e9), (107.5, 8.4), True),
-        # 96 GB on each of 8 ranks of one node.
-        (replicas(8, 1, 96 * GB, 0.0), Bandwidths(), (61.4, 7.7), True),
-        # Two replicas of one node each, over the port that they read through: nothing to gain.
-        (replicas(2, 2, 16 * GB), Bandwidths(), (1.3, 1.3), False),
-        # And over a fabric of twice its rate.
-        (replicas(2, 2, 16 * GB), Bandwidths(exchange=25e9), (1.3, 0.6), True),
-        # 32 MB a rank.
-        (replicas(8, 1, 32 * 10**6, 0.0), Bandwidths(), (0.02, 0.003), False),
-    ],
-)
-def test_auto_follows_the_model(
-    demand: Demand, bandwidths: Bandwidths, seconds: tuple[float, float], together: bool
-) -> None:
-    assert predict(demand, bandwidths) == pytest.approx(seconds, rel=0.15)
-    assert decide("auto", demand, bandwidths).together is together
-
-
-@given(
-    count=st.integers(2, 64),
-    nodes=st.integers(1, 64),
-    nbytes=st.integers(1, 1000 * GB),
-    store=st.floats(1e6, 1e13),
-    exchange=st.none() | st.floats(1e6, 1e12),
-)
-def test_what_was_asked_for_is_done_and_auto_never_chooses_the_slower(
-    count: int, nodes: int, nbytes: int, store: float, exchange: float | None
-) -> None:
-    demand, bandwidths = replicas(count, nodes, nbytes), Bandwidths(store=store, exchange=exchange)
-    assert decide("group", demand, bandwidths).together
-    plain, together = predict(demand, bandwidths)
-    if decide("auto", demand, bandwidths).together and nodes > 1:
-        assert together < plain
-
-
-def test_exchange_crosses_nodes_as_far_as_holders_are_on_different_ones() -> None:
-    rows: Rows = [(0, 0, 100)]
-    assert overlaps([rows] * 4, [0, 0, 0, 0]).demand.crossing == 0.0
-    assert overlaps([rows] * 4, [0, 1, 2, 3]).demand.crossing == 1.0
-    assert overlaps([rows] * 4, [0, 0, 1, 1]).demand.crossing == pytest.approx(2 / 3)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf")])
-def test_bandwidths_are_positive_numbers(value: float) -> None:
-    with pytest.raises(BucketpointError, match=r"Bandwidths\.nic"):
-        Bandwidths(nic=value)

@@ -43,7 +43,6 @@ class Member:
     Attributes:
         rank: global rank.
         node: name of the machine.
-        figures: bandwidths stated by the user; they must be the same on all ranks, which decide by them.
     """
 
     rank: int
@@ -51,7 +50,6 @@ class Member:
     token: str
     url: str | None
     mode: str
-    figures: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Message:
     data: memoryview
 
 
-def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = ()) -> list[Member]:
+def meet(mode: str, url: str | None, group: Any) -> list[Member]:
     """Find the ranks that load with this one: those of the same node, or all of the group. One collective on the group.
 
     Returns:
@@ -103,7 +101,7 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
         )
     # Containers may all have the same host name, so the number of torchrun's agent is part of the node's name.
     node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
-    own = Member(here, node, new_token(), url, mode, figures)
+    own = Member(here, node, new_token(), url, mode)
     members: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(members, own, group=group)
@@ -118,11 +116,6 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
                 f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
                 f"and rank {here} {url} with {mode!r}: they cannot load together",
                 remedy="Load the same checkpoint in the same mode on all ranks of the group",
-            )
-        if other.figures != figures:
-            raise RanksDisagreeError(
-                f"Rank {other.rank} was given other bandwidths than rank {here}: they cannot decide alike",
-                remedy="Pass the same bandwidths= on all ranks of the group",
             )
     return [member for member in members if mode != "node" or member.node == own.node]
 
@@ -140,12 +133,6 @@ class Peers:
         self.timeout = timeout_of(group)
         with self._losing("the first of them to be missed"):
             self._backend: Any = _gloo(members[0].token, self.rank, len(members), self.timeout)
-
-    @property
-    def nodes(self) -> list[int]:
-        """Number of the node of each member."""
-        names = sorted({member.node for member in self.members})
-        return [names.index(member.node) for member in self.members]
 
     def arrive(self) -> None:
         """Wait until all members are about to read: for `ARRIVE_WITHIN`, or the timeout if that is shorter.

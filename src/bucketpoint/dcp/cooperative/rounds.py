@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from bucketpoint.dcp.cooperative.node_memory import NodeMemory
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers
 from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
 from bucketpoint.dcp.cooperative.targets import Targets
@@ -25,8 +23,7 @@ _FINISHERS = 2
 """Threads that verify and deliver. Two suffice: a checksum takes a tenth of the time in which the bytes arrive."""
 
 # Shares of `max_inflight_bytes`. At most three rounds of bytes are held: one being received, one in requests that wait
-# for more bytes, one in requests that are being verified. An eighth is left for requests that span many rounds. The
-# memory shared within the node, two rounds of this rank's own cells, is subtracted from the share for reading ahead.
+# for more bytes, one in requests that are being verified. An eighth is left for requests that span many rounds.
 _ROUND, _AHEAD, _ALONE, _KEPT = 1 / 8, 1 / 4, 1 / 4, 1 / 2
 
 _GRAIN = 256 << 10
@@ -66,7 +63,6 @@ class SharedLoad:
         self._schedule = schedule
         self._options = options
         self._meter = meter
-        self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
         self._ranges = range_reader(store, options, self._pool, meter)
         self._memory = BufferPool(int(options.max_inflight_bytes * _KEPT), grain=_GRAIN)
@@ -91,27 +87,6 @@ class SharedLoad:
         self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)
         self._finishing = 0
         self._finishing_bytes = 0
-        self._reads = 0
-        self._reading_since = 0.0
-        self._reading_s = 0.0
-        self._exchanged_bytes = 0
-        self._exchanging_s = 0.0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most host memory for buffers that was held at once."""
-        return self._memory.peak_bytes
-
-    @property
-    def store_rate(self) -> float | None:
-        """Bytes a second from the store, over the time in which reads were under way. None: nothing was read."""
-        read = self._meter.done_bytes - self._done_before
-        return read / self._reading_s if read and self._reading_s else None
-
-    @property
-    def exchange_rate(self) -> float | None:
-        """Bytes a second from other ranks, over the time of the exchanges. None: nothing was received."""
-        return self._exchanged_bytes / self._exchanging_s if self._exchanged_bytes else None
 
     def run(self, taking_part: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """Load all of this rank's bytes.
@@ -127,21 +102,13 @@ class SharedLoad:
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
-            here, rounds = self._exchange.rank, self._schedule.rounds
-            own = (sum(cell.nbytes for cell in cells if cell.reader == here) for cells in rounds)
-            node = NodeMemory(self._exchange, self._schedule.peers, max(own, default=0))
-            self._memory.count(node.nbytes)
-            self._ahead_limit -= node.nbytes
             for _ in range(min(options.connections, len(self._alone))):
                 reading.start(self._watched(lambda: self._fetch_alone(reading)))
-            for number, cells in enumerate(self._schedule.rounds):
+            for cells in self._schedule.rounds:
                 self._read_ahead(reading, cells)
                 self._wait_for(lambda cells=cells: self._is_ready(cells))  # type: ignore[misc]
-                with self._exchanging():
-                    self._publish(number, cells, node)
                 self._agree()
-                with self._exchanging():
-                    self._hand_out(number, cells, node, finishing)
+                self._hand_out(cells, finishing)
             self._wait_for(lambda: not self._alone_left and not self._finishing)
             self._agree()
 
@@ -165,11 +132,10 @@ class SharedLoad:
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
         key, etag = self._targets.source(cell.obj)
-        with self._reading():
-            retry_transient(
-                lambda: self._ranges.read_into(key, cell.start, [view], if_match=etag),
-                attempts=self._options.read_attempts,
-            )
+        retry_transient(
+            lambda: self._ranges.read_into(key, cell.start, [view], if_match=etag),
+            attempts=self._options.read_attempts,
+        )
         self._meter.add(cell.nbytes)
         with self._state:
             self._read[cell.obj, cell.start] = view
@@ -180,8 +146,7 @@ class SharedLoad:
             request = self._alone.popleft()
         except IndexError:
             return
-        with self._reading():
-            fetch_one(self._ranges, request, self._options, self._pool, self._meter)
+        fetch_one(self._ranges, request, self._options, self._pool, self._meter)
         with self._state:
             self._alone_left -= 1
         reading.start(self._watched(lambda: self._fetch_alone(reading)))
@@ -204,14 +169,7 @@ class SharedLoad:
             raise error
         self._exchange.agree(Note(), self._schedule.peers)
 
-    def _publish(self, number: int, cells: Sequence[Cell], node: NodeMemory) -> None:
-        """Write this rank's cells to the node's memory. Earlier cells there were copied before the last agreement."""
-        if self._error is None:
-            for cell, at in _laid_out(cells):
-                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs):
-                    node.write(number, at, self._read[cell.obj, cell.start])
-
-    def _hand_out(self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup) -> None:
+    def _hand_out(self, cells: Sequence[Cell], finishing: TaskGroup) -> None:
         here = self._exchange.rank
         sends: list[Message] = []
         receives: list[Message] = []
@@ -219,7 +177,7 @@ class SharedLoad:
         sent_to: Counter[int] = Counter()
         got_from: Counter[int] = Counter()
         done: list[memoryview] = []
-        for cell, at in _laid_out(cells):
+        for cell in cells:
             if cell.reader == here:
                 view, staying = self._take(cell)
                 if not staying:
@@ -229,13 +187,9 @@ class SharedLoad:
                         data = view[start - cell.start : stop - cell.start]
                         if peer == here:
                             arrived.append((cell, start, stop, None if staying else data))
-                        elif peer not in node.near:
+                        else:
                             sends.append(Message(peer, sent_to[peer], data))
                             sent_to[peer] += 1
-            elif cell.reader in node.near:
-                for start, stop in cell.needs.get(here, ()):
-                    data = node.read(cell.reader, number, at + start - cell.start, stop - start)
-                    arrived.append((cell, start, stop, data))
             else:
                 for start, stop in cell.needs.get(here, ()):
                     in_place = self._targets.place(cell.obj, start, stop)
@@ -246,7 +200,6 @@ class SharedLoad:
                     got_from[cell.reader] += 1
                     arrived.append((cell, start, stop, None if in_place is not None else data))
         self._exchange.move(receives, sends)
-        self._exchanged_bytes += sum(stop - start for cell, start, stop, _ in arrived if cell.reader != here)
         for cell, start, stop, copied in arrived:
             self._settle(cell.obj, start, stop, copied, finishing)
         for view in done:
@@ -283,26 +236,6 @@ class SharedLoad:
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._exchanging_s += time.monotonic() - began
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        with self._state:
-            self._reads += 1
-            if self._reads == 1:
-                self._reading_since = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._state:
-                self._reads -= 1
-                if not self._reads:
-                    self._reading_s += time.monotonic() - self._reading_since
-
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._state:
             self._state.wait_for(lambda: self._error is not None or condition())
@@ -320,11 +253,3 @@ class SharedLoad:
                 self._state.notify_all()
 
         return run
-
-
-def _laid_out(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
-    """Yield the cells of a round, each with its offset in the memory that its reader shares."""
-    used: Counter[int] = Counter()
-    for cell in cells:
-        yield cell, used[cell.reader]
-        used[cell.reader] += cell.nbytes

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from bucketpoint.dcp.cooperative.decision import Demand
 from bucketpoint.errors import MetadataError
 
 LARGEST_CELL = 4 << 20
@@ -70,13 +69,16 @@ class Overlaps:
 
     Args:
         tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last.
-        nodes: for each rank the number of the node that it is on.
+
+    Attributes:
+        total: bytes that the ranks need, summed over the ranks.
+        distinct: bytes that the ranks need, each counted once however many ranks need it.
 
     Raises:
         MetadataError: the ranges are so far apart that no checkpoint can hold them.
     """
 
-    def __init__(self, tables: Sequence[torch.Tensor], nodes: Sequence[int]) -> None:
+    def __init__(self, tables: Sequence[torch.Tensor]) -> None:
         self._tables = tables
         self._rank = torch.cat([torch.full((len(table),), rank) for rank, table in enumerate(tables)])
         rows = torch.cat(list(tables))
@@ -97,7 +99,8 @@ class Overlaps:
         # Each stretch with each rank that wants some of it.
         pairs = torch.unique(self._stretch * len(tables) + self._rank[self._order])
         self._held, self._holder = pairs // len(tables), pairs % len(tables)
-        self.demand = self._measure(len(tables), nodes)
+        self.total = int((self._stop - self._start).sum())
+        self.distinct = int((self._last - self._first).sum())
 
     def schedule(self, rank: int, round_bytes: int) -> Schedule:
         """Return the part of `rank` in a load in which every stretch that several ranks want is read once.
@@ -128,21 +131,6 @@ class Overlaps:
             raise MetadataError("The metadata names bytes beyond what any store holds")
         base = torch.cumsum(ends, 0) - ends
         return rows[:, 1] + base[number], rows[:, 2] + base[number]
-
-    def _measure(self, ranks: int, nodes: Sequence[int]) -> Demand:
-        lengths = (self._last - self._first).double()
-        stretch, holder = self._held, self._holder
-        holders = torch.bincount(stretch, minlength=len(lengths)).double()
-        width = max(nodes, default=0) + 1
-        on_node = torch.unique(stretch * width + torch.tensor(nodes)[holder], return_counts=True)
-        squares = torch.bincount(on_node[0] // width, on_node[1].double() ** 2, minlength=len(lengths))
-        # The expected value: the reader is a random holder, and sends each byte to the holders on other nodes.
-        exchanged = float((lengths * (holders - 1)).sum())
-        crossing = float((lengths * (holders - squares / holders)).sum())
-        total = int((self._stop - self._start).sum())
-        distinct = int((self._last - self._first).sum())
-        share = min(crossing / exchanged, 1.0) if exchanged else 0.0
-        return Demand(ranks, len(set(nodes)), total, distinct, share)
 
     # -- dealing ------------------------------------------------------------------------------------------------------
 
