@@ -86,14 +86,10 @@ class Overlaps:
         # Empty ranges are left out, as no rank has to read them.
         order = torch.argsort(self._start, stable=True)
         self._order = order[self._start[order] < self._stop[order]]
-        start, stop = self._start[self._order], self._stop[self._order]
-        reach = torch.cummax(stop, 0).values if len(stop) else stop
-        opens = torch.ones(len(start), dtype=torch.bool)
-        opens[1:] = start[1:] >= reach[:-1]
+        start = self._start[self._order]
+        opens, self._last = _unions(start, self._stop[self._order])
         self._stretch = torch.cumsum(opens, 0) - 1
-        closes = torch.ones_like(opens)
-        closes[:-1] = opens[1:]
-        self._first, self._last = start[opens], reach[closes]
+        self._first = start[opens]
         self._obj = rows[self._order, 0][opens]
         self._base = start[opens] - rows[self._order, 1][opens]
         # Each stretch with each rank that wants some of it.
@@ -174,6 +170,23 @@ class Overlaps:
 # thousand ranks does not take a thousand times as long; loops go only over this rank's own cells and over all readers.
 
 
+def _unions(start: torch.Tensor, stop: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join ranges, ordered by start, that overlap. Return where a union begins, as a mask, and the ends of the unions.
+
+    Ranges that merely touch are not joined, as they may go to different places.
+    """
+    reach = torch.cummax(stop, 0).values if len(stop) else stop
+    opens = torch.ones(len(start), dtype=torch.bool)
+    opens[1:] = start[1:] >= reach[:-1]
+    return opens, reach[torch.roll(opens, -1)]
+
+
+def _expanded(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the index of each count, repeated `count` times, and beside it 0 to `count - 1`."""
+    index = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return index, torch.arange(len(index)) - (torch.cumsum(counts, 0) - counts)[index]
+
+
 @dataclass(frozen=True)
 class _Spans:
     """The ranges that each rank wants, joined where those of one rank overlap; ordered by rank, then by place."""
@@ -184,20 +197,15 @@ class _Spans:
 
     @staticmethod
     def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> _Spans:
-        # Ranges that merely touch are not joined, as they go to different places. Places are numbered, so that the
-        # ranges of all ranks fit on one line of small numbers, on which no rank's ranges reach those of the next rank.
+        # Places are numbered, so that the ranges of all ranks fit on one line of small numbers, on which no rank's
+        # ranges reach those of the next rank.
         places, number = torch.unique(torch.cat([start, stop]), return_inverse=True)
         width = len(places)
         begin, end = rank * width + number[: len(start)], rank * width + number[len(start) :]
         order = torch.argsort(begin, stable=True)
-        begin, reach = begin[order], torch.cummax(end[order], 0).values if len(order) else end
-        opens = torch.ones(len(order), dtype=torch.bool)
-        opens[1:] = begin[1:] >= reach[:-1]
-        closes = torch.ones_like(opens)
-        closes[:-1] = opens[1:]
-        owner = rank[order][opens]
-        low, high = places[begin[opens] - owner * width], places[reach[closes] - owner * width]
-        return _Spans(owner, low, high)
+        opens, last = _unions(begin[order], end[order])
+        owner, first = rank[order][opens], begin[order][opens]
+        return _Spans(owner, places[first - owner * width], places[last - owner * width])
 
 
 @dataclass(frozen=True)
@@ -215,8 +223,8 @@ class _Cells:
     def cut(first: torch.Tensor, last: torch.Tensor, size: int) -> _Cells:
         counts = (last - first + size - 1) // size
         before = torch.cumsum(counts, 0) - counts
-        stretch = torch.repeat_interleave(torch.arange(len(first)), counts)
-        start = first[stretch] + (torch.arange(len(stretch)) - before[stretch]) * size
+        stretch, inside = _expanded(counts)
+        start = first[stretch] + inside * size
         return _Cells(stretch, start, torch.minimum(start + size, last[stretch]), first, before, size)
 
     def touched_by(self, spans: _Spans) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,11 +259,8 @@ def _readers(cells: _Cells, rank: torch.Tensor, low: torch.Tensor, high: torch.T
     opens[1:] = held_by[1:] != held_by[:-1]
     run = torch.cumsum(opens, 0) - 1
     begin, end = run[low], run[high]
-    width = end - begin + 1
-    into = torch.arange(int(width.sum())) - torch.repeat_interleave(torch.cumsum(width, 0) - width, width)
-    pairs = torch.unique(
-        (torch.repeat_interleave(begin, width) + into) * len(load) + torch.repeat_interleave(rank, width)
-    )
+    owner, into = _expanded(end - begin + 1)
+    pairs = torch.unique((begin[owner] + into) * len(load) + rank[owner])
     holders = iter((pairs % len(load)).tolist())
     holding = torch.bincount(pairs // len(load)).tolist()
     sizes = iter((cells.stop - cells.start).tolist())
@@ -281,7 +286,7 @@ def _needs(
     readers: Sequence[int],
     here: int,
 ) -> dict[int, dict[int, list[Span]]]:
-    """Return the spans that ranks need of each cell: those of all ranks for cells that `here` reads, else its own.
+    """Return the byte spans needed from each cell: of all ranks if `here` reads the cell, otherwise of `here` only.
 
     Offsets count from the first byte of the object, which lies at `base`.
     """
@@ -292,15 +297,13 @@ def _needs(
         numbers = torch.nonzero(chosen).flatten()
         place = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(chosen, 0)])
         begin, end = place[low[among]], place[high[among] + 1]
-        width = end - begin
-        into = torch.arange(int(width.sum())) - torch.repeat_interleave(torch.cumsum(width, 0) - width, width)
-        cell = numbers[torch.repeat_interleave(begin, width) + into]
-        start = torch.maximum(torch.repeat_interleave(spans.start[among], width), cells.start[cell])
-        stop = torch.minimum(torch.repeat_interleave(spans.stop[among], width), cells.stop[cell])
-        rank = torch.repeat_interleave(spans.rank[among], width)
-        parts = zip((start - base[cell]).tolist(), (stop - base[cell]).tolist(), strict=True)
-        for index, owner, part in zip(cell.tolist(), rank.tolist(), parts, strict=True):
-            needs.setdefault(index, {}).setdefault(owner, []).append(part)
+        span, into = _expanded(end - begin)
+        cell = numbers[begin[span] + into]
+        start = torch.maximum(spans.start[among][span], cells.start[cell]) - base[cell]
+        stop = torch.minimum(spans.stop[among][span], cells.stop[cell]) - base[cell]
+        parts = zip(start.tolist(), stop.tolist(), strict=True)
+        for index, rank, part in zip(cell.tolist(), spans.rank[among][span].tolist(), parts, strict=True):
+            needs.setdefault(index, {}).setdefault(rank, []).append(part)
     return needs
 
 
