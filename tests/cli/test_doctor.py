@@ -192,7 +192,6 @@ def test_the_verdict_says_for_which_role_a_place_is_fit(tmp_path: Path, program:
     last = program("doctor", str(tmp_path), "--role", "reader").out.splitlines()[-1]
     assert last == f"{tmp_path} is fit for a reader: 0 warnings, 0 failures"
     assert list(tmp_path.iterdir()) == []
-    assert program("doctor", str(tmp_path), "--role", "reader", "--chaos").code == 2
 
 
 def test_where_nothing_can_be_deleted_one_small_object_stays_and_is_named(
@@ -206,10 +205,8 @@ def test_where_nothing_can_be_deleted_one_small_object_stays_and_is_named(
     status = {one["check"]: one["status"] for one in done.json["findings"]}
     assert (status["put data"], status["throughput"], status["clean-up"]) == ("ok", "skip", "warn")
     assert done.json["left"] == ["runs/_bucketpoint/doctor/access"]
-    # Nor does anything come to it the next time, and faults are not tried.
-    done = program("doctor", f"s3://{bucket}/runs", "--chaos")
-    assert done.code == 1
-    assert "could not be deleted" in done.out.splitlines()[-1]
+    # Nor does anything come to it the next time.
+    done = program("doctor", f"s3://{bucket}/runs")
     assert "1 object stays: runs/_bucketpoint/doctor/access" in done.out
     assert f"`bucketpoint gc s3://{bucket}/runs` removes objects of doctor" in done.out
     assert minio.keys(bucket) == ["runs/_bucketpoint/doctor/access"]
@@ -224,7 +221,7 @@ def test_a_sweep_removes_what_examinations_left_and_nothing_else(tmp_path: Path,
         # As 0.1.0 called them.
         "bucketpoint-doctor-0123456789ab/access",
         "bucketpoint-doctor-0123456789ab/speed-0",
-        # Of a trial with faults that was killed.
+        # Of a trial of 0.2 with faults that was killed.
         "bucketpoint-chaos-0123456789ab/step-2/.bucketpoint.json",
         "bucketpoint-chaos-0123456789ab/step-2/.metadata",
         "bucketpoint-chaos-0123456789ab/step-2/data/15/f714f9240384-0-model-0.distcp",

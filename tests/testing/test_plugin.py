@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bucketpoint.testing import servers
 from bucketpoint.testing.tally import Tally
 
 NAME = "bucketpoint.testing.plugin"
@@ -80,3 +83,8 @@ def test_tallies_of_several_processes_add_up() -> None:
     first.add(second.as_dict())
     assert first.lines() == ["3 faults in 20 requests", "       3  reset", "5,000 inputs", "3 kills"]
     assert Tally().lines() == []
+
+
+def test_finds_minio_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIO", "/somewhere/minio")
+    assert servers.find_minio() == Path("/somewhere/minio")
