@@ -349,3 +349,12 @@ def test_refuses_to_load_two_values_into_one_tensor(tmp_path: Path) -> None:
     assert one.tolist() == [1.0] * 9
     with pytest.raises(MismatchError, match="one tensor as embedding and as head"):
         bp.load({"embedding": one, "head": one}, apart)
+
+
+def test_does_not_take_a_checkpoint_for_damaged_whose_tensors_go_into_one_memory(tmp_path: Path) -> None:
+    rows = 1 << 20
+    bp.save({"all": torch.ones(4 * rows), "first": torch.zeros(3 * rows), "last": torch.ones(rows)}, tmp_path.as_uri())
+    for _ in range(8):
+        memory = torch.full((4 * rows,), 5.0)
+        bp.load({"all": memory, "first": memory[: 3 * rows], "last": memory[3 * rows :]}, tmp_path.as_uri())
+        assert set(memory.unique().tolist()) <= {0.0, 1.0}

@@ -59,6 +59,8 @@ class PlannedItem:
         target: the tensor into which the item is read; None for bytes.
         etag: the ETag that the object must have; None if it is not known.
         chunk: the saved chunk of which a slice is read; None if the item is read whole.
+        shared: another item goes into the same memory, so that none is received there: while one is checked, the other
+            may arrive, and the checkpoint would seem to be damaged.
     """
 
     read: ReadItem
@@ -67,6 +69,7 @@ class PlannedItem:
     target: torch.Tensor | None
     etag: str | None
     chunk: SavedChunk | None
+    shared: bool = False
 
     @property
     def fqn(self) -> str:
@@ -147,8 +150,7 @@ class ReadPlan:
                 self._chunk_of(item, info),
             )
             resolved.append(PlannedItem(item, info, key, target, etag, chunk))
-        _refuse_two_in_one(resolved)
-        return resolved
+        return _apart(resolved)
 
     def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
         entry = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -337,30 +339,44 @@ class ReadPlan:
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
 
 
-def _refuse_two_in_one(items: Sequence[PlannedItem]) -> None:
-    """Raise if one tensor of the state has two names, under which other values were saved.
+def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
+    """Return the items, with `shared` set where two of them go into the same memory.
 
-    The tensor would hold a mix of both, and their checksums would fail as if the checkpoint were damaged.
+    Raises:
+        MismatchError: one tensor of the state has two names, under which other values were saved.
     """
+    marked, spans = list(items), []
     into: dict[Any, PlannedItem] = {}
-    for item in items:
-        target = item.target
-        if target is None or item.chunk is None or not target.numel() or not is_viewable(target):
+    for number, item in enumerate(items):
+        target, chunk = item.target, item.chunk
+        if target is None or chunk is None or not target.numel() or not is_viewable(target):
             continue
+        begin = target.data_ptr()
+        spans.append((begin, begin + target.nbytes, number))
         # Chunks that were cut in other ways cannot be compared by their checksums.
-        cut = item.chunk.shape, item.chunk.dtype, tuple(item.read.storage_offsets)
-        other = into.setdefault((target.data_ptr(), target.shape, target.dtype, cut), item)
+        cut = chunk.shape, chunk.dtype, tuple(item.read.storage_offsets)
+        other = into.setdefault((begin, target.shape, target.dtype, cut), item)
         if other.info.crc32c != item.info.crc32c:
             raise MismatchError(
                 f"The state has one tensor as {other.fqn} and as {item.fqn}, for which the checkpoint has other values",
                 key=item.fqn,
                 remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
             )
+    spans.sort()
+    end, last = 0, 0
+    for begin, until, number in spans:
+        if begin < end:
+            marked[last], marked[number] = replace(marked[last], shared=True), replace(marked[number], shared=True)
+        if until > end:
+            end, last = until, number
+    return marked
 
 
 def _fits_in_place(item: PlannedItem, chunk: SavedChunk) -> bool:
     target = item.target
-    return target is not None and target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
+    if target is None or item.shared:
+        return False
+    return target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
 
 
 def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
