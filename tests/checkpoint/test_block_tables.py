@@ -12,10 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from bucketpoint import BucketReader, BucketWriter, CorruptDataError, LoadPlanner, TransferOptions
-from bucketpoint.catalog.deletion.thin import thinned_metadata
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.thinning import Outline
 from dcp.states import same_bits
 from dcp.test_compat import counted
 from transfer.wrappers import CountingStore
@@ -145,7 +144,7 @@ def test_a_table_that_is_not_what_was_written_fails_parts_and_no_whole(tmp_path:
 
 def test_tables_are_found_in_a_checkpoint_that_was_thinned(tmp_path: Path) -> None:
     state = saved(tmp_path)
-    data = thinned_metadata(decode_metadata((tmp_path / ".metadata").read_bytes()))
+    data = Outline((tmp_path / ".metadata").read_bytes()).thinned()
     (tmp_path / ".metadata").write_bytes(data)
     rows = part(64, 64)
     load(tmp_path, {"model.b": rows})

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.deletion.thin import thinned_metadata
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.summary import summarise
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.thinning import Outline
 from dcp.ranks import Ranks
 from dcp.saving.copied_saves import Refusing, Run, Watch, lora, nbytes
 
@@ -78,7 +78,7 @@ def test_its_summary_counts_the_items_and_not_the_dead_bytes(run: Run, tmp_path:
 
 def test_thinned_to_its_weights_it_keeps_what_was_copied(run: Run) -> None:
     path = Path(run.url(2), ".metadata")
-    data = thinned_metadata(decode_metadata(path.read_bytes()))
+    data = Outline(path.read_bytes()).thinned()
     gone = {info.relative_path for index, info in decode_metadata(path.read_bytes()).storage_data.items()} - {
         info.relative_path for info in decode_metadata(data).storage_data.values()
     }

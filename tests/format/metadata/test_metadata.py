@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, UnsafeDataError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata.codec import PICKLE_PROTOCOL, decode_metadata, encode_metadata, record_from_metadata
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, record_from_metadata
 from bucketpoint.format.metadata.deletion_marker import is_marker
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.storage_info import make_storage_info
 
 pytestmark = pytest.mark.contract
@@ -101,7 +102,7 @@ def test_tensor_properties_with_six_fields_are_read_on_every_torch() -> None:
         return copyreg.__newobj__, (TensorProperties,), (*value.__getstate__()[:5], (3, 1))
 
     stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, PICKLE_PROTOCOL)
+    pickler = pickle.Pickler(stream, PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: six}
     pickler.dump(example())
     found = decode_metadata(stream.getvalue())

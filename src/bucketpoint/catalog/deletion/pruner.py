@@ -13,6 +13,7 @@ from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.delete import delete_checkpoints
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
 from bucketpoint.catalog.deletion.rights import require_deletes
+from bucketpoint.catalog.deletion.thin import thin
 from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import absent, reconcile
@@ -215,9 +216,6 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, lock: locks.Lock)
     if lock.holds and deleted:
         delete_checkpoints(catalog, snapshot, [*deleted.values()], done, looked)
     if lock.holds and (thinned := [tombstone for tombstone in going if tombstone.action == THIN]):
-        # Imported here, because only thinning decodes metadata, which needs torch.
-        from bucketpoint.catalog.deletion.thin import thin
-
         for tombstone in thinned:
             thin(catalog, snapshot, tombstone, done)
 

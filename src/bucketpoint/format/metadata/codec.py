@@ -32,11 +32,10 @@ from bucketpoint.format.metadata.facts import (
     without_gc,
 )
 from bucketpoint.format.pickles import dcp_metadata
+from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.pickles.machine import MOST_BYTES
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.version import __version__
-
-PICKLE_PROTOCOL = 4  # every supported Python reads it, and it is the lowest that has frames and MEMOIZE
 
 
 def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any], index: IndexRef | None = None) -> bytes:
@@ -64,7 +63,7 @@ def extension(bucketpoint: dict[str, Any]) -> dict[str, Any]:
 def pickled(whole: Metadata) -> bytes:
     """Pickle metadata with the attributes that it has, leaving out fields that other torch versions cannot read."""
     stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
+    pickler = pickle.Pickler(stream, protocol=PROTOCOL)
     sharing = _Sharing(whole.state_dict_metadata)
     if type(whole.planner_data) is dict:
         whole.planner_data = {sharing.share(name): value for name, value in whole.planner_data.items()}

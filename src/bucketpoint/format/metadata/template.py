@@ -31,11 +31,11 @@ from bucketpoint.format import item_info as names
 from bucketpoint.format.columns import Columns, IndexColumns
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
-from bucketpoint.format.metadata.codec import PICKLE_PROTOCOL, _Sharing
+from bucketpoint.format.metadata.codec import _Sharing
 from bucketpoint.format.metadata.facts import without_gc
+from bucketpoint.format.pickles.fragments import PROTOCOL, framed, recall, text_header, unframed, unshared
 from bucketpoint.format.torch_zip import number_opcode
 
-_PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
 _END = pickle.SETITEMS + pickle.BUILD + pickle.STOP
 _MADE = pickle.EMPTY_TUPLE + pickle.NEWOBJ
 _BEGUN = _MADE + pickle.EMPTY_DICT + pickle.MARK
@@ -98,12 +98,11 @@ class MetadataTemplate:
             for byte in range(4):
                 whole[self.words + byte] = words[:, byte]
             del whole
-        last = _without_frames(_unshared(end))
+        last = unframed(unshared(end))
         if last is None:
             return None
         last = last.removeprefix(pickle.EMPTY_DICT + pickle.MARK).removesuffix(pickle.SETITEMS)
-        size = len(body) + len(last) + len(_END)
-        return b"".join((_PROTO, pickle.FRAME, size.to_bytes(8, "little"), body, last, _END))
+        return framed(b"".join((body, last, _END)))
 
 
 class _UnusualError(Exception):
@@ -151,17 +150,17 @@ class _Maker:
         shared += [names._TABLE_BLOCK_NBYTES, names._TABLE_OFFSET, *transforms, *self._state, planner_data]
         shared += [entry.properties for entry in entries if isinstance(entry, TensorStorageMetadata)]
         stream = io.BytesIO()
-        pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
+        pickler = pickle.Pickler(stream, protocol=PROTOCOL)
         pickler.dispatch_table = {**copyreg.dispatch_table, **sharing.reducers()}
         pickler.dump(tuple(shared))
-        head = _without_frames(stream.getvalue())
+        head = unframed(stream.getvalue())
         if head is None:
             raise _UnusualError
         self._body = bytearray(head + pickle.POP)
         self._name = head.index(_NO_NAME.encode()) if indexed else None
         # The pickler memoizes by identity, and equal strings here may be several objects.
         memo = pickler.memo.copy()
-        self._known = {id(one): _get(memo[id(one)][0]) for one in shared if id(one) in memo}
+        self._known = {id(one): recall(memo[id(one)][0]) for one in shared if id(one) in memo}
         self._texts = {one: self._known[id(one)] for one in shared if type(one) is str and id(one) in self._known}
         self._planner_data = self._known.get(id(planner_data), b"" if planner_data is not None else pickle.NONE)
         self._count = len(memo)
@@ -235,7 +234,7 @@ class _Maker:
     def _memoized(self) -> bytes:
         """Count the next memo entry and return the opcode that refers to it."""
         self._count += 1
-        return _get(self._count - 1)
+        return recall(self._count - 1)
 
     def _of_rank(self, columns: Columns, first: int, last: int) -> tuple[tuple[tuple[int, int], ...], array[int]]:
         """Add one rank's storage data, and return the positions of paths and checksums."""
@@ -267,7 +266,7 @@ class _Maker:
             head += to_info
             path = path_refs[number]
             if path is None:
-                path = _text_header(sizes[number]) + bytes(sizes[number]) + pickle.MEMOIZE
+                path = text_header(sizes[number]) + bytes(sizes[number]) + pickle.MEMOIZE
                 places[number] = (len(body) + len(head) + len(path) - 1 - sizes[number], sizes[number])
                 path_refs[number] = self._memoized()
             if table >= 0:
@@ -296,34 +295,3 @@ class _Maker:
         if block_nbytes >= 0:
             rest += texts[names._TABLE_BLOCK_NBYTES] + number_opcode(block_nbytes)
         return between, rest + _DONE
-
-
-def _get(number: int) -> bytes:
-    return pickle.BINGET + bytes((number,)) if number < 256 else pickle.LONG_BINGET + number.to_bytes(4, "little")
-
-
-def _text_header(size: int) -> bytes:
-    if size < 256:
-        return pickle.SHORT_BINUNICODE + bytes((size,))
-    return pickle.BINUNICODE + size.to_bytes(4, "little")
-
-
-def _unshared(end: dict[str, Any]) -> bytes:
-    """Pickle without memo entries: the result follows another pickle, which has numbered entries of its own."""
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
-    pickler.fast = True
-    pickler.dump(end)
-    return stream.getvalue()
-
-
-def _without_frames(data: bytes) -> bytes | None:
-    """Return the opcodes between the first and the last; None if some of them are outside of frames."""
-    if not data.startswith(_PROTO):
-        return None
-    position, parts = len(_PROTO), []
-    while data[position : position + 1] == pickle.FRAME:
-        size = int.from_bytes(data[position + 1 : position + 9], "little")
-        parts.append(data[position + 9 : position + 9 + size])
-        position += 9 + size
-    return b"".join(parts).removesuffix(pickle.STOP) if position == len(data) else None
