@@ -194,10 +194,10 @@ def save_mixed(url: str) -> None:
     dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
 
 
-def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], per_node: int) -> dict[str, Any]:
+def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int) -> dict[str, Any]:
     """As if every `per_node` ranks were on a machine of their own."""
     state = {"w": torch.zeros(*shape)}
-    reader = BucketReader(cooperative="node")
+    reader = BucketReader(cooperative=mode)
     with mock.patch.dict(os.environ, GROUP_RANK=str(rank // per_node)), counted() as count:
         dcp.load(state, checkpoint_id=url, storage_reader=reader)
     assert torch.equal(state["w"], expected_tensor(shape))
