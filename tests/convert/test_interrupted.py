@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.convert.detect import open_source
 from bucketpoint.convert.journal import NAME
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import (
@@ -41,7 +38,7 @@ from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import SMALL, converted, in_minio, load, names, state
+from convert.conftest import SMALL, converted, in_minio, load, state
 from dcp.states import assert_same, filled
 from tiers import sampled
 from transfer.wrappers import CountingStore, FailingStore
@@ -214,68 +211,6 @@ def test_an_index_that_somebody_else_put_there_is_not_taken_for_the_end_of_a_con
     (target / INDEX_NAME).write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointExistsError):
         planned(source, target, "safetensors", CountingStore, monkeypatch)
-
-
-KILLED = """
-import os, sys
-import bucketpoint.convert.pipeline as run
-import bucketpoint.convert.journal as notes
-from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.transfer import TransferOptions
-
-source, target, to = sys.argv[1:]
-run._BATCH_BYTES = notes.NOTE_BYTES = 1
-
-
-class Killed:
-    def __init__(self, inner):
-        self.inner, self.left = inner, 3
-
-    def __getattr__(self, name):
-        def counted(*given, **named):
-            self.left -= 1
-            if self.left < 0:
-                os._exit(9)
-            return getattr(self.inner, name)(*given, **named)
-
-        return counted if name == "put_part" else getattr(self.inner, name)
-
-
-opened = run.open_place
-run.open_place = lambda url, **rest: (lambda store, prefix: (Killed(store), prefix))(*opened(url, **rest))
-run.open_object = lambda url, opened=run.open_object, **rest: (lambda store, key: (Killed(store), key))(
-    *opened(url, **rest)
-)
-options = TransferOptions(max_inflight_bytes=32 << 20, connections=1, part_bytes=5 << 20, single_put_bytes=1 << 20)
-run_conversion(plan_conversion(
-    source, target, to_format=to, options=ConvertOptions(object_bytes=1, shard_bytes=1), transfer=options
-))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to", ["bucketpoint", "torch"])
-def test_a_process_that_is_killed_in_the_middle_of_an_object_leaves_nothing_and_the_next_goes_on(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str
-) -> None:
-    """By the system, in the middle of an object, the second if there are two: nothing is aborted, nothing is tidied."""
-    root = in_minio(request, monkeypatch)
-    value = {f"w{n}": filled((3 << 20,), torch.float32, seed=n) for n in range(2)}
-    dcp.save(value, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
-    target = f"{root}/x.pt" if to == "torch" else f"{root}/b"
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), target, to]
-    assert subprocess.run(command, check=False, timeout=240).returncode == 9
-    with pytest.raises(BucketpointError):
-        open_source(target, transfer=SMALL)
-    kept = ConvertOptions(object_bytes=1, shard_bytes=1)
-    plan = plan_conversion(tmp_path / "a", target, to_format=to, options=kept, transfer=SMALL)
-    # What was whole before the kill is not sent again; a single file begins anew.
-    assert len(plan.there) == (0 if to == "torch" else 1)
-    done = run_conversion(plan, verify=True)
-    assert (done.skipped, done.damaged) == (len(plan.there), [])
-    converted(target, tmp_path / "back", "bucketpoint")
-    assert_same(load(tmp_path / "back", value), value)
-    assert NAME not in {name.rpartition("/")[2] for name in names(root)}
 
 
 def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 5) -> None:

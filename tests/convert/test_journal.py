@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,49 +85,6 @@ def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, allo
     with pytest.raises(StoreError, match="killed"):
         run_conversion(plan)
     return store.objects()
-
-
-KILLED = """
-import os, signal, sys
-import bucketpoint.convert.pipeline as run
-import bucketpoint.convert.journal as notes
-from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.stores import LocalStore
-from bucketpoint.transfer import TransferOptions
-
-source, target, to, item, after = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
-notes.NOTE_BYTES = 1
-put = LocalStore.put
-calls = []
-
-def counted(store, *given, **named):
-    calls.append(given)
-    if len(calls) > after:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return put(store, *given, **named)
-
-LocalStore.put = counted
-options = ConvertOptions(object_bytes=item + 4096, shard_bytes=item)
-transfer = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
-run_conversion(plan_conversion(source, target, to_format=to, options=options, transfer=transfer))
-"""
-
-
-@pytest.mark.parametrize(("to", "after"), [("safetensors", 6), ("bucketpoint", 7)])
-def test_after_a_kill_only_the_objects_on_their_way_are_made_again(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, after: int
-) -> None:
-    target = tmp_path / "b"
-    command = [sys.executable, "-c", KILLED, str(source), str(target), to, str(ITEM), str(after)]
-    assert subprocess.run(command, check=False, timeout=240).returncode == -signal.SIGKILL
-    whole = len([*target.glob("*.safetensors"), *target.rglob("*.distcp")])
-    assert whole >= 2
-    plan, store = planned(monkeypatch, source, target, to)
-    done = run_conversion(plan, verify=True)
-    assert done.damaged == []
-    # One connection has one object on its way: it may have come there without a note.
-    assert done.skipped >= whole - 1
-    assert store.objects() == COUNT - done.skipped
 
 
 def test_small_objects_are_noted_together_and_no_more_than_those_are_made_again(

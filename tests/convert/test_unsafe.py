@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,24 @@ def test_a_tensor_that_is_passed_on_as_it_is_has_passed_the_allow_list(tmp_path:
     (source / "__0_0.distcp").write_bytes(frame)
     with pytest.raises(UnsafeDataError):
         plan_conversion(source, tmp_path / "out")
+
+
+def test_refuses_a_sparse_tensor_whose_archive_another_reader_may_read_otherwise(tmp_path: Path) -> None:
+    """It is passed on as it is, and torch ignores the case of a record's name."""
+    torch.save(torch.eye(3).to_sparse(), tmp_path / "sparse")
+    raw = io.BytesIO()
+    with zipfile.ZipFile(tmp_path / "sparse") as sparse, zipfile.ZipFile(raw, "w") as twice:
+        twice.writestr("sparse/DATA.PKL", pickle.dumps(evil(tmp_path / "ran")))
+        for entry in sparse.infolist():
+            twice.writestr(entry, sparse.read(entry))
+    theirs(tmp_path / "a", {"w": torch.eye(3)})
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    (info,) = metadata.storage_data.values()
+    info.length = len(raw.getvalue())
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(raw.getvalue())
+    with pytest.raises(UnsafeDataError):
+        plan_conversion(tmp_path / "a", tmp_path / "out")
 
 
 @pytest.mark.parametrize("make", [lambda value: {"a": value, "b": value}, lambda value: [value, value]])

@@ -136,18 +136,15 @@ class _Reading:
         try:
             skeleton = None if archive is None else Skeleton(archive, trusted=self._trusted)
         except MetadataError:
-            # Some kinds of tensors cannot be rebuilt without their elements. Others hide behind this error what their
-            # pickle names, so that all of the item is judged.
+            # Some kinds of tensors cannot be rebuilt without their elements.
             skeleton = None
-        if skeleton is None:
+        tensor = None if skeleton is None else skeleton.root
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if skeleton is None or not plain or tensor.is_quantized:
+            # Passed on as it is, so that all of it is judged: another reader may find other records in the archive.
             with self._pool.lease(info.length) as raw:
                 self._source.read(key, info.offset, raw)
                 self._judge(fqn, raw)
-            return None
-        tensor = skeleton.root
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            return None
-        if tensor.is_quantized:
             return None
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise self._unlike(fqn)
