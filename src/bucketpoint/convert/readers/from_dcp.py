@@ -9,7 +9,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
@@ -138,7 +138,7 @@ class _Reading:
         except MetadataError:
             # Some kinds of tensors cannot be rebuilt without their elements.
             skeleton = None
-        tensor = None if skeleton is None else skeleton.root
+        tensor: Any = None if skeleton is None else skeleton.root
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if skeleton is None or not plain or tensor.is_quantized:
             # Passed on as it is, so that all of it is judged: another reader may find other records in the archive.
