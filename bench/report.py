@@ -9,10 +9,10 @@ from typing import Any
 
 from bench.contenders import CONTENDERS
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
-from bench.hedge import report as hedge_report
 from bench.ranks import report as ranks_report
 from bench.retention import report as retention_report
 from bench.staging import report as staging_report
+from bench.stalls import report as stalls_report
 from bench.start_up import report as start_up_report
 from bench.stores import report as stores_report
 from bench.tables import shown, table, verdict_table
@@ -23,7 +23,7 @@ PARTS: dict[str, Any] = {
     "ranks": ranks_report,
     "staging": staging_report,
     "retention": retention_report,
-    "hedge": hedge_report,
+    "stalls": stalls_report,
     "stores": stores_report,
     "start-up": start_up_report,
     "unchanged": unchanged_report,

@@ -6,7 +6,7 @@
     python bench/run.py --only staging      what asynchronous saves cost training; the rest of the report stays
     python bench/run.py --only ranks        what many ranks write and read together
     python bench/run.py --only retention    what plans and prunes cost
-    python bench/run.py --only hedge        what asking twice for late ranges gains
+    python bench/run.py --only stalls       what the limit on silent reads gains
     python bench/run.py --only stores       other stores, and any filesystem, beside others over the same library
     python bench/run.py --only start-up     CPU time of commands before their first request
     python bench/run.py --only unchanged    what copies of unchanged bytes save, and what looking for them costs
@@ -39,13 +39,13 @@ import get_minio  # noqa: E402
 from bench import environments, report  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, empty, proxied  # noqa: E402
-from bench.hedge import measure as hedge  # noqa: E402
 from bench.lines import Worker  # noqa: E402
 from bench.proxy_process import RunningProxy  # noqa: E402
 from bench.ranks import measure as ranks  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
 from bench.retention import measure as retention  # noqa: E402
 from bench.staging import measure as staging  # noqa: E402
+from bench.stalls import measure as stalls  # noqa: E402
 from bench.start_up import measure as start_up  # noqa: E402
 from bench.stores import measure as stores  # noqa: E402
 from bench.unchanged import measure as unchanged  # noqa: E402
@@ -64,7 +64,7 @@ PARTS = {
     "staging": staging.measure,
     "ranks": ranks.measure,
     "retention": retention.measure,
-    "hedge": hedge.measure,
+    "stalls": stalls.measure,
     "stores": stores.measure,
     "start-up": start_up.measure,
     "unchanged": unchanged.measure,

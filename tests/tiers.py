@@ -46,7 +46,6 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     ),
     "test_a_flipped_bit_at_each_request_is_never_a_value": ("s3-alone-0.6",),
     "test_credentials_that_expire_at_each_request_are_told_to_every_rank": ("s3-alone",),
-    "test_a_load_that_asks_twice_survives_a_stall_at_each_request": (),
     "test_after_a_kill_only_the_objects_on_their_way_are_made_again": (),
     "test_a_process_that_is_killed_leaves_nothing_that_loads_and_the_next_run_goes_on": ("safetensors",),
     "test_three_pruners_at_once_some_of_them_killed_end_where_one_does": (),

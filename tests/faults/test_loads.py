@@ -24,7 +24,6 @@ from bucketpoint.errors import (
 )
 from bucketpoint.testing import (
     CutReply,
-    Delay,
     ExpireCredentials,
     Fault,
     FaultProxy,
@@ -37,15 +36,11 @@ from bucketpoint.testing import (
     always,
 )
 from bucketpoint.testing.tally import Tally
-from bucketpoint.transfer import Hedge
 from dcp.ranks import Ranks
 from services import Server, Service
 
 KIB = 1 << 10
 OPTIONS = TransferOptions(part_bytes=64 * KIB, connections=2, max_inflight_bytes=512 * KIB, read_attempts=3)
-HEDGED = TransferOptions(
-    part_bytes=64 * KIB, connections=2, max_inflight_bytes=512 * KIB, read_attempts=3, hedge=Hedge(after_s=0.1)
-)
 WORLD = 2
 
 PASSING = [
@@ -251,32 +246,6 @@ def test_an_answer_of_before_an_overwrite_at_each_request_is_no_mix(
             assert all(isinstance(error, BucketpointError) for error in outcome.errors)
         else:
             assert outcome.values == {float(new)}, number
-
-
-@pytest.mark.contract
-def test_a_load_that_asks_twice_survives_a_stall_at_each_request(
-    saved: Saved, proxy: FaultProxy, bucketpoint_tally: Tally
-) -> None:
-    loads = Loads(saved, proxy, None)
-    number = 0
-    while True:
-        found = loads.load(always(Stall(1.0), skip=number, times=1), HEDGED)
-        struck = [one for one in loads.proxy.board.exchanges if one.fault]
-        assert_right(found, saved.value, f"a stall at request {number + 1}")
-        # A second request more than needed may be made where the machine is slow.
-        if not struck and len(loads.proxy.exchanges) <= number:
-            break
-        bucketpoint_tally.made("requests of a load that each met a fault once")
-        number += 1
-    assert number >= 4
-
-
-@pytest.mark.contract
-def test_ranks_that_ask_twice_load_together(saved: Saved, proxy: FaultProxy, ranks: Ranks) -> None:
-    loads = Loads(saved, proxy, ranks)
-    late = always(Delay(1.0), kinds=["GetObject"], keys="*.distcp", skip=1, times=2)
-    assert_right(loads.load(late, HEDGED), saved.value, "two late ranges")
-    assert loads.struck()
 
 
 # What does not pass

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bucketpoint.errors import CorruptDataError, TransientStoreError
 from bucketpoint.stores import open_store
 from bucketpoint.stores import retry as stores_retry
-from bucketpoint.transfer import Block, BufferPool, Extent, Hedge, Meter, TransferOptions, fetch, plan_requests
+from bucketpoint.transfer import Block, BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from transfer.wrappers import StreamedReply, StreamingStore
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -74,8 +74,7 @@ def test_a_column_takes_one_request_and_one_lease_for_each_part(budget: int) -> 
     pool, meter = run(store, extents, options)
     assert all(taken[extent.start] == CONTENT[extent.start : extent.stop] for extent in extents)
     # Each part is a little smaller than it may be, as it ends where an extent does. The last is a single request.
-    assert store.calls["open_range"] + store.calls["read_into"] == len(pool.leases) == meter.requests == 5
-    assert store.calls["read_into"] == 1
+    assert store.calls["open_range"] == len(pool.leases) == meter.requests == 5
     assert store.received <= len(CONTENT)
     assert max(pool.leases) <= options.lease_bytes
     assert pool.peak_bytes <= budget
@@ -88,12 +87,9 @@ def test_few_requests_are_spread_over_the_connections() -> None:
     assert store.calls["open_range"] == 4
 
 
-def test_without_streams_and_with_hedging_each_request_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_streams_each_request_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     options = TransferOptions(part_bytes=10 * MIB, connections=4, max_inflight_bytes=8 * MIB)
     extents = column(2 * MIB, len(CONTENT), lambda start, view: None)
-    store = streaming_store()
-    run(store, extents, TransferOptions(**{**vars(options), "hedge": Hedge(after_s=60)}))
-    assert [len(reply.data) for reply in store.replies] == [2 * MIB] * 20
     monkeypatch.setattr(StreamingStore, "capabilities", property(lambda self: self.inner.capabilities))
     plain = streaming_store()
     run(plain, extents, options)

@@ -311,7 +311,6 @@ class BucketReader(Located, StorageReader):
             requests=requests_of(self._counts),
             retried=self._counts["retried"],
             throttled=self._counts["throttled"],
-            hedged=meter.hedged,
         )
 
     def _source(self) -> MetadataSource:

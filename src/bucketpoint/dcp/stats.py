@@ -102,7 +102,6 @@ class LoadStats:
         total_s: seconds from the beginning to the end of the reads.
         read_bytes: bytes of data objects that this rank received from the store.
         requests, retried, throttled: as for `SaveStats`.
-        hedged: ranges that were late and were requested a second time.
     """
 
     rank: int
@@ -114,7 +113,6 @@ class LoadStats:
     requests: Mapping[str, int] = field(default_factory=dict)
     retried: int = 0
     throttled: int = 0
-    hedged: int = 0
 
     @property
     def read_bytes_per_s(self) -> float:

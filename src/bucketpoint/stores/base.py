@@ -109,22 +109,18 @@ class RangeReply(Protocol):
         method is called again until all have been received.
 
         Raises:
-            TransientStoreError: the body broke off, or `drop` was called; the buffers' content is undefined.
+            TransientStoreError: the body broke off; the buffers' content is undefined.
         """
         ...
 
     def drop(self) -> None:
-        """Close the connection. May be called from any thread at any time.
-
-        A `receive` under way then raises, and once it has raised, nothing more is written to the buffers. Has no effect
-        on a reply that was already received.
-        """
+        """Close the connection. Has no effect on a reply that was already received."""
         ...
 
 
 @runtime_checkable
 class OpensRanges(Protocol):
-    """A store that can read a range in two steps, so that a reply can be dropped before any buffer is written."""
+    """A store that can read a range in two steps: the headers of the reply, and the body in pieces."""
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
         """Request a range of at least one byte. Returns once the reply's headers are there; raises like `read_into`."""

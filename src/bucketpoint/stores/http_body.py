@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import http.client
 import io
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from awscrt import checksums
 
-from bucketpoint.errors import TransientStoreError
 from bucketpoint.stores.base import Buffers
 from bucketpoint.stores.pace import Throughput, pace_of
 
@@ -109,59 +106,6 @@ class BrokenBody(OSError):
     """The body of a reply ended before its announced length."""
 
 
-class OpenReply:
-    """Implementation of `RangeReply`. The thread that made the request receives the body; any thread may drop it.
-
-    Args:
-        body: the reply's body, a `StreamingBody` or an object with the same interface.
-        nbytes: length of the body.
-        fill: function that receives the next bytes of the body into buffers. It calls the function in its second
-            argument once the whole body is there, before the connection is given back.
-    """
-
-    def __init__(self, body: Any, nbytes: int, fill: Callable[[Buffers, Callable[[], None]], None]) -> None:
-        self._body = body
-        self._fill = fill
-        self._lock = threading.Lock()
-        # None if urllib3 gives the connection back by itself, at an unknown moment: shutting the socket down could then
-        # hit another request, so `drop` lets the body be read to the end.
-        self._socket = _socket_of(body, nbytes)
-        self._receiving = self._ended = False
-
-    def receive(self, buffers: Buffers) -> None:
-        with self._lock:
-            self._receiving = not self._ended
-        if not self._receiving:
-            raise TransientStoreError("the reply was dropped")
-        try:
-            self._fill(buffers, self._end)
-        except BaseException:
-            self._end()
-            raise
-        finally:
-            with self._lock:
-                self._receiving = False
-
-    def drop(self) -> None:
-        with self._lock:
-            if self._ended:
-                return
-            if not self._receiving:
-                self._ended = True
-                discard(self._body)
-            elif self._socket is not None:
-                # Shutting down wakes a thread that waits in `recv`; closing would not. Not by `SSLSocket.shutdown`,
-                # which would change the object while the other thread reads from it.
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def _end(self) -> None:
-        # From here on the connection may carry another request, which `drop` must not cut off.
-        with self._lock:
-            self._ended = True
-            self._socket = None
-
-
 def _socket_of(body: Any, size: int) -> socket.socket | None:
     """Return the socket under a reply of `size` bytes, or None if a layer above the socket is not of a known type."""
     raw = getattr(body, "_raw_stream", None)
@@ -176,10 +120,6 @@ def _socket_of(body: Any, size: int) -> socket.socket | None:
     return sock if isinstance(sock, socket.socket) else None
 
 
-def _nothing() -> None:
-    pass
-
-
 class Receiver:
     """Receiver of a `StreamingBody` of `nbytes` bytes, in one call or in several."""
 
@@ -189,11 +129,8 @@ class Receiver:
         self._wire: _Wire | None = None
         self._begun = False
 
-    def receive(self, buffers: Buffers, filled: Callable[[], None] = _nothing) -> None:
+    def receive(self, buffers: Buffers) -> None:
         """Fill `buffers` with the next bytes. After the last ones give the connection back to the pool.
-
-        Args:
-            filled: called once the whole body is there, before the connection is given back.
 
         Raises:
             BrokenBody, OSError, ssl.SSLError, HTTPException, urllib3 and botocore errors: the body broke off. The
@@ -214,12 +151,18 @@ class Receiver:
                 return
             if not self._wire and self._body.read():
                 raise BrokenBody("the body is longer than was announced")
-            filled()
             if self._wire:
                 self._wire.finish()
         except BaseException:
+            self._left = 0
             discard(self._body)
             raise
+
+    def drop(self) -> None:
+        """Close the connection, unless the whole body has been received."""
+        if self._left > 0:
+            self._left = 0
+            discard(self._body)
 
 
 def discard(body: Any) -> None:

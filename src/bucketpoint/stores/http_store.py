@@ -9,7 +9,7 @@ from typing import Any
 
 from bucketpoint.errors import Action, CorruptDataError, StoreError
 from bucketpoint.stores.base import Buffers, CopiesInside, ObjectInfo, RangeReply, Store
-from bucketpoint.stores.http_body import OpenReply, Receiver, discard
+from bucketpoint.stores.http_body import Receiver, discard
 from bucketpoint.stores.retry import READ_ATTEMPTS, RetryPolicy, run
 
 
@@ -73,12 +73,7 @@ class HttpStore(Store, CopiesInside):
                 url=self._url(key),
             )
 
-        receiver = Receiver(body, nbytes)
-
-        def fill(buffers: Buffers, filled: Callable[[], None]) -> None:
-            self._received(lambda: receiver.receive(buffers, filled), key)
-
-        return OpenReply(body, nbytes, fill)
+        return _OpenRange(self, key, Receiver(body, nbytes))
 
     def _received(self, act: Callable[[], None], key: str) -> None:
         try:
@@ -101,6 +96,21 @@ class HttpStore(Store, CopiesInside):
 
     def _url(self, key: str | None) -> str:
         return f"{self.url}/{key}" if key else self.url
+
+
+@dataclass(frozen=True)
+class _OpenRange:
+    """Implementation of `RangeReply`."""
+
+    store: HttpStore
+    key: str
+    receiver: Receiver
+
+    def receive(self, buffers: Buffers) -> None:
+        self.store._received(lambda: self.receiver.receive(buffers), self.key)
+
+    def drop(self) -> None:
+        self.receiver.drop()
 
 
 def whole_size(content_range: Any, received: int) -> int:

@@ -12,9 +12,9 @@ import http.client
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 FLOOR_BYTES_PER_S = 1000
@@ -38,10 +38,12 @@ class Limits:
         ends: time on the monotonic clock at which the retries of the request end.
         computes: the service may compute for minutes before and while it answers. S3 then sends a blank now and then:
             https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
+        silence_s: called for each attempt; returns the most seconds without a byte.
     """
 
     ends: float = math.inf
     computes: bool = False
+    silence_s: Callable[[], float] = lambda: math.inf
 
 
 _NONE = Limits()
@@ -58,7 +60,21 @@ def current_end() -> float:
 @contextlib.contextmanager
 def until(ends: float, *, computes: bool = False) -> Iterator[None]:
     """Limit the requests of the block, on this thread: see `Limits`."""
-    token = _limits.set(Limits(ends, computes))
+    token = _limits.set(replace(_limits.get(), ends=ends, computes=computes))
+    try:
+        yield
+    finally:
+        _limits.reset(token)
+
+
+@contextlib.contextmanager
+def silent_for(seconds: Callable[[], float]) -> Iterator[None]:
+    """Cut off each attempt of the block, on this thread, in which the store sends nothing for so long.
+
+    Args:
+        seconds: returns the limit; called once for each attempt.
+    """
+    token = _limits.set(replace(_limits.get(), silence_s=seconds))
     try:
         yield
     finally:
@@ -68,10 +84,11 @@ def until(ends: float, *, computes: bool = False) -> Iterator[None]:
 class Throughput:
     """The throughput of one attempt of a request, and of the body of its reply."""
 
-    __slots__ = ("_bytes", "_limits", "_seconds")
+    __slots__ = ("_bytes", "_limits", "_seconds", "_silence_s")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._silence_s = limits.silence_s()
         self._bytes = 0
         self._seconds = 0.0
 
@@ -79,7 +96,7 @@ class Throughput:
         """Return the longest time for which the attempt may wait for a connection, or for a byte."""
         if self._limits.computes:
             return math.inf
-        return max(self._limits.ends - time.monotonic(), LATE_S)
+        return min(self._silence_s, max(self._limits.ends - time.monotonic(), LATE_S))
 
     def moved(self, nbytes: int, seconds: float) -> None:
         """Add bytes that moved, and the seconds that the thread waited for them.

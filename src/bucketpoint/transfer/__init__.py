@@ -4,7 +4,7 @@ from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests
 from bucketpoint.transfer.fetch import fetch
-from bucketpoint.transfer.options import Hedge, TransferOptions
+from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
 from bucketpoint.transfer.stream import StreamUpload
 from bucketpoint.transfer.tasks import TaskGroup
@@ -14,7 +14,6 @@ __all__ = [
     "Block",
     "BufferPool",
     "Extent",
-    "Hedge",
     "Meter",
     "ObjectSource",
     "Progress",

@@ -45,17 +45,6 @@ class BufferPool:
         finally:
             self.give(view)
 
-    @contextmanager
-    def lease_now(self, nbytes: int) -> Iterator[memoryview | None]:
-        """Lease a buffer like `lease`, but without waiting: yields None if the limit does not allow the lease now."""
-        with self._state:
-            view = self.take(nbytes) if self._has_room(nbytes) else None
-        try:
-            yield view
-        finally:
-            if view is not None:
-                self.give(view)
-
     def take(self, nbytes: int) -> memoryview:
         """Return a buffer of `nbytes`, with undefined content, at once: the caller bounds the memory."""
         if not nbytes:

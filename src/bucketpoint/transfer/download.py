@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from bucketpoint.errors import BucketpointError, CorruptDataError, at_key
 from bucketpoint.stores.http_body import crc_of
 from bucketpoint.stores.retry import retry_transient
-from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.checksum import CrcAccumulator
-from bucketpoint.transfer.hedge import Reads
 from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.progress import Meter
 
 SMALL_EXTENT_BYTES = 64 << 10
 """Smaller direct extents are received in a leased buffer and copied: a socket read for each would cost more."""
@@ -167,17 +164,6 @@ def deliver(
 
     retry_transient(attempt, attempts=options.read_attempts)
     _hand_over(request, pieces)
-
-
-def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
-    """Run one request on the current thread: receive, verify and deliver the bytes."""
-
-    def read(buffers: list[memoryview]) -> None:
-        reads.read_into(request.key, request.start, buffers, if_match=request.etag)
-
-    with pool.lease(request.leased) as lease:
-        deliver(reads.url, request, lease, read, options)
-    meter.add(request.nbytes)
 
 
 class Assembly:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from bucketpoint.errors import CorruptDataError, StoreError
-from bucketpoint.stores import ManyRanges, OpensRanges, Range, Store
+from bucketpoint.stores import ManyRanges, Range, Store
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.download import Assembly, Request, fetch_one
-from bucketpoint.transfer.hedge import HedgedReads, Reads
+from bucketpoint.transfer.download import Assembly, Request
 from bucketpoint.transfer.long_reads import LongRead, fetch_long, join_requests
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.stalls import StallLimits
 from bucketpoint.transfer.tasks import TaskGroup
 
 CALLS = 2
@@ -54,25 +54,14 @@ def fetch(
             for batch in batches(requests, options):
                 group.start(lambda batch=batch: _fetch_batch(store, batch, options, pool, meter))  # type: ignore[misc]
         return
-    if store.capabilities.streams_ranges and options.hedge is None:
-        long_reads = join_requests(requests, options)
+    if store.capabilities.streams_ranges:
+        reads = join_requests(requests, options)
     else:
-        long_reads = [LongRead([request]) for request in requests]
-    reads = range_reader(store, options, pool, meter)
+        reads = [LongRead([request]) for request in requests]
+    stalls = StallLimits()
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
-        for read in long_reads:
-            first, *others = read.requests
-            if others:
-                group.start(lambda read=read: fetch_long(store, read, options, pool, meter))  # type: ignore[misc]
-            else:
-                group.start(lambda request=first: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
-
-
-def range_reader(store: Store, options: TransferOptions, pool: BufferPool, meter: Meter) -> Reads:
-    """Return the store; with `hedge=`, and if the store can drop replies, wrapped in `HedgedReads`."""
-    if options.hedge is None or not isinstance(store, OpensRanges):
-        return store
-    return HedgedReads(store, store.url, options.hedge, pool, meter)
+        for read in reads:
+            group.start(lambda read=read: fetch_long(store, read, options, pool, meter, stalls))  # type: ignore[misc]
 
 
 def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[Batch]:
@@ -120,4 +109,4 @@ def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: Buf
                 meter.add(request.nbytes)
     # After the lease of the batch has ended: each failed request takes a lease of its own, and has its own retries.
     for request in failed:
-        fetch_one(store, request, options, pool, meter)
+        fetch_long(store, LongRead([request]), options, pool, meter, StallLimits())

@@ -1,5 +1,8 @@
 """Long reads: requests whose ranges follow each other, received one after the other from a single reply.
 
+Every range of a load is received here, unless the store has a call for many ranges: a request alone is a long read of
+one. A store without replies that can be received in pieces fills the memory of each request in one call.
+
 A request that needs leased memory is small, because every connection needs such memory at the same time. But each
 request to a store costs milliseconds of CPU time and a round trip. So neighbouring requests are sent as one: the same
 leased memory receives the first request's bytes, and once they are verified and delivered, those of the next.
@@ -10,16 +13,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from bucketpoint.stores import OpensRanges, RangeReply, Store
+from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Request, deliver, is_worth_reading
+from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.parts import SMALLEST_USEFUL_PART
-
-if TYPE_CHECKING:
-    from bucketpoint.stores import OpensRanges, RangeReply, Store
-    from bucketpoint.transfer.budget import BufferPool
-    from bucketpoint.transfer.options import TransferOptions
-    from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.stalls import StallLimit, StallLimits
 
 _SKIPPED_BYTES = 64 << 10
 """Size of the memory that receives the bytes between two requests, over and over."""
@@ -73,14 +75,16 @@ def _follows(read: LongRead, request: Request, wanted: int, most: int, options: 
     return is_worth_reading(request.start - last.stop, span, wanted + request.wanted, options)
 
 
-def fetch_long(store: Store, read: LongRead, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+def fetch_long(
+    store: Store, read: LongRead, options: TransferOptions, pool: BufferPool, meter: Meter, stalls: StallLimits
+) -> None:
     """Run the requests of a read on the current thread: receive, verify and deliver the bytes of each in turn.
 
     If the reply breaks off, or its bytes are damaged, the rest is requested again, from the first byte on that was not
     delivered.
     """
     with pool.lease(read.leased) as lease:
-        reception = _Reception(cast("OpensRanges", store), read, lease[:_SKIPPED_BYTES])
+        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], StallLimit(stalls))
         try:
             for request in read.requests:
                 deliver(store.url, request, lease, functools.partial(reception.receive, request), options)
@@ -92,10 +96,12 @@ def fetch_long(store: Store, read: LongRead, options: TransferOptions, pool: Buf
 class _Reception:
     """The reply from which a long read is received, opened anew after each failure."""
 
-    def __init__(self, store: OpensRanges, read: LongRead, spare: memoryview) -> None:
+    def __init__(self, store: Store, read: LongRead, spare: memoryview, limit: StallLimit) -> None:
         self._store = store
+        self._streams = cast("OpensRanges", store) if store.capabilities.streams_ranges else None
         self._read = read
         self._spare = spare
+        self._limit = limit
         self._reply: RangeReply | None = None
         self._position = 0
         self._count = 0
@@ -104,13 +110,18 @@ class _Reception:
         """Receive the bytes of the next request, or again those of the last. Bytes in between are thrown away."""
         if not request.nbytes:
             return
+        if self._streams is None:
+            self._count += 1
+            self._store.read_into(request.key, request.start, buffers, if_match=request.etag)
+            return
         if request.start < self._position:
             # They have been received, and were damaged.
             self.drop()
         if self._reply is None:
             self._count += 1
             nbytes = self._read.stop - request.start
-            self._reply = self._store.open_range(request.key, request.start, nbytes, if_match=request.etag)
+            with self._limit.watch():
+                self._reply = self._streams.open_range(request.key, request.start, nbytes, if_match=request.etag)
             self._position = request.start
         gap = request.start - self._position
         skipped = [self._spare] * (gap // _SKIPPED_BYTES) + [self._spare[: gap % _SKIPPED_BYTES]]

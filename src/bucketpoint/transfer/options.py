@@ -14,38 +14,6 @@ Background = Literal["auto", "process", "thread"]
 
 
 @dataclass(frozen=True)
-class Hedge:
-    """Settings of hedged reads: a late range is requested a second time, over another connection.
-
-    The reply that is complete first is used. After "The Tail at Scale" (Dean and Barroso, 2013), and S3's advice to
-    repeat the slowest requests.
-
-    Attributes:
-        quantile: a range is late if it takes longer than this share of recent ranges of about the same size, and at
-            least twice as long as their median. 0.95: one range in twenty is a candidate.
-        after_s: seconds after which a range is late, instead of the quantile. For loads of few ranges, because the
-            quantile is known only after ten ranges.
-        most_extra: most second requests, as a share of all requests. Keeps a store that is slow as a whole from getting
-            twice the requests.
-
-    Raises:
-        BucketpointError: a setting is out of its range.
-    """
-
-    quantile: float = 0.95
-    after_s: float | None = None
-    most_extra: float = 0.05
-
-    def __post_init__(self) -> None:
-        if not 0.5 <= self.quantile < 1:
-            raise BucketpointError(f"Hedge.quantile must be at least 0.5 and less than 1, not {self.quantile}")
-        if self.after_s is not None and not self.after_s > 0:
-            raise BucketpointError(f"Hedge.after_s must be more than 0 seconds, not {self.after_s}")
-        if not 0 < self.most_extra <= 1:
-            raise BucketpointError(f"Hedge.most_extra must be more than 0 and at most 1, not {self.most_extra}")
-
-
-@dataclass(frozen=True)
 class TransferOptions:
     """Sizes, parallelism and limits of the transfers of a save or a load. Sizes are in bytes.
 
@@ -65,8 +33,6 @@ class TransferOptions:
             bandwidth.
         free_gap_bytes: gaps up to this size are always read over.
         read_attempts: attempts to read a range whose body broke off, the first included.
-        hedge: settings for requesting a late range a second time during a load (S3 and GCS). None, the default: never.
-            Hedging costs requests, and helps if a few ranges take much longer than the others.
         max_metadata_bytes: most memory that the metadata of a checkpoint may take in a reader, whoever wrote it; a
             `.metadata` object of more than a sixteenth of it is not read. 16 GiB: 5 million items.
         nice: niceness (Linux) of the threads that transfer bytes.
@@ -89,7 +55,6 @@ class TransferOptions:
     max_overread: float = 1.02
     free_gap_bytes: int = 64 << 10
     read_attempts: int = READ_ATTEMPTS
-    hedge: Hedge | None = None
     max_metadata_bytes: int = 16 << 30
     nice: int = 0
     background: Background = "auto"

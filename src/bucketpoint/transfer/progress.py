@@ -40,7 +40,6 @@ class Meter:
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.requests = 0
-        self.hedged = 0
         self._repeated = 0
 
     def expect(self, nbytes: int) -> None:

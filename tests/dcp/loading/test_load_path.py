@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import S3Reader, S3Writer
-from bucketpoint.stores.http_body import OpenReply
+from bucketpoint.stores.http_body import Receiver
 from bucketpoint.testing.servers import S3Server
 
 PACKAGE = Path(bucketpoint.__file__).parent
@@ -39,7 +39,7 @@ def files_run() -> Iterator[set[str]]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def test_a_plain_load_runs_nothing_of_cooperation_or_of_hedging(minio: S3Server) -> None:
+def test_a_plain_load_runs_nothing_of_cooperation(minio: S3Server) -> None:
     url = minio.url(minio.make_bucket(), "step-1")
     state = {f"weight{number}": torch.full((300, 300), float(number)) for number in range(4)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
@@ -51,7 +51,7 @@ def test_a_plain_load_runs_nothing_of_cooperation_or_of_hedging(minio: S3Server)
 
     assert all(torch.equal(loaded[name], state[name]) for name in state)
     assert "transfer/fetch.py" in seen
-    unwanted = [name for name in seen if name.startswith("dcp/cooperative/") or Path(name).stem == "hedge"]
+    unwanted = [name for name in seen if name.startswith("dcp/cooperative/")]
     assert unwanted == []
 
 
@@ -59,9 +59,9 @@ def test_a_range_crosses_five_files_between_the_readers_plan_and_the_reply(minio
     url = minio.url(minio.make_bucket(), "step-1")
     state = {"weight": torch.ones(300, 300)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
-    receive, crossed = OpenReply.receive, set[str]()
+    receive, crossed = Receiver.receive, set[str]()
 
-    def note_the_stack(reply: OpenReply, *arguments: Any) -> None:
+    def note_the_stack(reply: Receiver, *arguments: Any) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_filename.startswith(str(PACKAGE)):
@@ -69,7 +69,7 @@ def test_a_range_crosses_five_files_between_the_readers_plan_and_the_reply(minio
             frame = frame.f_back
         receive(reply, *arguments)
 
-    monkeypatch.setattr(OpenReply, "receive", note_the_stack)
+    monkeypatch.setattr(Receiver, "receive", note_the_stack)
     dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=minio.options))
 
     # Before them: dcp/reader, which waits in `fetch`, with loading/extents and read_plan. After them: stores/http_body.

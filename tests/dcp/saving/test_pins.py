@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import TransferOptions
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import GCSStore, S3Store
-from bucketpoint.transfer import Hedge
 from dcp.test_compat import SlicePlanner
 from services import Service
 
@@ -61,11 +60,10 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     return seen
 
 
-@pytest.mark.parametrize("hedge", [None, Hedge(after_s=60.0)], ids=["plain", "hedged"])
 def test_every_range_is_asked_of_the_object_that_was_committed(
-    service: Service, saved: str, pins: list[tuple[str, str | None]], hedge: Hedge | None
+    service: Service, saved: str, pins: list[tuple[str, str | None]]
 ) -> None:
-    options = TransferOptions(part_bytes=256 << 10, hedge=hedge)
+    options = TransferOptions(part_bytes=256 << 10)
     assert_loaded(load(service, saved, transfer=options))
     # A box, for which the checksums of blocks are read too.
     target = {"w": torch.zeros(10, 20)}

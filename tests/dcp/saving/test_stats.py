@@ -227,4 +227,4 @@ def test_a_load_counts_its_bytes_and_requests(minio: S3Server) -> None:
     assert dict(stats.requests) == {"get": received["GetObject"]}
     assert min(stats.metadata_s, stats.planning_s, stats.read_s) > 0
     assert stats.metadata_s + stats.planning_s + stats.read_s == pytest.approx(stats.total_s)
-    assert (stats.retried, stats.throttled, stats.hedged) == (0, 0, 0)
+    assert (stats.retried, stats.throttled) == (0, 0)

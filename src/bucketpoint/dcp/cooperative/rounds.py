@@ -16,8 +16,9 @@ from bucketpoint.dcp.cooperative.targets import Targets
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
-from bucketpoint.transfer.download import Assembly, fetch_one
-from bucketpoint.transfer.fetch import range_reader
+from bucketpoint.transfer.download import Assembly
+from bucketpoint.transfer.long_reads import LongRead, fetch_long
+from bucketpoint.transfer.stalls import StallLimit, StallLimits
 
 _FINISHERS = 2
 """Threads that verify and deliver. Two suffice: a checksum takes a tenth of the time in which the bytes arrive."""
@@ -64,7 +65,8 @@ class SharedLoad:
         self._options = options
         self._meter = meter
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
-        self._ranges = range_reader(store, options, self._pool, meter)
+        self._store = store
+        self._stalls = StallLimits()
         self._memory = BufferPool(int(options.max_inflight_bytes * _KEPT), grain=_GRAIN)
         self._targets = Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
@@ -132,10 +134,13 @@ class SharedLoad:
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
         key, etag = self._targets.source(cell.obj)
-        retry_transient(
-            lambda: self._ranges.read_into(key, cell.start, [view], if_match=etag),
-            attempts=self._options.read_attempts,
-        )
+        limit = StallLimit(self._stalls)
+
+        def read() -> None:
+            with limit.watch():
+                self._store.read_into(key, cell.start, [view], if_match=etag)
+
+        retry_transient(read, attempts=self._options.read_attempts)
         self._meter.add(cell.nbytes)
         with self._state:
             self._read[cell.obj, cell.start] = view
@@ -146,7 +151,7 @@ class SharedLoad:
             request = self._alone.popleft()
         except IndexError:
             return
-        fetch_one(self._ranges, request, self._options, self._pool, self._meter)
+        fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
         with self._state:
             self._alone_left -= 1
         reading.start(self._watched(lambda: self._fetch_alone(reading)))

@@ -1,7 +1,6 @@
-"""The hedging part of the benchmark: loads of which 1 % of the ranges are late, asked for once and twice, in turns.
+"""Loads of which 1 % of the ranges get no answer for 20 s, with and without the limit on silence, in turns.
 
-The proxy that makes ranges late is in this process: what it costs is in both loads of a pair. The CPU time of hedging
-when nothing is late is measured without it.
+The proxy that holds ranges back is in this process: what it costs is in both loads of a pair.
 """
 
 from __future__ import annotations
@@ -12,19 +11,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from bench import environments
-from bench.hedge.report import print_measurement
+from bench.stalls.report import print_measurement
 from bucketpoint import S3Reader, S3Writer, TransferOptions
 from bucketpoint.testing import Delay, Fault, FaultProxy, Rule, Script, Slow
 from bucketpoint.testing.http import Wire
 from bucketpoint.testing.servers import S3Server, minio
-from bucketpoint.transfer import Hedge
+from bucketpoint.transfer import stalls
 
-BUCKET = "bench-hedge"
+BUCKET = "bench-stalls"
 MIB = 1 << 20
 TENSORS = 192
 PART_BYTES = 3 * MIB // 4
@@ -35,23 +35,22 @@ LATE = (40, 120)
 """The places of the late ones among them: 1 %. They move on by one from round to round."""
 
 DELAY_S = 0.02
-TAILS: dict[str, Fault] = {"answer": Delay(2.0), "body": Slow(256e3)}
-"""An answer that comes two seconds late; a body that takes two, as the proxy sends 256 KiB at a time."""
+TAILS: dict[str, Fault] = {"answer": Delay(20.0), "body": Slow(12e3)}
+"""An answer that comes 20 seconds late; a body of which the proxy sends 256 KiB every 20 seconds."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured: pairs of loads with late ranges, and pairs without."""
+    """How much is measured: pairs of loads of each kind."""
 
-    rounds: int = 7
-    idle_rounds: int = 7
+    rounds: int = 3
 
 
-WHOLE, QUICK = Extent(), Extent(2, 2)
+WHOLE, QUICK = Extent(), Extent(1)
 
 
 @dataclass
-class Hedging:
+class Stalls:
     """One run of the part."""
 
     extent: Extent
@@ -78,8 +77,6 @@ class Hedging:
                         proxy.play(Script(tuple(rules)))
 
                     self.pair("load", where, round_, server.at(proxy.url), url, state, begin)
-        for round_ in range(self.extent.idle_rounds):
-            self.pair("load", "none late", round_, server, url, state, lambda: None)
 
     def pair(
         self,
@@ -91,20 +88,20 @@ class Hedging:
         expected: dict[str, torch.Tensor],
         begin: Callable[[], None],
     ) -> None:
-        names = ["hedged", "plain"] if round_ % 2 else ["plain", "hedged"]
+        names = ["limited", "plain"] if round_ % 2 else ["plain", "limited"]
         for name in names:
             begin()
             self.note(name, op, where, round_, load(name, server, url, expected))
 
 
 def load(name: str, server: S3Server, url: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    hedge = Hedge() if name == "hedged" else None
-    options = TransferOptions(part_bytes=PART_BYTES, connections=CONNECTIONS, hedge=hedge)
+    options = TransferOptions(part_bytes=PART_BYTES, connections=CONNECTIONS)
     done: list[Any] = []
     reader = S3Reader(url, storage_options=server.options, transfer=options, progress=done.append)
     target = {key: torch.zeros_like(value) for key, value in expected.items()}
     cpu, began = time.process_time(), time.perf_counter()
-    dcp.load(target, storage_reader=reader, no_dist=True)
+    with mock.patch.object(stalls, "LEAST_S", stalls.LEAST_S if name == "limited" else 3600.0):
+        dcp.load(target, storage_reader=reader, no_dist=True)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
     if not all(torch.equal(target[key], value) for key, value in expected.items()):
         return {"error": "other values were loaded"}
@@ -113,11 +110,11 @@ def load(name: str, server: S3Server, url: str, expected: dict[str, torch.Tensor
 
 
 def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str, Any]:
-    """The `hedge` part of the result."""
+    """The `stalls` part of the result."""
     began = time.monotonic()
-    part = Hedging(QUICK if quick else WHOLE, [])
+    part = Stalls(QUICK if quick else WHOLE, [])
     with ExitStack() as stack:
-        part.run(stack.enter_context(minio(binary, data=fast / "hedge")))
+        part.run(stack.enter_context(minio(binary, data=fast / "stalls")))
     return {
         "machine": environments.describe(binary, None),
         "quick": quick,

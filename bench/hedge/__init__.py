@@ -1,1 +1,0 @@
-"""The part `hedge` of the benchmark."""
