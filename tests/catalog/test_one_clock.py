@@ -188,6 +188,16 @@ def test_reports_metrics_of_the_present_commit_though_its_job_has_a_clock_behind
     assert [report.token for report in catalog.snapshot().notes.reports] == [token]
 
 
+def test_ranks_the_present_commit_though_its_job_has_a_clock_behind(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 200)
+    notes.report(catalog, 200, {"loss": 0.1})
+    store.now += 1
+    token = save(by_clock(catalog, store, -50 * HOUR), 200)
+    notes.report(catalog, 200, {"loss": 0.9})
+    # Before any prune: a restore of the best one and a dry run of a policy read this.
+    assert [(row.id, row.metrics) for row in catalog.snapshot().rows()] == [(token, {"loss": 0.9})]
+
+
 def test_metrics_of_version_0_2_and_of_steps_that_are_not_saved_yet_count(store: MemoryStore, catalog: Catalog) -> None:
     notes.report(catalog, 100, {"loss": 0.5})
     note = NoteKey(200, "metrics", ("1700000000000", "loss", "0.25"))

@@ -344,6 +344,9 @@ class Oracle:
         steps = [(name, info) for name, info in steps if "__tombstone__" not in name]
         snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
         live = {one.id for one in self._of_root(root)}
+        for records in snapshot.doubtful():
+            current = next((record for record in records if record.id in live), records[0])
+            snapshot = snapshot.with_current(records[0], current)
         rows = []
         for row in snapshot.rows():
             if row.id not in live and self.gone.get((root, row.id), self.seq) <= (since or 0):

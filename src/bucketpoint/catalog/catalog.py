@@ -111,8 +111,20 @@ class Catalog:
 
     def listed_steps(self) -> Snapshot:
         """List as `steps` does, whichever run the checkpoints belong to."""
-        listed = self.listed(catalog_keys.STEPS)
-        return read_steps(listed, taken=self.time_of(listed))
+        return self._steps_of(self.listed(catalog_keys.STEPS))
+
+    def _steps_of(self, listed: list[tuple[str, ObjectInfo]]) -> Snapshot:
+        """Read a listing of steps.
+
+        One small request for each step that was saved again by a job whose clock is behind: `.metadata` decides which
+        of its records counts, for a restore as for a prune.
+        """
+        snapshot = read_steps(listed, taken=self.time_of(listed))
+        for records in snapshot.doubtful():
+            current = self.committed(records)
+            if current is not None:
+                snapshot = snapshot.with_current(records[0], current)
+        return snapshot
 
     def record_of(self, folder: str) -> Checkpoint | None:
         """Return the recorded checkpoint of one folder, or None. One LIST, of that step's keys alone."""
@@ -120,7 +132,7 @@ class Catalog:
         if step is None:
             return None
         listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
-        snapshot = read_steps(listed, taken=self.time_of(listed))
+        snapshot = self._steps_of(listed)
         return next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
 
     def token_of(self, step: int) -> str | None:
@@ -129,12 +141,9 @@ class Catalog:
         One LIST, of that step's keys; and a small GET if the step was saved again by a job whose clock is behind.
         """
         listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
-        snapshot = read_steps(listed, taken=None)
-        checkpoints = {checkpoint.folder: checkpoint for checkpoint in snapshot.checkpoints}
-        for records in snapshot.doubtful():
-            checkpoints[records[0].folder] = self.committed(records) or records[0]
+        snapshot = self._steps_of(listed)
         given_up = snapshot.given_up()
-        ids = {checkpoint.id for checkpoint in checkpoints.values() if checkpoint.name not in given_up}
+        ids = {checkpoint.id for checkpoint in snapshot.checkpoints if checkpoint.name not in given_up}
         # A step may have two folders, padded and not.
         return ids.pop() if len(ids) == 1 else None
 

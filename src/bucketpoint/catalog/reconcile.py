@@ -20,11 +20,9 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     """Make records agree with `.metadata`, where a listing shows that they may not. Return the snapshot to go on with.
 
     An attempt that has committed without a record gets one: one GET for each attempt (usually there are none), and a
-    PUT and a small GET for each that has committed. Of several records of a folder the youngest counts. If clocks
-    disagree about which is youngest, the records that `.metadata` has replaced are deleted: one small GET for each such
-    folder.
+    PUT and a small GET for each that has committed.
     """
-    healed = _drop_replaced(catalog, snapshot)
+    healed = False
     for attempt in snapshot.attempts:
         record = metadata_record(catalog, attempt.folder)
         # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace. That may be one
@@ -34,23 +32,6 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
         _write_record(catalog, attempt.folder, attempt.step, record)
         healed = True
     return catalog.snapshot() if healed else snapshot
-
-
-def _drop_replaced(catalog: Catalog, snapshot: Snapshot) -> bool:
-    """Delete records whose commit has been replaced, although they look youngest. Return True if there were any.
-
-    A job that saves a step again may have a clock that is behind. Its record would count as the older one: the sweep
-    would delete it, and the pruner would find that no record fits `.metadata` any more.
-    """
-    dead: list[str] = []
-    for records in snapshot.doubtful():
-        current = catalog.committed(records)
-        # If no record fits, `.metadata` is just being replaced, and nothing may be deleted.
-        if current is not None:
-            dead += [record.key for record in records if record.mark != current.mark and record.key is not None]
-    # Failed deletes are tried again by the next round.
-    catalog.store.delete(dead)
-    return bool(dead)
 
 
 def absent(

@@ -215,6 +215,14 @@ class Snapshot:
         left = tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.name not in names)
         return replace(self, checkpoints=left, gone=(*self.gone, *gone))
 
+    def with_current(self, former: Checkpoint, current: Checkpoint) -> Snapshot:
+        """Return the snapshot in which `current`, a superseded record, counts instead of `former`."""
+        return replace(
+            self,
+            checkpoints=tuple(current if record is former else record for record in self.checkpoints),
+            superseded=tuple(former if record is current else record for record in self.superseded),
+        )
+
     def with_notes(self, notes: Notes) -> Snapshot:
         """Return the snapshot with these notes; the tombstones stay those of the snapshot."""
         return replace(self, notes=replace(notes, tombstones=self.notes.tombstones))

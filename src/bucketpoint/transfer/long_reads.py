@@ -126,7 +126,8 @@ class _Reception:
         gap = request.start - self._position
         skipped = [self._spare] * (gap // _SKIPPED_BYTES) + [self._spare[: gap % _SKIPPED_BYTES]]
         try:
-            self._reply.receive([*skipped, *buffers])
+            # Without a gap there may be no memory for one, either.
+            self._reply.receive([*skipped, *buffers] if gap else buffers)
         except BaseException:
             self.drop()
             raise

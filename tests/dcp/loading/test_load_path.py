@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import S3Reader, S3Writer
-from bucketpoint.stores.http_body import Receiver
+from bucketpoint.stores.http_store import _OpenRange
 from bucketpoint.testing.servers import S3Server
 
 PACKAGE = Path(bucketpoint.__file__).parent
@@ -59,9 +59,9 @@ def test_a_range_crosses_five_files_between_the_readers_plan_and_the_reply(minio
     url = minio.url(minio.make_bucket(), "step-1")
     state = {"weight": torch.ones(300, 300)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
-    receive, crossed = Receiver.receive, set[str]()
+    receive, crossed = _OpenRange.receive, set[str]()
 
-    def note_the_stack(reply: Receiver, *arguments: Any) -> None:
+    def note_the_stack(reply: _OpenRange, *arguments: Any) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code.co_filename.startswith(str(PACKAGE)):
@@ -69,14 +69,14 @@ def test_a_range_crosses_five_files_between_the_readers_plan_and_the_reply(minio
             frame = frame.f_back
         receive(reply, *arguments)
 
-    monkeypatch.setattr(Receiver, "receive", note_the_stack)
+    monkeypatch.setattr(_OpenRange, "receive", note_the_stack)
     dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=minio.options))
 
-    # Before them: dcp/reader, which waits in `fetch`, with loading/extents and read_plan. After them: stores/http_body.
+    # Before them: dcp/reader, which waits in `fetch`, with loading/extents and read_plan. After: stores/http_store.
     assert crossed == {
         "transfer/tasks.py",
         "transfer/fetch.py",
         "transfer/download.py",
         "stores/retry.py",
-        "stores/s3/store.py",
+        "transfer/long_reads.py",
     }
