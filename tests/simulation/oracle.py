@@ -231,7 +231,8 @@ class Oracle:
             others = [one for one in self._of_root(root) if one.key != was.key and one.kind == "full"]
             # What a person deletes after the pruner has looked, nobody can know of.
             began = op.began if op.began is not None else self.seq
-            if self._is_whole(was) and not any(self._is_whole(one, since=began) for one in others):
+            taken = any(where == root and seq > began for (where, _), seq in self.gone.items())
+            if self._is_whole(was) and not taken and not any(self._is_whole(one, since=began) for one in others):
                 raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
 
     def _buried(self, root: str, folder: str, token: str, wanted: str) -> bool:
@@ -344,12 +345,16 @@ class Oracle:
         steps = [(name, info) for name, info in steps if "__tombstone__" not in name]
         snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
         live = {one.id for one in self._of_root(root)}
+
+        def counts(token: str) -> bool:
+            return token in live or self.gone.get((root, token), self.seq) > (since or 0)
+
         for records in snapshot.doubtful():
-            current = next((record for record in records if record.id in live), records[0])
+            current = next((record for record in records if counts(record.id)), records[0])
             snapshot = snapshot.with_current(records[0], current)
         rows = []
         for row in snapshot.rows():
-            if row.id not in live and self.gone.get((root, row.id), self.seq) <= (since or 0):
+            if not counts(row.id):
                 continue
             reports = sorted(snapshot.notes.reports, key=lambda report: (report.time, report.key))
             of_it = [one for one in reports if one.step == row.step and self.measured.get(one.key) in (None, row.id)]
