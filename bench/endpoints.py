@@ -10,9 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bench.proxy_process import RunningProxy, running_proxy
-from bucketpoint.testing.certificates import make_certificates
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import S3Server, free_port
+from kit.certificates import make_certificates
+from kit.http import Wire
+from kit.servers import S3Server, free_port
 
 
 def client_env(server: S3Server) -> dict[str, str]:

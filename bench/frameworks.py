@@ -368,7 +368,7 @@ TRAINERS = {
 
 def measure(names: list[str], pairs: int, million: int) -> None:
     import get_minio
-    from bucketpoint.testing.servers import minio
+    from kit.servers import minio
 
     with minio(get_minio.obtain()) as server:
         env = {**os.environ, **server.env, "AWS_ENDPOINT_URL": server.endpoint, **RAY_SETTINGS}

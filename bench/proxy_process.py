@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from bucketpoint.testing.faults import Script
-from bucketpoint.testing.http import Pace, Upstream, Wire
-from bucketpoint.testing.proxied_connection import Board, RecordedRequest
-from bucketpoint.testing.proxy import accept, serve
+from kit.faults import Script
+from kit.http import Pace, Upstream, Wire
+from kit.proxied_connection import Board, RecordedRequest
+from kit.proxy import accept, serve
 
 
 @dataclass(frozen=True)

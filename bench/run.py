@@ -49,8 +49,8 @@ from bench.stalls import measure as stalls  # noqa: E402
 from bench.start_up import measure as start_up  # noqa: E402
 from bench.stores import measure as stores  # noqa: E402
 from bench.unchanged import measure as unchanged  # noqa: E402
-from bucketpoint.testing.http import Wire  # noqa: E402
-from bucketpoint.testing.servers import S3Server, minio  # noqa: E402
+from kit.http import Wire  # noqa: E402
+from kit.servers import S3Server, minio  # noqa: E402
 
 WIRE = Wire(delay_s=0.020, bytes_per_s=25e6)
 BUCKET = "bench-checkpoints"

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tools")]
 
 import get_minio  # noqa: E402
-from bucketpoint.testing import servers  # noqa: E402
+from kit import servers  # noqa: E402
 from slow_network import SlowNetwork, Traffic  # noqa: E402
 
 STEPS, SAVE_EVERY, KILL_AT = 40, 8, 24

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bucketpoint.testing.servers import _running
+from kit.servers import _running
 
 # Azurite's documented account, the same in every installation.
 ACCOUNT = "devstoreaccount1"

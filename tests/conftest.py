@@ -21,16 +21,16 @@ from background import LEAST_BYTES, choose_uploads
 from bucketpoint.stores.s3 import deletes as s3_deletes
 from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.stores.s3.services import S3Service
-from bucketpoint.testing import FaultProxy, servers
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 from gcs_xml import with_multipart
+from kit import FaultProxy, servers
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 from services import Service, proxy_before
 from tiers import mark_broad, servers_later
 from versitygw_server import versitygw as running_versitygw
 
-pytest_plugins = ["bucketpoint.testing.plugin"]
+pytest_plugins = ["kit.plugin"]
 
 NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the PATH, or set $MINIO"
 NO_FAKE_GCS = "there is no fake-gcs-server here: run `make fake-gcs`, put it on the PATH, or set $FAKE_GCS"

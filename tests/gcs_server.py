@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from bucketpoint.testing.servers import _running
+from kit.servers import _running
 
 
 @dataclass(frozen=True)

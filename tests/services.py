@@ -10,10 +10,10 @@ import pytest
 
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
 from bucketpoint.dcp import GCSReader, GCSWriter
-from bucketpoint.testing import FaultProxy
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
+from kit import FaultProxy
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 
 Server = S3Server | GCSServer
 

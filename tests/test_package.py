@@ -45,7 +45,7 @@ def test_a_remedy_installs_what_an_extra_requires() -> None:
         for file in package.rglob("*.py")
         for requirement in re.findall(r"pip install '([^']+)'", file.read_text(encoding="utf-8"))
     }
-    assert len(named) == 10
+    assert len(named) == 8
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert [requirement for requirement in named if not re.search(f'"{re.escape(requirement)}[";]', required)] == []
 

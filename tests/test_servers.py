@@ -13,7 +13,7 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError, SSLError
 
-from bucketpoint.testing.servers import KMS_KEY, SUPERVISE, S3Server
+from kit.servers import KMS_KEY, SUPERVISE, S3Server
 
 pytestmark = pytest.mark.contract
 

@@ -84,7 +84,6 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "test_a_job_under_torchrun_saves_and_another_one_of_other_size_goes_on": (),
     "test_the_snippets_of_the_first_pages_run_as_they_stand": ("2",),
     "test_the_async_save_recipe_saves_and_loads_on_two_ranks": (),
-    "test_the_example_of_the_documents_runs_in_a_project_of_its_own": (),
     "test_transformers_loads_what_was_exported_and_its_own_is_read": (),
     "test_a_job_that_saves_beside_training_keeps_what_the_policy_says": ("THREAD-s3",),
     "test_each_side_may_have_options_of_its_own": (),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bucketpoint.testing.servers import REGION, S3Server, _running
+from kit.servers import REGION, S3Server, _running
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from make_env import uv_settings
 from make_terraform_providers import terraform_env
 
 if TYPE_CHECKING:
-    from bucketpoint.testing.servers import S3Server
+    from kit.servers import S3Server
 
 ROOT = Path(__file__).resolve().parent.parent
 TERRAFORM = ROOT / "terraform"
@@ -208,8 +208,8 @@ def _plan() -> None:
 
 
 def _apply(version: str) -> None:
-    sys.path.insert(0, str(ROOT / "src"))
-    from bucketpoint.testing import servers
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    from kit import servers
 
     with servers.moto() as moto, _initialised(TERRAFORM / "examples" / "aws", "aws", version) as root:
         bucket, anybody = f"trial-{os.getpid()}", {"arns": ["arn:aws:iam::123456789012:root"]}

@@ -31,13 +31,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 import get_minio
 from bucketpoint import BucketpointError, CheckpointManager, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.retention import from_yaml
-from bucketpoint.testing import FaultProxy, Script, mixed, servers
+from kit import FaultProxy, Script, mixed, servers
 
 POLICY = """
 version: 1

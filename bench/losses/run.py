@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
 from bench import environments  # noqa: E402
 from bench.contenders import CONTENDERS  # noqa: E402
 from bench.endpoints import client_env  # noqa: E402
 from bench.losses.worker import ITEMS  # noqa: E402
-from bucketpoint.testing import (  # noqa: E402
+from kit import (  # noqa: E402
     CutReply,
     ErrorInBody,
     FaultProxy,
@@ -41,7 +41,7 @@ from bucketpoint.testing import (  # noqa: E402
     Script,
     always,
 )
-from bucketpoint.testing.servers import S3Server, minio  # noqa: E402
+from kit.servers import S3Server, minio  # noqa: E402
 
 OLD, NEW = 1, 2
 FRACTIONS = (0.2, 0.5, 0.8)

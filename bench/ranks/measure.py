@@ -21,9 +21,9 @@ from bench.ranks import worker as ranks_worker
 from bench.ranks.report import print_measurement
 from bench.requests_seen import kind_of
 from bucketpoint.format.keys import parse_data_path
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import S3Server, minio
 from dcp.ranks import Ranks
+from kit.http import Wire
+from kit.servers import S3Server, minio
 
 BUCKET = "bench-ranks"
 STORE_BYTES_PER_S = 200e6

@@ -22,8 +22,8 @@ from bench.endpoints import client_env, proxied
 from bench.lines import Worker
 from bench.requests_seen import kind_of
 from bench.retention.report import print_measurement
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import S3Server, minio
+from kit.http import Wire
+from kit.servers import S3Server, minio
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-retention"

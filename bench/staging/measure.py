@@ -22,8 +22,8 @@ from bench.endpoints import client_env
 from bench.lines import Worker, environment
 from bench.sink import running_sink
 from bench.staging.report import print_measurement
-from bucketpoint.testing.certificates import make_certificates
-from bucketpoint.testing.servers import S3Server, free_port, minio
+from kit.certificates import make_certificates
+from kit.servers import S3Server, free_port, minio
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-staging"

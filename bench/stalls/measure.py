@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from bench import environments
 from bench.stalls.report import print_measurement
 from bucketpoint import S3Reader, S3Writer, TransferOptions
-from bucketpoint.testing import Delay, Fault, FaultProxy, Rule, Script, Slow
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import S3Server, minio
 from bucketpoint.transfer import stalls
+from kit import Delay, Fault, FaultProxy, Rule, Script, Slow
+from kit.http import Wire
+from kit.servers import S3Server, minio
 
 BUCKET = "bench-stalls"
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from bench.endpoints import client_env, empty, proxied
 from bench.lines import Worker
 from bench.requests_seen import summary
 from bench.stores.report import print_measurement
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import minio
 from gcs_server import fake_gcs
+from kit.http import Wire
+from kit.servers import minio
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-stores"

@@ -20,8 +20,8 @@ from bench.lines import Worker
 from bench.proxy_process import RunningProxy
 from bench.requests_seen import kind_of, summary
 from bench.unchanged.report import COPY_KINDS, print_measurement
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import S3Server, minio
+from kit.http import Wire
+from kit.servers import S3Server, minio
 
 BUCKET = "bench-unchanged"
 CONTENDERS = ("copy", "send")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import bucketpoint
-from bucketpoint.testing import FaultProxy, Kill, always
-from bucketpoint.testing.servers import S3Server, free_port
+from kit import FaultProxy, Kill, always
+from kit.servers import S3Server, free_port
 
 
 def command(program: Path, arguments: list[str], world: int) -> list[str]:

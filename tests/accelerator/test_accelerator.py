@@ -23,7 +23,7 @@ from bucketpoint import BucketpointError
 from bucketpoint.integrations.accelerate import accelerator_state, load_state, save_state
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 TRAINER = Path(__file__).with_name("trainer.py")
 

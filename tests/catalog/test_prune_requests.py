@@ -10,9 +10,9 @@ import pytest
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.pruner import prune
 from bucketpoint.stores import proven_deletes
-from bucketpoint.testing import FaultProxy
 from catalog.memory import save
 from catalog.test_pruner import drop
+from kit import FaultProxy
 from services import Service
 
 

@@ -22,11 +22,11 @@ from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TransferOptions
 from cli.conftest import Program, save, state
 from cli.test_verify import flip, place, replaced
 from dcp.states import assert_same, blank
+from kit.servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
 SMALL = TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20, max_inflight_bytes=10 << 20, connections=2)

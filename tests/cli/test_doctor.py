@@ -21,8 +21,8 @@ from bucketpoint.errors import AccessDeniedError, StoreError
 from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store
 from bucketpoint.stores.s3 import inspect as s3_bucket
 from bucketpoint.stores.s3.inspect import LifecycleRule
-from bucketpoint.testing.servers import S3Server
 from cli.conftest import Program
+from kit.servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
 ACCESS = ["put", "get", "list", "delete"]

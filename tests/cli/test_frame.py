@@ -17,8 +17,8 @@ from bucketpoint.cli import text
 from bucketpoint.cli.app import COMMANDS, app
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
 from bucketpoint.cli.exits import exit_code
-from bucketpoint.testing.servers import S3Server
 from cli.conftest import Program, save
+from kit.servers import S3Server
 
 HEAVY = ("torch", "numpy", "boto3", "botocore", "fsspec", "awscrt", "rich")
 

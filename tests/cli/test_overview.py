@@ -14,10 +14,10 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.cli.html.charts import SaveMark, saves, storage
 from bucketpoint.cli.html.markup import Markup, element
 from bucketpoint.cli.html.page import MOST_ROWS, RunReport, page
-from bucketpoint.testing.servers import S3Server
 from cli.conftest import Program, save
 from cli.test_retention import STEPS, save_run, write
 from cli.test_watch import begin
+from kit.servers import S3Server
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -26,10 +26,10 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidURLError, MetadataError, MismatchError
-from bucketpoint.testing.servers import S3Server
 from convert.chunked import GridPlanner
 from convert.conftest import contents, converted, in_minio, load, names, state
 from dcp.states import assert_same, blank, filled, same, varied
+from kit.servers import S3Server
 
 safetensors = pytest.importorskip("safetensors.torch")
 

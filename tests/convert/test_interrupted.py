@@ -31,15 +31,15 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.stores import LocalStore, open_store
-from bucketpoint.testing import Kill, Script, always
-from bucketpoint.testing.kills import Job
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
-from bucketpoint.testing.tally import Tally
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
 from convert.conftest import SMALL, converted, in_minio, load, state
 from dcp.states import assert_same, filled
+from kit import Kill, Script, always
+from kit.kills import Job
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
+from kit.tally import Tally
 from tiers import sampled
 from transfer.wrappers import CountingStore, FailingStore
 

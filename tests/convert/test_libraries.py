@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
-from bucketpoint.testing.servers import S3Server
 from convert.conftest import converted, in_minio, load, names, state
 from dcp.states import assert_same
+from kit.servers import S3Server
 
 
 def test_transformers_loads_what_was_exported_and_its_own_is_read(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
 from convert.conftest import in_minio, load
 from dcp.states import assert_same, filled
+from kit.servers import S3Server
 from transfer.wrappers import CountingStore
 
 safetensors = pytest.importorskip("safetensors.torch")

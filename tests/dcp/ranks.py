@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from background import choose_uploads
-from bucketpoint.testing.kills import PRELOAD
+from kit.kills import PRELOAD
 
 TIMEOUT_S = 400
 MOST_THREADS = 60

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
 from bucketpoint.dcp import GCSReader, GCSWriter
-from bucketpoint.testing.servers import S3Server, free_port
+from kit.servers import S3Server, free_port
 from services import Service
 
 

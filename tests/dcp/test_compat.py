@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
-from bucketpoint.testing.servers import S3Server
 from dcp.states import assert_same, blank, filled, varied
+from kit.servers import S3Server
 from services import Service
 from transfer.wrappers import CountingStore
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, async_save
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 OBJECTS_OF_A_CLIENT = 6_000
 """A client that parses botocore's description of S3 for itself has 36,000 objects, in 13 MB."""

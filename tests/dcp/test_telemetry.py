@@ -20,11 +20,11 @@ from opentelemetry import trace
 import bucketpoint
 from bucketpoint import BucketWriter, CheckpointManager, RetentionPolicy, telemetry
 from bucketpoint.retention import Keep
-from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
-from bucketpoint.testing.servers import S3Server
 from dcp.ranks import Ranks
 from dcp.recorded import recorded
 from dcp.saving.async_scenarios import FailingPlanner
+from kit import FaultProxy, Refuse, Rule, Script
+from kit.servers import S3Server
 
 STEPS = ["bucketpoint.save.stage", "bucketpoint.save.plan", "bucketpoint.save.upload", "bucketpoint.save.wait"]
 

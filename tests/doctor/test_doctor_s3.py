@@ -13,8 +13,8 @@ from bucketpoint.doctor.report import Finding
 from bucketpoint.errors import AccessDeniedError
 from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
+from kit.servers import S3Server
 from stores.scripted import Answer, Seen, error, scripted
 
 

@@ -15,8 +15,8 @@ import yaml
 
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.retention import from_yaml
-from bucketpoint.testing.servers import S3Server
 from catalog.memory import save
+from kit.servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketpoint.testing.servers import free_port
+from kit.servers import free_port
 from services import Service
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

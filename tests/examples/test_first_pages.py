@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bucketpoint.cli.app import run
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500

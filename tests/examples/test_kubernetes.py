@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from bucketpoint.retention import from_yaml
-from bucketpoint.testing.servers import free_port
+from kit.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "examples" / "kubernetes"

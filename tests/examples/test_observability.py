@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bucketpoint.telemetry import METRICS
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 from observability.demo_run import EXAMPLE, running
 
 _SELECTED = r"\{([^{}]*)\}"

@@ -17,9 +17,9 @@ from bucketpoint.stores.base import Capabilities
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
-from bucketpoint.testing import servers
-from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
+from kit import servers
+from kit.servers import S3Server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BUCKET = "checkpoints"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bucketpoint.testing import FaultProxy
-from bucketpoint.testing.plugin import MakeProxy
 from dcp.ranks import Ranks
+from kit import FaultProxy
+from kit.plugin import MakeProxy
 from services import S3_AND_GCS, Server, proxy_before
 
 

@@ -23,8 +23,8 @@ from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import CommitKey
-from bucketpoint.testing.proxied_connection import RecordedRequest
 from bucketpoint.transfer.options import Background
+from kit.proxied_connection import RecordedRequest
 from services import Server
 
 # A rank that is killed is forked from a process that has no tests, and imports this module for what it does.

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint.testing import FaultProxy, Kill, Rule, Script
 from faults.saves import Place
+from kit import FaultProxy, Kill, Rule, Script
 from services import Server
 
 OLD, NEW = 1, 2

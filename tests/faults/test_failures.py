@@ -17,12 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from bucketpoint.testing import FaultProxy, Kill, Script, Stall, always
-from bucketpoint.testing.kills import Job, Outcome
-from bucketpoint.testing.proxied_connection import RecordedRequest
-from bucketpoint.testing.tally import Tally
 from dcp.ranks import Ranks
 from faults.saves import Place, slow_on_gcs, state
+from kit import FaultProxy, Kill, Script, Stall, always
+from kit.kills import Job, Outcome
+from kit.proxied_connection import RecordedRequest
+from kit.tally import Tally
 from services import Server
 
 OLD, NEW, NEXT = 1, 2, 3

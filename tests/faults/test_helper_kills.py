@@ -10,8 +10,8 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
-from bucketpoint.testing import FaultProxy, Kill, Script, always
 from faults.saves import Place, slow_on_gcs, state
+from kit import FaultProxy, Kill, Script, always
 from services import Server
 
 STARTS_S = 60.0

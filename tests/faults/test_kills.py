@@ -11,12 +11,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from bucketpoint.testing import FaultProxy, Kill, Script, always
-from bucketpoint.testing.kills import Job
-from bucketpoint.testing.tally import Tally
 from faults.checkpoint_process import fork_beforehand
 from faults.saves import Place, committed, save_beside, slow_on_gcs
 from gcs_server import GCSServer
+from kit import FaultProxy, Kill, Script, always
+from kit.kills import Job
+from kit.tally import Tally
 from services import Server
 from tiers import sampled
 

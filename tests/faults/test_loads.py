@@ -22,7 +22,8 @@ from bucketpoint.errors import (
     StoreError,
     TransientStoreError,
 )
-from bucketpoint.testing import (
+from dcp.ranks import Ranks
+from kit import (
     CutReply,
     ExpireCredentials,
     Fault,
@@ -35,8 +36,7 @@ from bucketpoint.testing import (
     Stall,
     always,
 )
-from bucketpoint.testing.tally import Tally
-from dcp.ranks import Ranks
+from kit.tally import Tally
 from services import Server, Service
 
 KIB = 1 << 10

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint.errors import CredentialsError
-from bucketpoint.testing import (
+from faults.saves import Place
+from kit import (
     CutRequest,
     ErrorInBody,
     ExpireCredentials,
@@ -24,8 +25,7 @@ from bucketpoint.testing import (
     Script,
     always,
 )
-from bucketpoint.testing.tally import Tally
-from faults.saves import Place
+from kit.tally import Tally
 from services import Server
 
 OLD, NEW, NEXT = 1, 2, 3

@@ -22,9 +22,9 @@ from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.index import ref as index_ref
-from bucketpoint.testing.tally import Tally
 from fuzz.readers import HOSTILE, TARGETS, read_item, read_note, read_url, whole
 from fuzz.runs import run
+from kit.tally import Tally
 
 INPUTS = int(os.environ.get("BUCKETPOINT_FUZZ") or 5000)
 """Of all targets together. `make fuzz` asks for 100,000."""

@@ -18,8 +18,8 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.view import Entries
 from bucketpoint.retention import Keep, Prune
-from bucketpoint.testing.servers import S3Server
 from golden.states import flat
+from kit.servers import S3Server
 
 pytestmark = pytest.mark.contract
 

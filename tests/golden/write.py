@@ -23,10 +23,10 @@ from bucketpoint.catalog import notes
 from bucketpoint.dcp.saving import unchanged
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.retention import Keep, Prune
-from bucketpoint.testing import servers
-from bucketpoint.testing.servers import S3Server
 from dcp.ranks import Ranks
 from golden.states import flat, plain_state, save_sharded, small_formats
+from kit import servers
+from kit.servers import S3Server
 
 BUCKET = "golden"
 HERE = Path(__file__).resolve().parent

@@ -27,7 +27,7 @@ from accelerator.launch import killed_in_an_upload, launched
 from bucketpoint.integrations.transformers import BucketTrainerMixin
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 PROGRAM = Path(__file__).with_name("trainer.py")
 

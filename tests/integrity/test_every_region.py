@@ -18,7 +18,7 @@ from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import open_store
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.testing.tally import Tally
+from kit.tally import Tally
 
 FLIPS = "bits flipped in a checkpoint where it lies"
 

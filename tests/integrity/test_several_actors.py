@@ -27,7 +27,7 @@ from bucketpoint.errors import BucketpointError, CheckpointDeletedError, Checkpo
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.stores import ObjectInfo
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 from services import Service
 
 HOUR = 3600.0

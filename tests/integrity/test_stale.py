@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.testing import FaultProxy, Rule, Script, Stale
+from kit import FaultProxy, Rule, Script, Stale
 from services import Service
 
 

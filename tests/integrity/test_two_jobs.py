@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
-from bucketpoint.testing.kills import Job
+from kit.kills import Job
 from services import Service
 
 JOBS = 4

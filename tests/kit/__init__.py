@@ -1,6 +1,6 @@
-"""The fault kit: scripted faults of stores and networks, in front of any S3 or GCS endpoint. See `docs/testing.md`."""
+"""The fault kit: scripted faults of stores and networks, in front of any S3 or GCS endpoint."""
 
-from bucketpoint.testing.faults import (
+from kit.faults import (
     TRANSIENT,
     CutReply,
     CutRequest,
@@ -22,9 +22,9 @@ from bucketpoint.testing.faults import (
     always,
     mixed,
 )
-from bucketpoint.testing.http import Wire
-from bucketpoint.testing.proxied_connection import Counts
-from bucketpoint.testing.proxy import FaultProxy
+from kit.http import Wire
+from kit.proxied_connection import Counts
+from kit.proxy import FaultProxy
 
 __all__ = [
     "TRANSIENT",

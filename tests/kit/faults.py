@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
-from bucketpoint.testing.kinds import BODIES_UP, READS, Api, StoreRequest
+from kit.kinds import BODIES_UP, READS, Api, StoreRequest
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 

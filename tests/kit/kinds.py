@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from bucketpoint.testing.http import Head
+from kit.http import Head
 
 READS = frozenset({"GetObject", "HeadObject", "ListObjects"})
 BODIES_UP = frozenset({"PutObject", "UploadPart"})

@@ -1,6 +1,6 @@
 """The pytest plugin: servers and the fault proxy as fixtures, and a summary of the survived faults at the end.
 
-Load it with `-p bucketpoint.testing.plugin`. The module imports nothing large before a fixture is used.
+Load it with `-p kit.plugin`. The module imports nothing large before a fixture is used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from bucketpoint.testing import FaultProxy, Script
-    from bucketpoint.testing.servers import S3Server
-    from bucketpoint.testing.tally import Tally
+    from kit import FaultProxy, Script
+    from kit.servers import S3Server
+    from kit.tally import Tally
 
 NO_MINIO = "there is no MinIO server here: put `minio` on the PATH, or set $MINIO"
 
@@ -31,7 +31,7 @@ class MakeProxy(Protocol):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from bucketpoint.testing.tally import Tally
+    from kit.tally import Tally
 
     config.stash[_tally] = Tally()
 
@@ -45,7 +45,7 @@ def bucketpoint_tally(pytestconfig: pytest.Config) -> Tally:
 @pytest.fixture(scope="session")
 def bucketpoint_moto() -> Iterator[S3Server]:
     """moto's S3 server, for the session."""
-    from bucketpoint.testing import servers
+    from kit import servers
 
     with servers.moto() as server:
         yield server
@@ -54,7 +54,7 @@ def bucketpoint_moto() -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def bucketpoint_minio_binary() -> Path:
     """Path of the MinIO server's program. Override this fixture to use another one."""
-    from bucketpoint.testing.servers import find_minio
+    from kit.servers import find_minio
 
     binary = find_minio()
     if binary is None:
@@ -65,7 +65,7 @@ def bucketpoint_minio_binary() -> Path:
 @pytest.fixture(scope="session")
 def bucketpoint_minio(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
     """A MinIO server, for the session."""
-    from bucketpoint.testing import servers
+    from kit import servers
 
     with servers.minio(bucketpoint_minio_binary) as server:
         yield server
@@ -77,7 +77,7 @@ def fault_proxy(bucketpoint_tally: Tally) -> Iterator[MakeProxy]:
 
     `server.at(proxy.url)` is the server behind one.
     """
-    from bucketpoint.testing import FaultProxy
+    from kit import FaultProxy
 
     with contextlib.ExitStack() as stack:
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from bucketpoint.testing.faults import (
+from kit.faults import (
     CutReply,
     CutRequest,
     Delay,
@@ -34,8 +34,8 @@ from bucketpoint.testing.faults import (
     Stale,
     Stall,
 )
-from bucketpoint.testing.http import Closed, Head, Pace, Stream, Upstream, Wire, Write, move_body, nowhere
-from bucketpoint.testing.kinds import NEXT_PART, Api, StoreRequest, names_key_in_body
+from kit.http import Closed, Head, Pace, Stream, Upstream, Wire, Write, move_body, nowhere
+from kit.kinds import NEXT_PART, Api, StoreRequest, names_key_in_body
 
 REMEMBERED_BYTES = 8 << 20
 """Limit on replies kept for stale answers; larger ones are never served again."""

@@ -14,9 +14,9 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from bucketpoint.testing.faults import Script
-from bucketpoint.testing.http import Pace, Stream, Upstream, Wire
-from bucketpoint.testing.proxied_connection import Board, Connection, Counts, RecordedRequest
+from kit.faults import Script
+from kit.http import Pace, Stream, Upstream, Wire
+from kit.proxied_connection import Board, Connection, Counts, RecordedRequest
 
 
 class FaultProxy:

@@ -174,7 +174,7 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
     key, secret = "bucketpoint", os.urandom(16).hex()
     if tls:
         _require("cryptography", "pip install 'cryptography>=42'")
-        from bucketpoint.testing import certificates as authority
+        from kit import certificates as authority
 
     def command(scratch: Path, port: int) -> list[str]:
         certificates = scratch / "certificates"

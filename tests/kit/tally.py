@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bucketpoint.testing.proxied_connection import Counts
+from kit.proxied_connection import Counts
 
 
 @dataclass

@@ -13,8 +13,8 @@ from tests.lit.test_lightning import blocks, chunks, killed_in_an_upload, launch
 
 from bucketpoint import BucketpointError, latest_checkpoint
 from bucketpoint.integrations.lightning import FabricBucketSingleDeviceStrategy
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 
 PROGRAM = Path(__file__).with_name("fabric_trainer.py")
 

@@ -22,9 +22,9 @@ import bucketpoint
 from bucketpoint import BucketpointError, RetentionPolicy
 from bucketpoint.integrations.lightning import BucketCheckpoint, BucketCheckpointIO, BucketSingleDeviceStrategy
 from bucketpoint.retention import Best, Keep, Save, SaveEvery
-from bucketpoint.testing import FaultProxy, Kill, always
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server, free_port
+from kit import FaultProxy, Kill, always
+from kit.plugin import MakeProxy
+from kit.servers import S3Server, free_port
 
 TRAINER = Path(__file__).with_name("trainer.py")
 

@@ -24,7 +24,7 @@ from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, Save, SaveEvery, SaveEveryMinutes
 from bucketpoint.staging import StagingOptions
 from bucketpoint.stores.local import LocalStore
-from bucketpoint.testing.kills import Job
+from kit.kills import Job
 from manager.manager_scenarios import policy
 
 WORLD = 2

@@ -36,7 +36,7 @@ from bucketpoint.errors import (
 from bucketpoint.integrations.megatron import BucketLoadStrategy, BucketSaveStrategy, let_stand_for, load, loading, save
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.stores import open_store
-from bucketpoint.testing.servers import S3Server, free_port
+from kit.servers import S3Server, free_port
 
 TRAINER = Path(__file__).with_name("trainer.py")
 

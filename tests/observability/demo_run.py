@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
-from bucketpoint.testing.servers import S3Server, free_port
+from kit import FaultProxy, Refuse, Rule, Script
+from kit.servers import S3Server, free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "observability"
 

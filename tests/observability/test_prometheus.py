@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.testing.servers import S3Server, free_port
+from kit.servers import S3Server, free_port
 from observability.demo_run import EXAMPLE, running
 
 LIMIT_S = 120

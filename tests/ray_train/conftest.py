@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
 

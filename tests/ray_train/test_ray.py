@@ -18,7 +18,7 @@ import bucketpoint
 from bucketpoint import BucketpointError
 from bucketpoint.dcp import rank_state
 from bucketpoint.integrations.ray import checkpoint_url, report, restore
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 from ray_train import trainer
 
 pytestmark = [

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bucketpoint.format.pickles.items import refused_globals
-from bucketpoint.testing.tally import Tally
+from kit.tally import Tally
 from security.corpus import bombs, programs
 
 LIMIT = 64 << 20

@@ -30,7 +30,7 @@ from bucketpoint.format.keys import data_path
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import ObjectInfo, Store, open_store
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 POLICIES = Path(__file__).parents[2] / "policies" / "minio"
 ROLES = ("trainer", "reader", "pruner")

@@ -16,7 +16,7 @@ from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores import S3Options, S3Store, open_store, retry
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.testing.servers import KMS_KEY, S3Server, free_port
+from kit.servers import KMS_KEY, S3Server, free_port
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean
 from stores.scripted import error, scripted
 

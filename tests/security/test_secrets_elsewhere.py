@@ -24,7 +24,7 @@ from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, CredentialsError, InvalidURLError
 from bucketpoint.stores import GCSOptions, open_store, retry
 from bucketpoint.stores.redact import HIDDEN, clean, hide, holds_password
-from bucketpoint.testing.servers import free_port
+from kit.servers import free_port
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean
 from stores.scripted import Answer, scripted
 

@@ -44,9 +44,9 @@ from bucketpoint.stores import (
 )
 from bucketpoint.stores.gcs import api as gcs_bucket
 from bucketpoint.stores.s3 import store as s3_store
-from bucketpoint.testing.servers import S3Server, free_port
 from fsspec_backends import SERVED, Backend, backend
 from gcs_server import GCSServer
+from kit.servers import S3Server, free_port
 
 pytestmark = pytest.mark.contract
 

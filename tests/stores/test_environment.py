@@ -8,8 +8,8 @@ import pytest
 
 from bucketpoint import BucketpointError
 from bucketpoint.stores import Store, open_store
-from bucketpoint.testing import servers
-from bucketpoint.testing.servers import S3Server
+from kit import servers
+from kit.servers import S3Server
 
 
 def put(store: Store, key: str) -> None:

@@ -30,8 +30,8 @@ from bucketpoint.errors import (
 from bucketpoint.stores import S3Options, S3Store, retry
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3.errors import RULE_BY_TYPE, RULES
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TaskGroup, retry_transient
+from kit.servers import S3Server
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
 OK = Answer(headers={"ETag": '"e"'})

@@ -23,7 +23,7 @@ from bucketpoint.errors import (
     TransientStoreError,
 )
 from bucketpoint.stores import ObjectInfo, S3Options, S3Store
-from bucketpoint.testing import (
+from kit import (
     CutReply,
     CutRequest,
     Delay,
@@ -45,11 +45,11 @@ from bucketpoint.testing import (
     always,
     mixed,
 )
-from bucketpoint.testing.faults import Player
-from bucketpoint.testing.kinds import StoreRequest
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.proxied_connection import Board
-from bucketpoint.testing.servers import S3Server
+from kit.faults import Player
+from kit.kinds import StoreRequest
+from kit.plugin import MakeProxy
+from kit.proxied_connection import Board
+from kit.servers import S3Server
 
 BODY = bytes(range(256)) * 4096
 

@@ -15,7 +15,8 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CredentialsError, StoreError, ThrottledError, TransientStoreError
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.gcs.store import GCSStore
-from bucketpoint.testing import (
+from gcs_server import GCSServer
+from kit import (
     CutReply,
     CutRequest,
     ErrorInBody,
@@ -30,9 +31,8 @@ from bucketpoint.testing import (
     always,
     mixed,
 )
-from bucketpoint.testing.kinds import Api, StoreRequest
-from bucketpoint.testing.plugin import MakeProxy
-from gcs_server import GCSServer
+from kit.kinds import Api, StoreRequest
+from kit.plugin import MakeProxy
 
 pytestmark = pytest.mark.contract
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_saved_and_loaded_through_all_transient_faults(gcs: GCSS
 
 
 def test_requests_are_known_by_the_names_of_s3() -> None:
-    from bucketpoint.testing.http import Head
+    from kit.http import Head
 
     def request(method: str, target: str, *headers: str) -> StoreRequest:
         lines = [f"{method} {target} HTTP/1.1", "Host: storage.googleapis.com", *headers, "", ""]

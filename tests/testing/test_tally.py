@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bucketpoint.testing.proxied_connection import Counts
-from bucketpoint.testing.tally import Tally
+from kit.proxied_connection import Counts
+from kit.tally import Tally
 
 TESTS = """
 import pytest
@@ -28,8 +29,9 @@ def test_kills(bucketpoint_tally, number):
 def test_the_summary_has_the_sums_of_all_workers(tmp_path: Path, workers: int) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    command += ["-p", "bucketpoint.testing.plugin", "-n", str(workers), str(tmp_path)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command += ["-p", "kit.plugin", "-n", str(workers), str(tmp_path)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"=+ bucketpoint: faults, kills and inputs =+", ran.stdout), ran.stdout
     told = ran.stdout.splitlines()

@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeVar
 
-from bucketpoint.testing.servers import free_port
+from kit.servers import free_port
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 from titan import scenarios
 from titan.runs import OURS, called, train
 

@@ -22,9 +22,9 @@ from bucketpoint.errors import StoreError, TransientStoreError
 from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig, OccupiedError, sweep
 from bucketpoint.integrations.torch_checkpointing import names as storage_names
 from bucketpoint.stores import DeleteFailure
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
+from kit.servers import S3Server
 
 MIB = 1 << 20
 

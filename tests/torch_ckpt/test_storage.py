@@ -30,10 +30,10 @@ from bucketpoint.integrations.torch_checkpointing import (
     sweep,
 )
 from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, file_bytes, object_bytes
-from bucketpoint.testing.faults import Reset, always
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TransferOptions
+from kit.faults import Reset, always
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig, sweep
-from bucketpoint.testing.servers import S3Server, free_port
+from kit.servers import S3Server, free_port
 
 TRAINER = Path(__file__).with_name("trainer.py")
 

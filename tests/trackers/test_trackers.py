@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 import bucketpoint
 from bucketpoint import CheckpointManager, CommitInfo, RetentionPolicy
 from bucketpoint.retention import Keep
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

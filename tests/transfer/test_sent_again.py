@@ -13,9 +13,9 @@ import bucketpoint as bp
 from bucketpoint.errors import CorruptDataError, TransientStoreError
 from bucketpoint.stores import open_store
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
-from bucketpoint.testing import CutReply, CutRequest, Refuse, Reset, always
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
+from kit import CutReply, CutRequest, Refuse, Reset, always
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 from services import S3_AND_GCS, Server, proxy_before
 
 PARTS = 4

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 
 from bucketpoint.stores import Store, open_store, retry
-from bucketpoint.testing import Delay, Fault, FaultProxy, Slow, Stall, always
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests, stalls
 from bucketpoint.transfer.stalls import StallLimit, StallLimits
+from kit import Delay, Fault, FaultProxy, Slow, Stall, always
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 from services import Service, proxy_before
 
 KIB = 1 << 10

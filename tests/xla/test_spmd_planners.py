@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 from xla import scenarios
 from xla.hosts import Host
 from xla.scenarios import Group

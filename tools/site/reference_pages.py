@@ -77,7 +77,6 @@ _TITLES = {
         "All are imported from `bucketpoint`, and each is a `BucketpointError`. The tree: [errors](../api.md#errors).",
     ),
     "convert": ("bucketpoint.convert", "How to: [converting checkpoints](../convert.md)."),
-    "testing": ("bucketpoint.testing", "How to: [testing with faults](../testing.md)."),
 }
 INTEGRATIONS = ("accelerate", "lightning", "megatron", "ray", "torch_checkpointing", "torchtitan", "transformers")
 
@@ -88,7 +87,7 @@ def pages(package: Path) -> list[ReferencePage]:
     # Functions first: they are what a reader comes for, and the classes are what they take and return.
     for name, module in sorted(_top_level(package).items(), key=lambda each: not each[0].islower()):
         names[_page_of(name, module)].append(_identifier(package, "bucketpoint", name))
-    for page in ("retention", "convert", "testing"):
+    for page in ("retention", "convert"):
         module = f"bucketpoint.{page}"
         names[page] += [_identifier(package, module, name) for name in public_names(_file(package, module))]
     # A policy is what both a run and the room of policies have; its entry is with the other settings.

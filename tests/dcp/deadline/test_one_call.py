@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
-from bucketpoint.testing import FaultProxy, Stall, always
-from bucketpoint.testing.kills import Job, Outcome
 from dcp.deadline import one_call_scenarios as scenarios
 from dcp.deadline.one_call_scenarios import state, values
 from dcp.ranks import Ranks
+from kit import FaultProxy, Stall, always
+from kit.kills import Job, Outcome
 from services import Service
 
 OLD, NEW = 1.0, 2.0

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import S3Reader, S3Writer
 from bucketpoint.stores.http_store import _OpenRange
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 
 PACKAGE = Path(bucketpoint.__file__).parent
 

@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 import bucketpoint
 from bucketpoint import BucketWriter, TransferOptions
-from bucketpoint.testing.servers import free_port
+from kit.servers import free_port
 
 NBYTES = 96 << 20
 """More than the 64 MB that a container has in /dev/shm by default."""

@@ -24,7 +24,7 @@ from bucketpoint import (
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
-from bucketpoint.testing import FaultProxy
+from kit import FaultProxy
 from services import Service
 from transfer.wrappers import CountingStore, FailingStore
 

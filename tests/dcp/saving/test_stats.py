@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import bucketpoint
 from bucketpoint import BucketReader, BucketWriter, CommitInfo, SavePlanner, TransferOptions
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.testing import FaultProxy, Refuse, Rule, Script
-from bucketpoint.testing.servers import S3Server
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import FailingPlanner, GatedFileSystem
+from kit import FaultProxy, Refuse, Rule, Script
+from kit.servers import S3Server
 
 MIB = 1 << 20
 

@@ -36,12 +36,12 @@ from bucketpoint.dcp.saving import uploads
 from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
 from bucketpoint.errors import CheckpointNotFoundError, HelperProcessError
 from bucketpoint.stores import open_store
-from bucketpoint.testing import FaultProxy, Script
-from bucketpoint.testing.faults import Rule, Slow
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import Meter
 from dcp.saving.upload_program import NBYTES, state
+from kit import FaultProxy, Script
+from kit.faults import Rule, Slow
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 from transfer.helper.orders import has_ended, stop, wait_until
 
 PROCESS = TransferOptions(background="process")

@@ -39,8 +39,8 @@ from bucketpoint.errors import (
 from bucketpoint.stores import FsspecStore, open_store
 from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.fsspec.services import driver_of
-from bucketpoint.testing.servers import free_port
 from fsspec_backends import SERVED, Backend, backend
+from kit.servers import free_port
 
 on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
 

@@ -24,8 +24,8 @@ from bucketpoint import (
     latest_checkpoint,
 )
 from bucketpoint.stores import FsspecStore
-from bucketpoint.testing import kills
 from fsspec_backends import SERVED, Backend, backend
+from kit import kills
 
 pytestmark = pytest.mark.contract
 

@@ -32,8 +32,8 @@ from bucketpoint.errors import (
 from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.gcs import composed as gcs_composed
-from bucketpoint.testing.servers import free_port
 from gcs_server import GCSServer
+from kit.servers import free_port
 from stores.engines import OBJECT, views
 from stores.engines import gcs_at as store_at
 from stores.engines import gcs_error as error

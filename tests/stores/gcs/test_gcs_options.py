@@ -24,9 +24,9 @@ from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, open_stor
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.gcs import composed as gcs_composed
 from bucketpoint.stores.gcs import multipart as gcs_multipart
-from bucketpoint.testing.certificates import make_certificates
-from bucketpoint.testing.servers import free_port
 from gcs_server import GCSServer
+from kit.certificates import make_certificates
+from kit.servers import free_port
 from stores.scripted import Answer, ScriptedServer, Seen, scripted
 
 pytestmark = pytest.mark.contract

@@ -27,7 +27,7 @@ from bucketpoint.stores import ObjectInfo, S3Options, S3Store, http_body
 from bucketpoint.stores.s3 import body as s3_body
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import store as s3_store
-from bucketpoint.testing.servers import S3Server
+from kit.servers import S3Server
 from stores.engines import s3_at as store_at
 from stores.engines import views
 from stores.scripted import Answer, Seen, error, scripted

@@ -16,7 +16,7 @@ from botocore.config import Config
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
 from bucketpoint.stores import ObjectInfo, S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.testing.servers import KMS_KEY, S3Server
+from kit.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, scripted
 
 CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"

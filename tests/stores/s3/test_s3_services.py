@@ -26,7 +26,7 @@ from bucketpoint.stores import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
 from bucketpoint.stores.s3.errors import translate
-from bucketpoint.testing.servers import KMS_KEY, S3Server
+from kit.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, error, scripted
 
 

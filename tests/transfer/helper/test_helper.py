@@ -22,9 +22,6 @@ from hypothesis import strategies as st
 from bucketpoint.errors import AccessDeniedError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.retry import process_budget
-from bucketpoint.testing.faults import Refuse, Rule, Script
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import (
     BufferPool,
     Meter,
@@ -37,6 +34,9 @@ from bucketpoint.transfer import (
 from bucketpoint.transfer.helper import process, start
 from bucketpoint.transfer.helper.process import UploadHelper
 from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
+from kit.faults import Refuse, Rule, Script
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
 from transfer.helper.orders import (
     MIB,
     OPTIONS,
