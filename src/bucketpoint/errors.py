@@ -115,7 +115,7 @@ class EndpointError(StoreError):
 class CredentialsError(StoreError):
     """The credentials are missing, malformed or expired."""
 
-    remedy_default = "Refresh the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, an instance role) and try again"
+    remedy_default = "Check that AWS_PROFILE or AWS_ACCESS_KEY_ID is of this endpoint's store and has not expired"
 
 
 class AccessDeniedError(StoreError):

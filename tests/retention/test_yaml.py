@@ -180,7 +180,7 @@ def test_every_fault_of_a_file_is_named_with_its_place() -> None:
         (5, 11, "keep.latest: 0 is out of bounds"),
         (6, 9, "keep.best: A mapping is not a list"),
         (8, 8, "keep.every[0].step: The key `step` is not known"),
-        (10, 7, "keep.every[2]: The rule keeps nothing that another rule does not keep: rule 2 keeps all of it"),
+        (10, 7, "keep.every[2]: The rule keeps nothing that another rule does not keep: `every[1]` keeps all of it"),
         (11, 7, "keep.every[3]: {'steps': 1000} is listed twice"),
         (12, 7, "keep.every[4]: Neither `steps` nor `hours` is given"),
         (13, 11, "keep.within: '6 hours' is not a duration"),
@@ -190,7 +190,7 @@ def test_every_fault_of_a_file_is_named_with_its_place() -> None:
         (18, 10, "prune.grace: '1y' is not a duration"),
         (19, 8, "prune.when: The value is missing"),
         (20, 13, "save.on[0]: 'sigkill' is not a valid value"),
-        (20, 31, "save.every[0]: The trigger adds no save: trigger 2 saves whenever this one does"),
+        (20, 31, "save.every[0]: The trigger adds no save: `every[1]` saves whenever this one does"),
     ]
 
 

@@ -97,6 +97,6 @@ class Standing:
         newest, failed = self.newest, self._failed_in_a_row
         in_a_row = f"{failed} saves have failed in a row" if failed > 1 else "the save before it was committed"
         if newest is None:
-            return f"{in_a_row if failed > 1 else 'it is the first save'}, and nothing has been committed yet"
+            return f"{in_a_row if failed > 1 else 'it is the first save'}, and this job has committed nothing yet"
         minutes = (time.monotonic() - newest[1]) / 60
         return f"{in_a_row}, and the newest checkpoint, of step {newest[0]}, is {minutes:.0f} min old"

@@ -189,9 +189,9 @@ def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any
         for number, other in enumerate(listed or ()):
             # Equal members are reported as duplicates already.
             if other != rule and covers(other, rule):
-                message = f"The rule keeps nothing that another rule does not keep: rule {number + 1} keeps all of it"
+                message = f"The rule keeps nothing that another rule does not keep: `{key}[{number}]` keeps all of it"
                 if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
-                    message = f"The trigger adds no save: trigger {number + 1} saves whenever this one does"
+                    message = f"The trigger adds no save: `{key}[{number}]` saves whenever this one does"
                 yield PolicyFault(message, "Remove one of the two", (key, position))
                 break
 

@@ -199,7 +199,7 @@ def open_store(
             if scheme not in _INSTALL:
                 # The text of fsspec's ImportError names the package to install, for each scheme that fsspec knows.
                 message += f": {reason}"
-            failure = InvalidURLError(message, url=_shown(url), remedy=_INSTALL.get(scheme) or _on_amazon(url))
+            failure = InvalidURLError(message, url=_shown(url), remedy=_INSTALL.get(scheme) or _on_web(url))
         elif isinstance(error, TypeError) or known:
             # adlfs raises a ValueError when it gets no credentials.
             failure = BucketpointError(
@@ -221,10 +221,11 @@ def check_url(store: Store, url: str) -> str:
     return "Check the URL"
 
 
-def _on_amazon(url: str | os.PathLike[str]) -> str | None:
-    """Return the remedy for an `https://` URL of an object on Amazon S3; None for any other URL."""
+def _on_web(url: str | os.PathLike[str]) -> str | None:
+    """Return the remedy for an `http://` or `https://` URL; None for any other URL."""
     match = _AMAZON.match(os.fspath(url))
-    return f"Pass s3://{'/'.join(filter(None, match.groups()))}" if match is not None else None
+    place = "/".join(filter(None, match.groups())) if match else "bucket/prefix, its service's address as endpoint_url"
+    return f"Pass s3://{place}" if os.fspath(url).lower().startswith(("http://", "https://")) else None
 
 
 def _shown(url: str | os.PathLike[str]) -> str:
@@ -332,6 +333,5 @@ def _check_scheme(url: str | os.PathLike[str], schemes: Sequence[str]) -> tuple[
         wanted = " or ".join(f"{name}://" for name in schemes)
         problem = f"this class does not serve {scheme}:// URLs" if scheme else "the URL has no scheme"
         remedy = f"Pass one that begins with {wanted}; BucketWriter and BucketReader take any"
-        amazon = _on_amazon(url) if "s3" in schemes else None
-        raise InvalidURLError(problem, url=_shown(url), remedy=amazon or remedy)
+        raise InvalidURLError(problem, url=_shown(url), remedy=(_on_web(url) if "s3" in schemes else None) or remedy)
     return scheme, root, prefix

@@ -217,7 +217,7 @@ def test_a_bucket_in_another_region_is_told_by_every_way_to_it(
     ("status", "code", "remedy"),
     [
         # As versitygw calls a key that it does not know.
-        (404, "XAdminUserNotFound", "Refresh the credentials"),
+        (404, "XAdminUserNotFound", "of this endpoint's store"),
         (403, "SignatureDoesNotMatch", "The secret key is not that of the access key ID"),
     ],
 )
