@@ -351,7 +351,7 @@ class Oracle:
 
         for records in snapshot.doubtful():
             current = next((record for record in records if counts(record.id)), records[0])
-            snapshot = snapshot.with_current(records[0], current)
+            snapshot = snapshot.with_current(current, records)
         rows = []
         for row in snapshot.rows():
             if not counts(row.id):

@@ -123,7 +123,7 @@ class Catalog:
         for records in snapshot.doubtful():
             current = self.committed(records)
             if current is not None:
-                snapshot = snapshot.with_current(records[0], current)
+                snapshot = snapshot.with_current(current, records)
         return snapshot
 
     def record_of(self, folder: str) -> Checkpoint | None:

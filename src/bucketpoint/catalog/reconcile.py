@@ -20,9 +20,11 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     """Make records agree with `.metadata`, where a listing shows that they may not. Return the snapshot to go on with.
 
     An attempt that has committed without a record gets one: one GET for each attempt (usually there are none), and a
-    PUT and a small GET for each that has committed.
+    PUT and a small GET for each that has committed. Misleading records are deleted: each listing costs a request for
+    them, and the next round tries again what fails.
     """
-    healed = False
+    catalog.store.delete(snapshot.misleading)
+    healed = bool(snapshot.misleading)
     for attempt in snapshot.attempts:
         record = metadata_record(catalog, attempt.folder)
         # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace. That may be one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -195,6 +195,7 @@ class Snapshot:
         checkpoints: in order, one for each folder. Those without a record are there only if they were looked for.
         superseded: records of commits that another commit in the same folder has replaced.
         finished: attempts whose intent still exists although they have a record.
+        misleading: keys of superseded records that look younger than the record that counts, or as young.
         gone: checkpoints with a record whose commit is not there any more. No rule counts them.
         runs: name of the run that owns the folders; empty if the run has no name. Several names appear only while two
             runs claim the folders at once.
@@ -208,6 +209,7 @@ class Snapshot:
     notes: Notes = field(default_factory=Notes)
     runs: frozenset[str] = frozenset()
     gone: tuple[Checkpoint, ...] = ()
+    misleading: tuple[str, ...] = ()
 
     def without_gone(self, gone: Collection[Checkpoint]) -> Snapshot:
         """Return the snapshot in which these checkpoints are gone."""
@@ -215,12 +217,14 @@ class Snapshot:
         left = tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.name not in names)
         return replace(self, checkpoints=left, gone=(*self.gone, *gone))
 
-    def with_current(self, former: Checkpoint, current: Checkpoint) -> Snapshot:
-        """Return the snapshot in which `current`, a superseded record, counts instead of `former`."""
+    def with_current(self, current: Checkpoint, records: Sequence[Checkpoint]) -> Snapshot:
+        """Return the snapshot in which `current` counts of a folder's records, and the first of them no longer does."""
+        first = records[0]
         return replace(
             self,
-            checkpoints=tuple(current if record is former else record for record in self.checkpoints),
-            superseded=tuple(former if record is current else record for record in self.superseded),
+            checkpoints=tuple(current if record is first else record for record in self.checkpoints),
+            superseded=tuple(first if record is current else record for record in self.superseded),
+            misleading=(*self.misleading, *(record.key for record in records if record is not current and record.key)),
         )
 
     def with_notes(self, notes: Notes) -> Snapshot:
