@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from background import LEAST_BYTES
 from bucketpoint.dcp.saving import uploads
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery, SaveEveryMinutes
 from bucketpoint.stores.local import LocalStore
@@ -193,15 +193,15 @@ def wait_unequally(rank: int, world: int, root: str) -> Any:
 class Hooked:
     """Raises on one rank as its state is loaded."""
 
-    def __init__(self, raises: bool) -> None:
-        self.raises = raises
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
 
     def state_dict(self) -> dict[str, Any]:
         return {"w": torch.zeros(2)}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
-        if self.raises:
-            raise ValueError("a hook of the caller's")
+        if self.error is not None:
+            raise self.error
 
 
 class WithoutMemory:
@@ -254,13 +254,16 @@ def restore_without_memory(rank: int, world: int, root: str) -> Any:
 
 
 def restore_with_a_hook_that_raises(rank: int, world: int, root: str) -> Any:
+    said = []
     with CheckpointManager(root, policy=policy()) as manager:
-        manager.save(1, {"hooked": Hooked(False)})
+        manager.save(1, {"hooked": Hooked()})
         manager.wait()
-        try:
-            manager.restore({"hooked": Hooked(rank == 1)})
-        except (BucketpointError, ValueError) as error:
-            return type(error).__name__
+        for error in (ValueError("a hook of the caller's"), CheckpointNotFoundError("no other checkpoint")):
+            try:
+                manager.restore({"hooked": Hooked(error if rank == 1 else None)})
+            except (BucketpointError, ValueError) as raised:
+                said.append(type(raised).__name__)
+    return said
 
 
 def policies_differ(rank: int, world: int, root: str) -> Any:

@@ -69,7 +69,9 @@ class _WholeReader(BucketReader):
 
 
 class _WithState:
-    """A stateful object with its `state_dict`, made before any collective."""
+    """A stateful object with its `state_dict`, made before any collective. Its own errors are no damage."""
+
+    failed = False
 
     def __init__(self, of: Stateful) -> None:
         self._of = of
@@ -79,7 +81,9 @@ class _WithState:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.failed = True
         self._of.load_state_dict(state)
+        self.failed = False
 
 
 def with_states(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +122,8 @@ def attempt(
         error = as_ours(raised, str(url), "The load", before=DAMAGE)
     except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
         error = raised
-    worst = _code(error) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
+    failed = any(isinstance(value, _WithState) and value.failed for value in held.values())
+    worst = (_FAILED if failed else _code(error)) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
     # Some ranks read more than others.
     (worst,) = ranks.most([worst], _CALL, limit_s=ranks.load_s)
     code, place = divmod(worst, _RANKS)
