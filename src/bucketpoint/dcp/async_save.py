@@ -185,6 +185,9 @@ class SaveHandle(Future[Metadata]):
             if self._group is not None and not isinstance(error, CheckpointException):
                 # DCP has not raised it on all ranks: wake those that wait for this one, on connections not used again.
                 meshes.cut_off(self._group)
+                if not isinstance(error, BucketpointError) and not process_groups.is_known(self._group):
+                    gone = process_groups.group_gone("The process group was destroyed during the save", self.url)
+                    gone.__cause__, error = error, gone
             error = as_ours(error, self.url)
         if self._lease is not None:
             self._lease.end()

@@ -93,8 +93,13 @@ def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
     if ranks.job in (None, now):
         return
     there = f"the process group joins {now} ranks" if is_initialized() else "there is no process group any more"
-    raise RanksDisagreeError(
-        f"The state was staged by one of {ranks.job} ranks, but now {there}. Nothing was saved",
+    raise group_gone(f"The state was staged by one of {ranks.job} ranks, but now {there}. Nothing was saved", url)
+
+
+def group_gone(why: str, url: str | None) -> RanksDisagreeError:
+    """Return the error of a save whose ranks nothing joins any more."""
+    return RanksDisagreeError(
+        why,
         url=url,
         remedy="Wait for the save (its handle's result(), or the manager's close()) before "
         "torch.distributed.destroy_process_group(). A rank that saves its part alone passes no_dist=True to "

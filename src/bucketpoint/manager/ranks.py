@@ -112,6 +112,7 @@ class Ranks:
                 other libraries are raised as their text, with the error as the cause on the rank itself.
             BaseException: on a rank that was interrupted, what has interrupted it.
         """
+        self._refuse_other_group(what)
         if self._connects and self.group is None:
             # The attempt may look at the group.
             self._reconnect(what)
@@ -147,6 +148,7 @@ class Ranks:
             BucketpointError: ranks have not come in time, or were lost.
             RanksDisagreeError: the ranks make different calls at the same time.
         """
+        self._refuse_other_group(what)
         if self.world == 1:
             return list(numbers)
         assert len(numbers) <= _SLOTS
@@ -182,6 +184,18 @@ class Ranks:
         self.world = 1
 
     # -- on a group ---------------------------------------------------------------------------------------------------
+
+    def _refuse_other_group(self, what: str) -> None:
+        """Check that torch's group still joins these ranks: without it a rank would save its own part as the whole."""
+        if process_groups.is_initialized() or len(self._ranks) > 1:
+            now = process_groups.ranks_of(self.members)
+            if now != self._ranks:
+                there = f"joins {len(now)} now" if process_groups.is_initialized() else "was destroyed"
+                raise RanksDisagreeError(
+                    f"{what} cannot begin: the process group joined {len(self._ranks)} ranks, and {there}",
+                    remedy="Close the manager before destroy_process_group(), and make a new one after "
+                    "init_process_group()",
+                )
 
     def _meet(self, what: str, error: BaseException | None = None) -> Meeting:
         meeting = Meeting.begin(self._ranks, what, purpose="manager", error=error)
