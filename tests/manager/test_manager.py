@@ -615,7 +615,7 @@ def test_restoring_the_latest_costs_two_listings_and_two_reads_and_a_note(
     assert (restored.step, target["model"]["w1"].tolist()) == (30, [30.0, 30.0])
     # Of the records, and of the folders: one without a record may be the newest.
     assert [key for name, key in asked if name.startswith("list")] == ["run/_bucketpoint/step-N/steps/", "run/"]
-    assert len([key for name, key in asked if name in ("get", "read_into", "head")]) <= 2, asked
+    assert len([key for name, key in asked if name in ("get", "open_range", "head")]) <= 2, asked
     assert [name for name, key in asked if "/notes/" in key] == ["put"]
     assert len(asked) <= 5
 

@@ -105,7 +105,6 @@ def test_a_url_is_accepted_only_if_something_can_serve_it() -> None:
         (GCSWriter, GCSReader, "s3://bucket/run", "gs:// or gcs://"),
         (GCSWriter, GCSReader, "az://container/run", "gs:// or gcs://"),
         (S3Writer, S3Reader, "gs://bucket/run", "s3:// or s3a://"),
-        (S3Writer, S3Reader, "https://bucket.example/run", "s3:// or s3a://"),
     ],
 )
 def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(

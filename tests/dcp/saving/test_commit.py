@@ -101,7 +101,7 @@ def test_a_load_reads_the_metadata_and_its_ranges_and_nothing_else(
     save(service, service.url("a"))
     stores = wrap(CountingStore)
     loaded(service, service.url("a"))
-    assert set(stores[0].calls) == {"get", "read_into"}
+    assert set(stores[0].calls) == {"get", "open_range"}
     assert stores[0].calls["get"] == 1
     assert stores[0].received <= 1.001 * (3 * MIB + 1000) * 4 + 10_000
 
