@@ -154,7 +154,7 @@ def test_a_rank_of_a_job_with_a_process_group_may_save_something_of_its_own(
 
 def test_names_the_limit_of_open_files_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 1000))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 1000))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(BucketpointError, match="ulimit -n 4096"):
