@@ -205,12 +205,12 @@ class _Wire:
 
     @classmethod
     def of(cls, body: Any, size: int) -> _Wire | None:
-        raw = body._raw_stream if _socket_of(body, size) is not None else None
-        if raw is None:
+        sock = _socket_of(body, size)
+        if sock is None:
             return None
-        reply, sock = raw._fp, raw._fp.fp.raw._sock
+        raw = body._raw_stream
         read = getattr(getattr(sock, "_sslobj", None), "read", None) if isinstance(sock, ssl.SSLSocket) else None
-        return cls(raw, reply, functools.partial(read, _READ_BYTES) if read else sock.recv_into)
+        return cls(raw, raw._fp, functools.partial(read, _READ_BYTES) if read else sock.recv_into)
 
     def fill(self, view: memoryview) -> None:
         count = min(self._buffered, view.nbytes)

@@ -60,6 +60,11 @@ class HttpStore(Store, CopiesInside):
         self._received(lambda: Receiver(reply.body, size).receive([memoryview(data)]), key)
         return bytes(data), reply.info
 
+    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
+        size = sum(view.nbytes for view in buffers)
+        if size:
+            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
+
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
         reply = self._open(key, f"bytes={offset}-{offset + nbytes - 1}", if_match)
         body, length = reply.body, reply.length

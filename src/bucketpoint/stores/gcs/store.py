@@ -75,11 +75,6 @@ class GCSStore(HttpStore):
         generation = 0 if if_none_match else self._generation(key, if_match)
         return self._sent(body, crc32c, lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation))
 
-    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
-        size = sum(view.nbytes for view in buffers)
-        if size:
-            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
-
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         generation = self._generation(key, if_match)
         bucket = self._requests

@@ -164,11 +164,6 @@ class S3Store(HttpStore):
         if if_none_match or etag != if_match:
             raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
 
-    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
-        size = sum(view.nbytes for view in buffers)
-        if size:
-            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
-
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         given = {"Range": wanted, "IfMatch": None if if_match is None else _quoted(if_match)}
         reply = self._call("GetObject", key, Key=key, **{name: value for name, value in given.items() if value})
