@@ -15,10 +15,10 @@ from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
 from bucketpoint.dcp.cooperative.targets import Targets
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
-from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
+from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
 from bucketpoint.transfer.long_reads import LongRead, fetch_long
-from bucketpoint.transfer.stalls import StallLimit, StallLimits
+from bucketpoint.transfer.stalls import StallLimits
 
 _FINISHERS = 2
 """Threads that verify and deliver. Two suffice: a checksum takes a tenth of the time in which the bytes arrive."""
@@ -134,16 +134,14 @@ class SharedLoad:
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
         key, etag = self._targets.source(cell.obj)
-        limit = StallLimit(self._stalls)
-
-        def read() -> None:
-            with limit.watch():
-                self._store.read_into(key, cell.start, [view], if_match=etag)
-
-        retry_transient(read, attempts=self._options.read_attempts)
-        self._meter.add(cell.nbytes)
+        stop = cell.start + cell.nbytes
+        extent = Extent(key, cell.start, stop, lambda _: None, direct=view, direct_start=cell.start, etag=etag)
+        self._fetch(*plan_requests([extent], self._options))
         with self._state:
             self._read[cell.obj, cell.start] = view
+
+    def _fetch(self, request: Request) -> None:
+        fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
 
     def _fetch_alone(self, reading: TaskGroup) -> None:
         """Fetch one request that only this rank wants, then queue the next, behind the cells queued meanwhile."""
@@ -151,7 +149,7 @@ class SharedLoad:
             request = self._alone.popleft()
         except IndexError:
             return
-        fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
+        self._fetch(request)
         with self._state:
             self._alone_left -= 1
         reading.start(self._watched(lambda: self._fetch_alone(reading)))
