@@ -22,7 +22,8 @@ SMALL_SHM = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
 
 
 def ends(command: list[str], text: str | None = None) -> list[dict[str, object]]:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=180, env=dict(os.environ))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=180, env=env)
     assert done.returncode == 0, done.stderr
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: str(said["rank"]))
 
