@@ -16,7 +16,6 @@ from bucketpoint.checkpoint.verify import verify
 PROGRAM = Path(__file__).resolve().with_name("places_program.py")
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-
 SMALL_SHM = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
 """A mount namespace of its own, in which /dev/shm has the size that a container has by default."""
 
