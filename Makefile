@@ -178,6 +178,7 @@ lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python tools/check_house.py
 	$(BIN)/python tools/check_budget.py
+	$(BIN)/python tools/check_surface.py
 	$(BIN)/python tools/check_docs.py
 
 .PHONY: format
