@@ -156,6 +156,8 @@ ODD = st.text("/@:%+=?#&;,~!$'\"\\ aZ0é", max_size=4) | st.sampled_from(["%2F",
 PASSWORDS = st.lists(ODD, min_size=1, max_size=4).map(lambda parts: MARK.join(["", *parts, ""]))
 
 
+@hypothesis.example(password=f"{MARK}::{MARK}://{MARK}", user="AKIAKEY", scheme="simplecache::s3")
+@hypothesis.example(password=f"{MARK}@a::{MARK}://{MARK}", user="AKIAKEY", scheme="az")
 @hypothesis.given(
     password=PASSWORDS,
     user=st.sampled_from(["AKIAKEY", "", "me%40here"]),

@@ -53,13 +53,12 @@ def hide(text: str, options: Mapping[str, Any]) -> str:
 
 def holds_password(url: str) -> bool:
     """Return True if a URL, or one chained to it, has a password before the host, even one with slashes."""
-    return any(_has_password(*part) for part in _parts(url))
+    return next(_with_passwords(url), None) is not None
 
 
 def without_password(url: str) -> str:
-    """Remove the text before the last "@" and the query from a URL with a password, and from each URL chained to it."""
-    shown = [scheme + "://" + rest.rpartition("@")[2] for scheme, rest in _parts(url)]
-    return "::".join(shown).partition("?")[0]
+    """Remove all before the last "@" of a URL with a password, but the scheme of the URL with it, and the query."""
+    return f"{next(_with_passwords(url))}://{url.rpartition('@')[2]}".partition("?")[0]
 
 
 def without_credentials(url: str) -> str:
@@ -69,15 +68,16 @@ def without_credentials(url: str) -> str:
     return url.partition("?")[0] if url.startswith(_CONTAINERS) else clean(url)
 
 
-def _parts(url: str) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of a chain (`a://…::b://…`), each as its scheme and the rest."""
-    beginnings = list(_BEGINNING.finditer(url))
-    for number, match in enumerate(beginnings, 1):
-        yield match[1], url[match.end() : beginnings[number].start() if number < len(beginnings) else None]
+def _with_passwords(url: str) -> Iterator[str]:
+    """Yield the scheme of each URL of a chain (`a://…::b://…`) that has a password, which may look like a chain."""
+    for match in _BEGINNING.finditer(url):
+        following = _BEGINNING.search(url, match.end())
+        part = url[match.end() : following.start() if following else None]
+        if _has_password(match[1], part.partition("/")[0], url[match.end() :]):
+            yield match[1]
 
 
-def _has_password(scheme: str, rest: str) -> bool:
-    first = rest.partition("/")[0]
+def _has_password(scheme: str, first: str, rest: str) -> bool:
     if "@" in first:
         return ":" in first.rpartition("@")[0] or (":" in first and "@" in rest[len(first) :])
     if ":" not in first or "@" not in rest or first.startswith("arn:"):
