@@ -76,9 +76,12 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "test_any_saved_layout_is_loaded_into_any_other": (),
     "test_any_saved_layout_is_loaded_into_any_other_through_the_index": (),
     "test_any_world_size_loads_what_any_other_saved": (),
+    "test_any_history_of_several_ranks": (),
     "runTest": (),
     # Whole programs of which another test shows the parts.
     "test_a_job_under_torchrun_saves_and_another_one_of_other_size_goes_on": (),
+    "test_a_job_that_gets_sigterm_in_the_middle_of_an_upload_commits_twice_and_exits_with_0": (),
+    "test_a_job_that_is_told_to_end_saves_and_is_requeued_and_goes_on_with_fewer_nodes": (),
     "test_the_snippets_of_the_first_pages_run_as_they_stand": ("2",),
     "test_the_async_save_recipe_saves_and_loads_on_two_ranks": (),
     "test_transformers_loads_what_was_exported_and_its_own_is_read": (),

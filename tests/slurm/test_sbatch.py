@@ -80,7 +80,7 @@ def end(job: subprocess.Popen[bytes], log: Path) -> int:
         raise AssertionError(log.read_text()[-5000:]) from None
 
 
-@pytest.mark.parametrize("how", ["warned", pytest.param("preempted", marks=pytest.mark.broad)])
+@pytest.mark.parametrize("how", ["warned", "preempted"])
 def test_a_job_that_is_told_to_end_saves_and_is_requeued_and_goes_on_with_fewer_nodes(
     how: str, env: dict[str, str], tmp_path: Path
 ) -> None:
