@@ -277,12 +277,6 @@ class StagingOverlapError(StagingError):
     remedy_default = 'Wait for the earlier save first, or choose when_busy="wait" or "double_buffer"'
 
 
-class StaleStateError(BucketpointError):
-    """A part of the state stopped changing although training went on. The checkpoint is committed all the same."""
-
-    remedy_default = "Find out why before training goes on; the last save in which the part changed is named above"
-
-
 class CheckpointProcessError(BucketpointError):
     """DCP's checkpoint process died, or the state could not be passed to it."""
 

@@ -24,7 +24,7 @@ from bucketpoint.retention import (
     Row,
     plan,
 )
-from bucketpoint.retention.row import KINDS, NONFINITE
+from bucketpoint.retention.row import KINDS
 
 QUICK, FULL = 150, 2000
 
@@ -50,8 +50,6 @@ _random = random.Random(20261121)
 
 def _row(flags: bool) -> Row:
     metrics = {name: _random.choice(_VALUES) for name in METRICS if _random.random() < 0.5}
-    if _random.random() < 0.3:
-        metrics[NONFINITE] = _random.choice((0.0, 3.0))
     pinned, leased, restored_from = (flags and _random.random() < 0.03 for _ in range(3))
     return Row(
         step=_random.randint(0, 25),
@@ -96,8 +94,7 @@ def _wait() -> Await | None:
 
 def _best() -> Best:
     mode, ties = _random.choice(("min", "max")), _random.choice(("oldest", "newest"))
-    refuse: Any = _random.choice((None, "refuse"))
-    return Best(_random.choice(METRICS), mode, _random.randint(1, 3), ties, _wait(), refuse)  # type: ignore[arg-type]
+    return Best(_random.choice(METRICS), mode, _random.randint(1, 3), ties, _wait())  # type: ignore[arg-type]
 
 
 def _every() -> EverySteps | EveryHours:

@@ -90,8 +90,6 @@ def test_the_newest_by_step_and_by_time_are_named_apart_only_if_they_differ() ->
         ({"evl/loss": float("nan")}, {"evl/loss"}, []),
         ({}, set(), []),
         ({}, {"eval/loss"}, []),
-        # Reported by the saves themselves.
-        ({"nonfinite_values": 0.0}, {"nonfinite_values"}, []),
     ],
 )
 def test_a_metric_of_a_rule_that_nobody_reports_is_named(

@@ -14,10 +14,9 @@ from bucketpoint.catalog.run_owner import ensure
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, UploadKey
-from bucketpoint.format.changes import Changes
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
-from bucketpoint.retention.row import FULL, KINDS, NONFINITE
+from bucketpoint.retention.row import FULL, KINDS
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.deletion.prune_worker import PruneWorker
@@ -93,10 +92,8 @@ class SaveLog:
         # Not among the facts of `.metadata`, which may be published with the weights.
         write_record(self.catalog, folder, step, replace(record, host=process_name()))
         try:
-            # In one note with the metrics: a pruner that ranks the checkpoint by these knows of the others, too.
-            metrics = {**self.metrics, **_nonfinite(record)}
-            if metrics:
-                report(self.catalog, step, metrics, token=record.token)
+            if self.metrics:
+                report(self.catalog, step, self.metrics, token=record.token)
             if not intent_stays and record.token is not None:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
@@ -153,9 +150,3 @@ def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
 
 def _json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True).encode() + b"\n"
-
-
-def _nonfinite(record: CommitRecord) -> dict[str, float]:
-    """Return the metric for values that are not finite. None of them is reported, too: the step may be saved again."""
-    changes = Changes.from_plain(record.changes) if record.changes is not None else None
-    return {NONFINITE: float(changes.nonfinite)} if changes is not None and changes.nonfinite is not None else {}

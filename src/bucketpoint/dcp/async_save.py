@@ -115,7 +115,7 @@ class SaveHandle(Future[Metadata]):
     def changes(self) -> Changes | None:
         """Changes since the save before. Waits for the commit, and raises the error of a save that failed.
 
-        None if the writer did not compare: at the first save of a run, unless it counts values that are not finite.
+        None if the writer did not compare: at the first save of a run.
         """
         changes = getattr(self.result(), "changes", None)
         return changes if isinstance(changes, Changes) else None

@@ -33,7 +33,6 @@ from bucketpoint.dcp.saving.comparison import compare, report, tally_of
 from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
 from bucketpoint.dcp.saving.object_layout import ObjectPlace
 from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
-from bucketpoint.dcp.saving.stale import OnStale, checked_on_stale
 from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
 from bucketpoint.dcp.spans import begin_save, end_save
@@ -91,9 +90,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             stored beside its `.metadata`.
         unchanged: treatment of items whose bytes are those of the last checkpoint of the run: `"send"` sends them
             again, `"copy"` has the store copy them. See docs/incremental.md.
-        on_stale: reaction to a part of the state that stopped changing while training went on, on the coordinator and
-            after the commit: None logs a warning, `"raise"` raises a `StaleStateError`, a callable gets a `StalePart`.
-        check_finite: count the values of floating tensors that are NaN or infinite, in the background.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
 
     Raises:
@@ -121,15 +117,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         retention: RetentionPolicy | str | os.PathLike[str] | None = None,
         log: SaveLog | None = None,
         unchanged: Unchanged = "send",
-        on_stale: OnStale = None,
-        check_finite: bool = False,
     ) -> None:
         if unchanged not in get_args(Unchanged):
             raise BucketpointError(f"unchanged={unchanged!r} is not known", remedy='Choose "send" or "copy"')
         # Items that go through transforms are always sent.
         self._copies = unchanged == "copy" and not _extensions
-        self.on_stale = checked_on_stale(on_stale)
-        self.check_finite = check_finite
         if log is not None and retention is not None:
             raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
         self.log = log
@@ -295,7 +287,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
         committed.log(url, times.committed - session.started, ranks=len(results))
         if changes is not None:
-            report(changes, url, self.earlier_saves.watch(url), self.on_stale, idle_rates=idle_rates)
+            report(changes, url, self.earlier_saves.watch(url), idle_rates=idle_rates)
 
     # -- AsyncStager --------------------------------------------------------------------------------------------------
 
@@ -379,7 +371,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
         self.uploads.leave()
-        refuse_unpicklable({"on_stale": self.on_stale, "progress": self.progress})
+        refuse_unpicklable({"progress": self.progress})
         return {name: value for name, value in self.__dict__.items() if name not in ("_sessions", "_stager", "uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -437,8 +429,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             written = upload.write(plan.items, planner, last if self._copies else None, self._extensions)
             meter.finish()
         session.times.sent_bytes, session.times.copied_bytes = meter.done_bytes, written.copied_nbytes
-        finite = self.transfer if self.check_finite else None
-        session.tally = tally_of(said, plan.items, written, last, planner, self.groups, finite)
+        session.tally = tally_of(said, plan.items, written, last, planner, self.groups)
         self.earlier_saves.keep(said, str(session.url), written)
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
         return written.results

@@ -64,7 +64,7 @@ class Changes:
     Attributes:
         since: URL of the checkpoint compared with; None if there was none, and all counts as changed.
         parts: by name, the largest first.
-        checked_finite: values that are not finite were counted: see `check_finite` of the writer.
+        checked_finite: values that are not finite were counted, as versions before 0.3 can.
         copied_nbytes: bytes of unchanged items that the store copied instead of receiving them.
     """
 

@@ -27,7 +27,6 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner
 from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
-from bucketpoint.dcp.saving.stale import OnStale
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
@@ -62,7 +61,7 @@ class CheckpointManager:
         policy: the policy, which says which checkpoints are kept and when saves are made; or its YAML file, which each
             rank reads.
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
-        storage_options, fs, transfer, staging, unchanged, on_stale, check_finite: as for `BucketWriter`.
+        storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.
         on_commit: as for `async_save`.
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
@@ -89,8 +88,6 @@ class CheckpointManager:
         config_hash: str | None = None,
         grace_s: float | None = None,
         unchanged: Unchanged = "send",
-        on_stale: OnStale = None,
-        check_finite: bool = False,
         on_commit: OnCommit | None = None,
     ) -> None:
         def prepared() -> tuple[RetentionPolicy, Catalog, Stager, Uploads]:
@@ -112,8 +109,8 @@ class CheckpointManager:
         # Each rank reads its own copy of the policy's file. Ranks that save at other steps would wait for each other
         # until the timeout.
         self._ranks.refuse_unless_same("`save:` of the policy", save, "CheckpointManager()")
-        own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged, "on_stale": on_stale}
-        self._writer_arguments = {**self._store_arguments, **own, "check_finite": check_finite}
+        own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged}
+        self._writer_arguments = {**self._store_arguments, **own}
         self._earlier_saves = EarlierSaves()
         self._saving: dict[str, Any] = {"planner": SavePlanner(), "async_stager": self._stager, "on_commit": on_commit}
         self._triggers = Triggers(save, self._ranks)

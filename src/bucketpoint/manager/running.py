@@ -26,7 +26,6 @@ from bucketpoint.errors import (
     OtherRunError,
     PolicyError,
     RanksDisagreeError,
-    StaleStateError,
     WrongRegionError,
 )
 from bucketpoint.manager.ranks import Ranks
@@ -40,7 +39,6 @@ _NEVER_WARNED = (
     BucketNotFoundError,
     WrongRegionError,
     PolicyError,
-    StaleStateError,
 )
 """Errors that no later save can be without: of the program, of its configuration, or of a second job in the run."""
 

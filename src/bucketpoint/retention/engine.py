@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bucketpoint.retention.checkpoint_set import CheckpointSet, RuleDecision
 from bucketpoint.retention.plans import SAFETY, Action, Entry, Plan, Reason
 from bucketpoint.retention.policy import RetentionPolicy
-from bucketpoint.retention.row import FULL, NONFINITE, Row
+from bucketpoint.retention.row import FULL, Row
 from bucketpoint.retention.safety import safety_set
 
 
@@ -54,7 +54,7 @@ def unreported(policy: RetentionPolicy, rows: Iterable[Row], reported: Collectio
         reported: names of all metrics of the run, those of steps without a checkpoint included.
     """
     universe = CheckpointSet.of(rows)
-    if not any(row.metrics.keys() - {NONFINITE} for row in universe.rows):
+    if not any(row.metrics for row in universe.rows):
         return []
     rules = [rule for rule in policy.keep.best if rule.metric not in reported]
     missing = [rule.metric for rule in rules if len(rule.decide(universe).kept) < len(universe.rows)]

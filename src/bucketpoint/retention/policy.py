@@ -200,7 +200,7 @@ def _covers_best(wide: Any, narrow: Any) -> bool:
     if not isinstance(wide, Best) or not isinstance(narrow, Best):
         return False
     if wide.count < narrow.count or any(
-        getattr(wide, name) != getattr(narrow, name) for name in ("metric", "mode", "ties", "not_finite")
+        getattr(wide, name) != getattr(narrow, name) for name in ("metric", "mode", "ties")
     ):
         return False
     if narrow.wait is None:

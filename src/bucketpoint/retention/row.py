@@ -15,9 +15,6 @@ KINDS = (FULL, WEIGHTS, "export", "emergency")
 MODEL = "model"
 """The object group that stays when a checkpoint is thinned."""
 
-NONFINITE = "nonfinite_values"
-"""The metric under which a save with `check_finite` reports how many values of its tensors are NaN or infinite."""
-
 ORDER = ("step", "created", "id")
 """The attributes that order rows. The order is total, even if clocks were wrong."""
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.checkpoint_set import CheckpointSet, Explanation, RuleDecision, nth
-from bucketpoint.retention.row import FULL, NONFINITE, Row
+from bucketpoint.retention.row import FULL, Row
 from bucketpoint.retention.setting_types import Checked, Duration, Fields, Key, OneOf, Text, WholeNumber, written
 
 
@@ -90,9 +90,6 @@ class Best(Checked, RetentionRule):
     wait: Annotated[Await | None, Key("await"), Fields(Await), "hold checkpoints whose value is not reported yet"] = (
         None
     )
-    not_finite: Annotated[
-        Literal["refuse"] | None, OneOf(("refuse",)), "never rank those with NaN or infinities in their tensors"
-    ] = None
 
     @property
     def label(self) -> str:
@@ -116,8 +113,6 @@ class Best(Checked, RetentionRule):
                     return f"{nth(ranks[position])} best {metric}; best keeps {self.count}"
                 if position in waits:
                     return f"{nth(waits[position])} waiting for {metric}; at most {most} may wait"
-                if self._is_refused(rows[position]):
-                    return f"its tensors hold {rows[position].metrics[NONFINITE]:,.0f} values that are NaN or infinite"
                 if metric in rows[position].metrics:
                     return f"{metric} is {rows[position].metrics[metric]}, which is never ranked"
                 return f"{metric} was never reported" + (f" within {written(self.wait.for_)}" if self.wait else "")
@@ -128,16 +123,11 @@ class Best(Checked, RetentionRule):
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
         """Return the positions of the rows with a value to rank, best first. The rows must be in their total order."""
-        metrics = (
-            (position, row.metrics.get(self.metric)) for position, row in enumerate(rows) if not self._is_refused(row)
-        )
+        metrics = ((position, row.metrics.get(self.metric)) for position, row in enumerate(rows))
         values = {position: number for position, value in metrics if (number := _finite(value)) is not None}
         # Sorting is stable, also in reverse: among equal values the order before decides.
         by_age = values if self.ties == "oldest" else reversed(values)
         return sorted(by_age, key=values.__getitem__, reverse=self.mode == "max")
-
-    def _is_refused(self, row: Row) -> bool:
-        return self.not_finite is not None and row.metrics.get(NONFINITE, 0) != 0
 
     def _waiting(self, universe: CheckpointSet) -> list[int]:
         """Return the rows without a value that are young enough, newest first.
@@ -149,7 +139,7 @@ class Best(Checked, RetentionRule):
         young = universe.younger(self.wait.for_.total_seconds())
         newest = islice(reversed(universe.by_time), young)
         rows = universe.rows
-        return [at for at in newest if self.metric not in rows[at].metrics and not self._is_refused(rows[at])]
+        return [at for at in newest if self.metric not in rows[at].metrics]
 
 
 Thin: TypeAlias = Annotated[

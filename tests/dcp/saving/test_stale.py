@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
-from bucketpoint import BucketpointError, BucketWriter, StaleStateError
 from bucketpoint.dcp.saving.stale import StalePart, StaleWatch, advanced, tell
 from bucketpoint.format.changes import Changes, PartChanges
 
@@ -191,48 +189,13 @@ STALE = StalePart("optim moments", "moments", url(3), url(5))
 
 
 def test_the_message_says_what_stopped_when_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
-    tell([STALE, StalePart("model", "model", None, url(5))], None)
+    tell([STALE, StalePart("model", "model", None, url(5))])
     first, second = caplog.messages
     assert {record.levelname for record in caplog.records} == {"WARNING"}
-    for said in ("'optim moments'", url(3), url(5), "stale copy", "Check that the optimizer", "on_stale="):
+    for said in ("'optim moments'", url(3), url(5), "stale copy", "Check that the optimizer"):
         assert said in first
     for said in ("'model'", "first save of this process", "learning rate is 0", "param_groups"):
         assert said in second
-
-
-def test_an_error_of_the_callers_own_reaction_hides_no_part_and_says_that_the_checkpoint_is_there() -> None:
-    told = []
-
-    def react(part: StalePart) -> None:
-        told.append(part.part)
-        raise ValueError(part.part)
-
-    with pytest.raises(StaleStateError, match=r"ValueError.*committed and can be loaded") as caught:
-        tell([STALE, StalePart("model", "model", None, url(5))], react)
-    assert told == ["optim moments", "model"]
-    assert str(caught.value.__cause__) == "optim moments"
-
-
-@pytest.mark.parametrize("wrong", ["Raise", "warn", 3, True])
-def test_a_reaction_that_is_not_known_is_refused(wrong: Any) -> None:
-    with pytest.raises(BucketpointError, match="on_stale"):
-        BucketWriter(on_stale=wrong)
-
-
-def test_raise_raises_and_says_that_the_checkpoint_is_there() -> None:
-    with pytest.raises(StaleStateError, match="committed and can be loaded") as caught:
-        tell([STALE], "raise")
-    assert isinstance(caught.value, BucketpointError)
-    assert caught.value.url == url(5)
-    assert "'optim moments'" in str(pickle.loads(pickle.dumps(caught.value)))
-    tell([], "raise")
-
-
-def test_a_callable_gets_each_part(caplog: pytest.LogCaptureFixture) -> None:
-    got: list[StalePart] = []
-    tell([STALE, STALE], got.append)
-    assert got == [STALE, STALE]
-    assert caplog.messages == []
 
 
 def test_the_watch_can_be_pickled() -> None:

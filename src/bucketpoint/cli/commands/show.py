@@ -92,8 +92,6 @@ def _lines(summary: Summary, whole: bool) -> Iterator[str]:
     if record.changes is not None:
         changes = Changes.from_plain(record.changes)
         rows.append(("changed", f"{changes}" if changes.since is None else f"since {changes.since}: {changes}"))
-        if changes.checked_finite:
-            rows.append(("not finite", changes.describe_nonfinite()))
     rows.append(("other keys", f"{len(summary.entries) - record.tensors:,}"))
     yield from text.table(rows)
     listed = _listed(summary, whole)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import SavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSave, Written
-from bucketpoint.dcp.saving.finite import count_nonfinite_items
-from bucketpoint.dcp.saving.stale import OnStale, StaleWatch, advanced, tell
+from bucketpoint.dcp.saving.stale import StaleWatch, advanced, tell
 from bucketpoint.errors import MetadataError
-from bucketpoint.format.changes import COUNTS, Changes, ItemChange, Tally, merge, tally
+from bucketpoint.format.changes import COUNTS, Changes, Tally, merge, tally
 from bucketpoint.format.groups import GroupRule
-from bucketpoint.transfer import TransferOptions
 
 logger = logging.getLogger(__name__)
 
@@ -72,23 +69,20 @@ def tally_of(
     last: EarlierSave | None,
     planner: SavePlanner,
     rules: Sequence[GroupRule],
-    finite: TransferOptions | None,
 ) -> tuple[Any, ...] | None:
     """Tally the items of this rank by part of the state, compared with an earlier save.
 
     Args:
-        last: the earlier save; None if there is none, and all items are new.
-        finite: options of the threads that count the values that are not finite; None to count none.
+        last: the earlier save; None if there is none.
 
     Returns:
         the fields of a `RankTally`, which the rank sends with its results. None if there is nothing to tell, or if the
         comparison failed.
     """
-    if said is None or (last is None and finite is None):
+    if said is None or last is None:
         return None
     try:
-        nonfinite = None if finite is None else count_nonfinite_items(items, planner, finite)
-        return _tally(said.save if last is not None else "", items, written, last, planner, rules, nonfinite).fields
+        return _tally(said.save, items, written, last, planner, rules).fields
     # It calls the user's planner and compares values of any class. The bytes are stored, and the save must go on.
     except Exception:
         logger.info("the items were not compared with the last save", exc_info=True)
@@ -99,16 +93,14 @@ def _tally(
     save: str,
     items: Sequence[WriteItem],
     written: Written,
-    last: EarlierSave | None,
+    last: EarlierSave,
     planner: SavePlanner,
     rules: Sequence[GroupRule],
-    nonfinite: Mapping[MetadataIndex, int] | None,
 ) -> RankTally:
     by_index = {id(item.index): item for item in items}
     results = written.results
     ordered = [by_index[id(result.index)] for result in results]
-    changes: Sequence[ItemChange] = last.changes_in(results) if last is not None else ["new"] * len(results)
-    counts = nonfinite or {}
+    changes = last.changes_in(results)
     entries = [
         (
             item.index.fqn,
@@ -116,13 +108,14 @@ def _tally(
             _elements(item),
             result.size_in_bytes,
             change,
-            counts.get(item.index, 0) if counts else 0,
+            0,
         )
         for item, result, change in zip(ordered, results, changes, strict=True)
     ]
     moving = list(_moving_rates(items, planner))
-    checked, copied = nonfinite is not None, written.copied_nbytes
-    return RankTally(save[:_ID_SIZE], tally(entries, rules), bool(moving), any(moving), checked, copied)
+    return RankTally(
+        save[:_ID_SIZE], tally(entries, rules), bool(moving), any(moving), copied_nbytes=written.copied_nbytes
+    )
 
 
 def compare(save: str, results: Iterable[Any], since: str | None) -> tuple[Changes, bool] | None:
@@ -136,13 +129,10 @@ def compare(save: str, results: Iterable[Any], since: str | None) -> tuple[Chang
     known = [RankTally.received(each) for each in sent if each is not None]
     if not known or len(known) < len(sent):
         return None
-    finite = all(each.checked_finite for each in known)
-    if any(each.save != save[:_ID_SIZE] for each in known):
-        since = None
-    if since is None and not finite:
+    if since is None or any(each.save != save[:_ID_SIZE] for each in known):
         return None
     copied = sum(each.copied_nbytes for each in known)
-    changes = merge([each.parts for each in known], since, checked_finite=finite, copied_nbytes=copied)
+    changes = merge([each.parts for each in known], since, copied_nbytes=copied)
     try:
         Changes.from_plain(changes.to_plain())
     except MetadataError as error:
@@ -152,18 +142,12 @@ def compare(save: str, results: Iterable[Any], since: str | None) -> tuple[Chang
     return changes, any(each.rates for each in known) and not any(each.moving_rates for each in known)
 
 
-def report(changes: Changes, url: str, watch: StaleWatch, on_stale: OnStale, *, idle_rates: bool) -> None:
-    """Log what changed in the checkpoint at `url`, and report the parts of the state that stopped changing.
-
-    Raises:
-        StaleStateError: as `tell`.
-    """
-    if changes.nonfinite:
-        logger.warning("%s holds values that are NaN or infinite: %s", url, changes.describe_nonfinite())
+def report(changes: Changes, url: str, watch: StaleWatch, *, idle_rates: bool) -> None:
+    """Log what changed in the checkpoint at `url`, and warn of the parts of the state that stopped changing."""
     if changes.since is None:
         return
     logger.info("changed since %s: %s", changes.since, changes)
-    tell(watch.look(changes, url, advanced=advanced(changes.since, url, changes), idle_lr=idle_rates), on_stale)
+    tell(watch.look(changes, url, advanced=advanced(changes.since, url, changes), idle_lr=idle_rates))
 
 
 def _elements(item: WriteItem) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
 
-from bucketpoint.errors import BucketpointError, StaleStateError
 from bucketpoint.format.changes import DATA, MOMENTS, Changes
 from bucketpoint.format.groups import MODEL
 
@@ -35,9 +33,6 @@ _CHECK = {
 }
 
 
-_COMMITTED = "The checkpoint is committed and can be loaded"
-
-
 @dataclass(frozen=True)
 class StalePart:
     """A part of the state that did not change although training went on.
@@ -62,13 +57,8 @@ class StalePart:
         )
         return (
             f"no byte of {self.part!r} ({self.kind}) changed in {self.url}, although training went on; {since}. "
-            f"{_MEANING[self.kind]}. {_CHECK[self.kind]}; if it is meant to stand still, ignore this warning, "
-            "or pass a function of your own as on_stale="
+            f"{_MEANING[self.kind]}. {_CHECK[self.kind]}; if it is meant to stand still, ignore this warning"
         )
-
-
-OnStale: TypeAlias = Literal["raise"] | Callable[[StalePart], None] | None
-"""What a writer does about a stale part: log a warning (None), raise a `StaleStateError` ("raise"), or call this."""
 
 
 @dataclass
@@ -167,41 +157,7 @@ def advanced(since: str, url: str, changes: Changes) -> bool:
     return (len(newer), newer) > (len(older), older)
 
 
-def checked_on_stale(on_stale: Any) -> OnStale:
-    """Return `on_stale` as given.
-
-    Raises:
-        BucketpointError: it is neither None, "raise" nor a callable.
-    """
-    if on_stale is None or on_stale == "raise" or callable(on_stale):
-        known: OnStale = on_stale
-        return known
-    remedy = 'Choose None (a warning), "raise" or a callable that takes a StalePart'
-    raise BucketpointError(f"on_stale={on_stale!r} is not known", remedy=remedy)
-
-
-def tell(stale: Sequence[StalePart], on_stale: OnStale) -> None:
-    """Report stale parts as the caller of the writer wants it.
-
-    Raises:
-        StaleStateError: `on_stale` is "raise" and a part is stale, or the caller's own `on_stale` raised an error.
-    """
-    if not stale:
-        return
-    if on_stale == "raise":
-        raise StaleStateError(f"{'; '.join(map(str, stale))}. {_COMMITTED}", url=stale[0].url)
-    failures = []
+def tell(stale: Sequence[StalePart]) -> None:
+    """Warn of each stale part."""
     for each in stale:
-        if not callable(on_stale):
-            logger.warning("%s", each)
-            continue
-        try:
-            on_stale(each)
-        # Each part is told once. An error at one of them must not hide the others.
-        except Exception as error:  # noqa: BLE001 (raised below)
-            failures.append((each, error))
-    if failures:
-        part, first = failures[0]
-        raise StaleStateError(
-            f"on_stale raised {type(first).__name__} for this: {part}. {_COMMITTED}", url=part.url
-        ) from first
+        logger.warning("%s", each)
