@@ -75,7 +75,7 @@ def _rebuild(kind: type[BucketpointError], message: str, fields: dict[str, Any])
 
 
 class PeerFailedError(BucketpointError):
-    """Another rank of the same load failed and reported the cause; this rank has no error of its own."""
+    """Another rank of the same save or load failed, or was lost; this rank has no error of its own."""
 
 
 class InvalidURLError(BucketpointError):

@@ -218,6 +218,24 @@ def two_halves_of_the_job(rank: int, world: int, root: str) -> None:
         assert_holds(f"{root}/alone", 8)
 
 
+class DyingFileSystem(SlowFileSystem):
+    def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+        os._exit(1)
+
+
+def lose_the_last(rank: int, world: int, root: str) -> tuple[str, str, int | None] | None:
+    """The last rank of a part of the job dies in the upload, during which the one before it works on."""
+    group = dist.new_group(range(1, world))
+    if rank == 0:
+        return None
+    fs = DyingFileSystem() if rank == world - 1 else SlowFileSystem(SLOW_S * (rank - 1))
+    error = bucketpoint.async_save(
+        Training(rank, world).run(1), f"{root}/1", storage_writer=BucketWriter(fs=fs), process_group=group
+    ).exception()
+    assert isinstance(error, BucketpointError)
+    return type(error).__name__, str(error), error.rank
+
+
 class FailsToStage(Stager):
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         failed: Future[Any] = Future()

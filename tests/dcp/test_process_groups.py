@@ -17,6 +17,7 @@ from bucketpoint.dcp import meshes
 from bucketpoint.retention import Keep
 from dcp import process_group_scenarios as scenarios
 from dcp.ranks import Ranks
+from kit.kills import Job
 
 pytestmark = pytest.mark.contract
 
@@ -67,6 +68,19 @@ def test_saves_nothing_once_the_default_group_is_destroyed(fresh_ranks: Ranks, t
 
 def test_makes_one_mesh_for_calls_of_all_kinds_and_another_after_a_failure(fresh_ranks: Ranks, tmp_path: Path) -> None:
     assert fresh_ranks.run(scenarios.calls_of_all_kinds, str(tmp_path)) == [[1, 2]] * 2
+
+
+def test_names_the_rank_that_is_lost_in_a_save_by_its_number_in_the_job(tmp_path: Path) -> None:
+    with Job(4) as job:
+        job.ready()
+        first, *others, lost = job.run(scenarios.lose_the_last, str(tmp_path))
+    assert (first.value, lost.died) == (None, True)
+    for outcome in others:
+        assert outcome.value is not None, outcome
+        kind, text, rank = outcome.value
+        assert (kind, rank) == ("PeerFailedError", 3)
+        assert "rank 3 died" in text
+        assert "committed only if" in text
 
 
 def test_ends_the_save_of_all_ranks_if_one_cannot_stage_and_saves_again(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.convert.pipeline import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
-from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import meshes, process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
@@ -35,18 +36,15 @@ from bucketpoint.dcp.saving.watched_stager import WatchedStager
 from bucketpoint.dcp.spans import end_save, note_failure
 from bucketpoint.dcp.stats import SaveStats, SaveTimes
 from bucketpoint.dcp.writer import BucketWriter
-from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.format.changes import Changes
-from bucketpoint.staging import Lease, SavingRanks, StagedState, Stager, dead_checkpoint_process
+from bucketpoint.staging import Lease, SavingRanks, StagedState, Stager
 from bucketpoint.transfer import Progress
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-
-_DYING_S = 1.0
-"""Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
 
 
 class SaveHandle(Future[Metadata]):
@@ -184,10 +182,7 @@ class SaveHandle(Future[Metadata]):
         if error is not None:
             if self._group is not None and not isinstance(error, CheckpointException):
                 # DCP has not raised it on all ranks: wake those that wait for this one, on connections not used again.
-                meshes.cut_off(self._group)
-                if not isinstance(error, BucketpointError) and not process_groups.is_known(self._group):
-                    gone = process_groups.group_gone("The process group was destroyed during the save", self.url)
-                    gone.__cause__, error = error, gone
+                error = meshes.given_up(self._group, error, self.url)
             error = as_ours(error, self.url)
         if self._lease is not None:
             self._lease.end()
@@ -358,37 +353,3 @@ begin_save: Callable[..., SaveHandle] = inspect.unwrap(async_save)
 """`async_save`, but it returns a handle if the state cannot be copied, too: `_unstaged` is the error.
 
 That save fails on all ranks in their first collective. A process that saves alone raises the error instead."""
-
-
-def as_ours(
-    error: BaseException, url: str | None, what: str = "The save", *, before: tuple[type[BucketpointError], ...] = ()
-) -> BaseException:
-    """Turn an error of DCP into a BucketpointError.
-
-    Of the errors of all ranks, take the first BucketpointError; a `PeerFailedError` only if there is no other. If no
-    rank raised a BucketpointError, make one with the text of every rank's error. If the checkpoint process has died,
-    return an error that says so. Any other error is returned unchanged.
-
-    Args:
-        before: classes of errors that are preferred to all others.
-    """
-    if isinstance(error, BucketpointError):
-        error.url = error.url or url
-        return error
-    if isinstance(error, CheckpointException):
-        by_rank = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-        known = [failure for failure in by_rank.values() if isinstance(failure, BucketpointError)]
-        known.sort(key=lambda failure: (not isinstance(failure, before), isinstance(failure, PeerFailedError)))
-        if known:
-            ours = known[0]
-        else:
-            texts = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in by_rank.items()]
-            ours = BucketpointError(f"{what} failed: {'; '.join(texts)}", url=url)
-        ours.__cause__ = error
-        return ours
-    dead = dead_checkpoint_process(_DYING_S)
-    if dead is not None:
-        dead.url = url
-        dead.__cause__ = error
-        return dead
-    return error

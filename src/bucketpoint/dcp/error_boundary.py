@@ -13,8 +13,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from bucketpoint.dcp import program_end
-from bucketpoint.errors import BucketpointError
+from torch.distributed.checkpoint import CheckpointException
+
+from bucketpoint.dcp import process_groups, program_end
+from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.staging import dead_checkpoint_process
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ KINDS = {
 
 MOST_BYTES = 256 << 10
 """Most bytes of a message that is decoded. What `to_plain` returns is shorter."""
+
+_DYING_S = 1.0
+"""Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
 
 _MOST_LETTERS = 4096
 _TEXTS = ("url", "key", "remedy")
@@ -62,14 +68,48 @@ def from_plain(value: Any) -> BucketpointError:
     raise ValueError("no error of bucketpoint's")
 
 
-def as_failure(error: BaseException, rank: int) -> BucketpointError:
-    """Return an error of any kind as the one that all ranks raise."""
-    if isinstance(error, BucketpointError):
-        error.rank = rank if error.rank is None else error.rank
-        return error
-    failure = BucketpointError(f"Rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
-    failure.__cause__ = error
+def as_failure(error: BaseException, rank: int, url: str | None = None, what: str = "") -> BucketpointError:
+    """Return an error of any kind as the one that all ranks raise. One of ours gets the rank and the URL that it lacks.
+
+    Args:
+        rank: the rank of the job on which it happened.
+        what: what has failed; by default the rank.
+    """
+    failure = error
+    if not isinstance(failure, BucketpointError):
+        failure = BucketpointError(f"{what or f'Rank {rank}'} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+    failure.rank = rank if failure.rank is None else failure.rank
+    failure.url = failure.url or url
     return failure
+
+
+def as_ours(
+    error: BaseException, url: str | None, what: str = "The save", *, before: tuple[type[BucketpointError], ...] = ()
+) -> BucketpointError:
+    """Turn an error of DCP into a BucketpointError.
+
+    Of the errors of all ranks, take the first BucketpointError; another one only if there is none, and a
+    `PeerFailedError` last. If the checkpoint process has died, return an error that says so.
+
+    Args:
+        before: classes of errors that are preferred to all others.
+    """
+    if isinstance(error, CheckpointException):
+        failed = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+
+        def place(rank: int) -> tuple[bool, ...]:
+            consequence, ours = (isinstance(failed[rank], kind) for kind in (PeerFailedError, BucketpointError))
+            return not isinstance(failed[rank], before), consequence, not ours
+
+        rank = min(failed, key=place)
+        ours = as_failure(failed[rank], rank, url)
+    else:
+        dead = None if isinstance(error, BucketpointError) else dead_checkpoint_process(_DYING_S)
+        ours = as_failure(dead or error, process_groups.this_rank(), url, what)
+    if ours is not error:
+        ours.__cause__ = error
+    return ours
 
 
 def decoded(data: bytes) -> Any:
@@ -91,7 +131,7 @@ def _clipped(text: object) -> str | None:
 
 
 def dcp_call(method: F) -> F:
-    """Wrap a method that DCP calls on an object with `rank` and `url` attributes.
+    """Wrap a method that DCP calls on an object with a `url` attribute.
 
     An exception that cannot be unpickled on the other ranks hangs the job instead of failing it. So a foreign exception
     is turned into a BucketpointError with its text; a BucketpointError gets the rank and the URL if it lacks them. If
@@ -102,19 +142,14 @@ def dcp_call(method: F) -> F:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except BucketpointError as error:
-            if error.rank is None:
-                error.rank = self.rank
-            if error.url is None:
-                error.url = self.url
-            _report_if_unwatched(self, error)
-            raise
-        except Exception as error:
-            ours = BucketpointError(
-                f"{method.__name__} failed with {type(error).__name__}: {error}", url=self.url, rank=self.rank
-            )
-            _report_if_unwatched(self, ours)
-            raise ours from error
+        except Exception as error:  # noqa: BLE001 (raised as ours)
+            ours = as_failure(error, process_groups.this_rank(), self.url, method.__name__)
+            if getattr(self, "unwatched", False):
+                if program_end.has_come():
+                    program_end.lose(self.url, ours)
+                logger.error("rank %s: the asynchronous save of %s failed: %s", ours.rank, self.url, ours)
+            # The cause stays as it is.
+            raise ours from ours.__cause__
 
     return call  # type: ignore[return-value]
 
@@ -133,10 +168,3 @@ def refuse_unpicklable(arguments: Mapping[str, Any]) -> None:
                 f"{name} cannot be sent to DCP's checkpoint process: {error}",
                 remedy=f"Give {name} a function of a module, or save on a thread",
             ) from error
-
-
-def _report_if_unwatched(self: Any, error: BucketpointError) -> None:
-    if getattr(self, "unwatched", False):
-        if program_end.has_come():
-            program_end.lose(self.url, error)
-        logger.error("rank %s: the asynchronous save of %s failed: %s", self.rank, self.url, error)

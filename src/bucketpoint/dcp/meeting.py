@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 """Seconds after which a rank that waits logs who has not come."""
 
+ANSWERS_WITHIN_S = 3.0
+"""Seconds in which a rank answers whose connections were closed, unless it is lost."""
+
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
 _MOST_SKIPPED = 1000
 _NAMED = 16
@@ -192,7 +195,7 @@ class Meeting:
         missing = self.missing()
         if missing:
             has = "have" if len(missing) > 1 else "has"
-            logger.warning("%s has waited for %.0f s: %s %s not come", self.what, waited_s, _named(missing), has)
+            logger.warning("%s has waited for %.0f s: %s %s not come", self.what, waited_s, named(missing), has)
 
     def late(self, waited_s: float, *, dead: bool = False) -> BucketpointError:
         """Return the error of a wait that has ended without some ranks.
@@ -201,7 +204,7 @@ class Meeting:
             dead: the connection to a rank was lost.
         """
         missing = self.missing()
-        who = f"{_named(missing)} never came" if missing else "all ranks came, and one did not come to its end"
+        who = f"{named(missing)} never came" if missing else "all ranks came, and one did not come to its end"
         why = "after a connection was lost" if dead else f"after {waited_s:.0f} s"
         return BucketpointError(
             f"{self.what} was given up {why}: {who}",
@@ -225,7 +228,7 @@ def other_calls(ranks: Sequence[int], calls: Sequence[str]) -> RanksDisagreeErro
     by_call: dict[str, list[int]] = {}
     for rank, call in zip(ranks, calls, strict=True):
         by_call.setdefault(call, []).append(rank)
-    made = "; ".join(f"{_named(at)}: {call}" for call, at in by_call.items())
+    made = "; ".join(f"{named(at)}: {call}" for call, at in by_call.items())
     return RanksDisagreeError(
         f"The ranks make different calls at the same time: {made}"[:_MOST_LETTERS],
         remedy="Make each call on all ranks, in the same order",
@@ -241,5 +244,6 @@ def _noted(data: bytes) -> tuple[str, str]:
     return f"something else (an unreadable message of {len(data)} bytes)", ""
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, _NAMED)}"

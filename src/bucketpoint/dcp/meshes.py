@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import utils as dcp_utils
 
 from bucketpoint.dcp import process_groups
-from bucketpoint.dcp.meeting import Meeting
-from bucketpoint.errors import BucketpointError
+from bucketpoint.dcp.error_boundary import as_failure
+from bucketpoint.dcp.meeting import ANSWERS_WITHIN_S, Failure, Meeting, named, poll
+from bucketpoint.errors import LISTED, BucketpointError, PeerFailedError
 from bucketpoint.forks import ProcessLock
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Mesh:
         process: id of the process that made it. A fork inherits none of the threads that receive.
         lost: its connections are cut, or may be. Another is made by the next call.
         leave: frees its connections and threads.
+        ended: place in the job's store where the first rank that gives the mesh up notes why.
     """
 
     group: Any
@@ -57,6 +60,7 @@ class Mesh:
     process: int = field(default_factory=os.getpid)
     lost: bool = False
     leave: Any = None
+    ended: Meeting | None = None
 
     @classmethod
     def make(cls, parent: Any, meeting: Meeting, within: timedelta, lasting: timedelta | None = None) -> Mesh:
@@ -70,6 +74,7 @@ class Mesh:
         store = dist.PrefixStore("group", meeting.store)
         group = process_groups.connect(meeting.ranks, store, meeting.name, within)
         mesh = cls(group, meeting.name, within)
+        mesh.ended = replace(meeting, store=dist.PrefixStore("ended", meeting.store))
         mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
         mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
         mesh.leave.atexit = False
@@ -82,17 +87,49 @@ class Mesh:
             process_groups.backend_of(self.group)._set_default_timeout(timeout)
             self.timeout = timeout
 
-    def cut(self) -> None:
-        """Close the connections. Every thread that waits in a collective raises, here and on other ranks."""
+    def cut(self) -> list[int]:
+        """Close the connections. Every thread that waits in a collective raises, here and on other ranks.
+
+        Returns:
+            The members, by their places in the group, whose connections to this rank were closed before.
+        """
         self.lost = True
         if not process_groups.is_known(self.group):
-            return
+            return []
         with contextlib.suppress(RuntimeError):
             backend, here, size = process_groups.backend_of(self.group), self.group.rank(), self.group.size()
             # Of a large group only these are certain to be connected: gloo's barrier has sent to them.
             near = [(here + (1 << power)) % size for power in range((size - 1).bit_length())]
             others = [peer for peer in range(size) if peer != here]
-            process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
+            return process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
+        return []
+
+    def end(self, error: BaseException, url: str | None) -> BucketpointError:
+        """Close the connections after an error that this rank had alone. Return the one that explains it, on all ranks.
+
+        The first rank with an error finds out which ranks are lost. The others lose their connections only then, and
+        those that work on notice it much later.
+        """
+        assert self.ended is not None
+        ended, store, here, lost = self.ended, self.ended.store, process_groups.this_rank(), list[int]()
+        try:
+            ended.come()
+            first = store.add("first", 1) == 1
+            lost = [ended.ranks[place] for place in self.cut()]
+            if first:
+                poll(lambda: not ended.missing(), time.monotonic() + ANSWERS_WITHIN_S)
+                missing = ended.missing()
+                ours = _explained(error, [rank for rank in lost if rank in missing], url)
+                store.set("why", Failure(here, "error", ours).encoded())
+            elif poll(lambda: bool(store.check(["why"])), time.monotonic() + 2 * ANSWERS_WITHIN_S):
+                ours = Failure.received(store.get("why"), ended.ranks).error
+                ours.__cause__ = error
+            else:
+                ours = _explained(error, lost, url)
+        except RuntimeError:
+            # The process that holds the job's store is lost.
+            ours = _explained(error, lost or [ended.ranks[place] for place in self.cut()], url)
+        return ours
 
     def drop(self) -> None:
         """Free the connections and threads, now and not once nothing refers to the mesh."""
@@ -153,11 +190,30 @@ def group_beside(parent: Any) -> Any:
         return mesh.group
 
 
-def cut_off(group: Any) -> None:
-    """Close the connections of a group that `group_beside` has returned, after a save on it that failed."""
-    for mesh in list(_by_ranks.values()):
-        if mesh.group is group:
-            mesh.cut()
+def given_up(group: Any, error: BaseException, url: str | None) -> BucketpointError:
+    """Close the connections of a group of `group_beside` after an error of this rank alone. Return ours for it."""
+    mesh = next((mesh for mesh in list(_by_ranks.values()) if mesh.group is group), None)
+    if mesh is not None and process_groups.is_known(group):
+        return mesh.end(error, url)
+    if isinstance(error, BucketpointError):
+        return error
+    gone = process_groups.group_gone("The process group was destroyed during the save", url)
+    gone.__cause__ = error
+    return gone
+
+
+def _explained(error: BaseException, lost: list[int], url: str | None) -> BucketpointError:
+    if not lost:
+        return as_failure(error, process_groups.this_rank(), url, "The save")
+    ours = PeerFailedError(
+        f"The save failed: {named(lost)} died, stopped, or did not answer",
+        url=url,
+        rank=lost[0],
+        remedy="Read the log of that rank, and start the job again. The checkpoint is committed only if all ranks had "
+        f"uploaded before: {LISTED}",
+    )
+    ours.__cause__ = error
+    return ours
 
 
 def leave_default_group() -> None:

@@ -222,14 +222,24 @@ def leave(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def disconnect(backend: Any, peers: Iterable[int]) -> None:
-    """Close the connections of a group of gloo. Every thread that waits on one of them raises, here and on `peers`."""
+def disconnect(backend: Any, peers: Iterable[int]) -> list[int]:
+    """Close the connections of a group of gloo. Every thread that waits on one of them raises, here and on `peers`.
+
+    Returns:
+        Those of `peers` whose connections to this rank were closed before.
+    """
     # Connections stay open while anything refers to them, such as a traceback. A wait that times out closes all
-    # connections; no other way works on every supported version of torch. A wait for a member that is already lost ends
-    # before the timeout and closes nothing: so try all.
+    # connections; no other way works on every supported version of torch.
+    works, lost = [], []
     for peer in peers:
+        try:
+            works.append(backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG))
+        except RuntimeError:
+            lost.append(peer)
+    for work in works:
         with contextlib.suppress(RuntimeError):
-            backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(_AT_ONCE)
+            work.wait(_AT_ONCE)
+    return lost
 
 
 def is_known(group: Any) -> bool:

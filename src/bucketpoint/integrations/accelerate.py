@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, saved_ranks
-from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.saves import Saves, job_ranks

@@ -30,7 +30,7 @@ from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
-from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.errors import BucketpointError

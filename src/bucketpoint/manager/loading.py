@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
-from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,

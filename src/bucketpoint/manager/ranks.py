@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.error_boundary import as_failure, from_plain, to_plain
-from bucketpoint.dcp.meeting import PATIENCE_S, Failure, Meeting, other_calls, poll
+from bucketpoint.dcp.meeting import ANSWERS_WITHIN_S, PATIENCE_S, Failure, Meeting, other_calls, poll
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
 
 T = TypeVar("T")
@@ -25,7 +25,6 @@ the process on which messages of two sizes meet."""
 
 _CALL_BYTES = 200
 _NOTES_AFTER_S = 1.0
-_ANSWERS_WITHIN_S = 3.0
 
 
 class Ranks:
@@ -313,7 +312,7 @@ class Ranks:
     def _broken(self, here: Meeting) -> BucketpointError:
         """Return the error of a collective whose connections were closed: another rank has given up, or is dead."""
         here.come()
-        poll(lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + _ANSWERS_WITHIN_S)
+        poll(lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + ANSWERS_WITHIN_S)
         if self._store.check(["end"]):
             end = Failure.received(self._store.get("end"), self._ranks)
             return BucketpointError(

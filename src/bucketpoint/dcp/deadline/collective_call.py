@@ -20,8 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.dcp.error_boundary import decoded
+from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded
 from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.staging import take_turn
@@ -216,12 +215,7 @@ class CollectiveCall:
             self._interrupt = error
         if isinstance(error, CheckpointException):
             error = as_ours(error, self._url, self._what)
-        ours = error if isinstance(error, BucketpointError) else None
-        if ours is None:
-            ours = BucketpointError(f"{self._what} failed with {type(error).__name__}: {error}")
-        ours.url = ours.url or self._url
-        ours.rank = self._rank if ours.rank is None else ours.rank
-        self._own = Failure(self._rank, kind, ours)
+        self._own = self._failure(kind, error)
         if self._thread is not None:
             self._wake.set()
             # Wait until the others can know the reason: if connections closed first, they would learn nothing else.
@@ -360,15 +354,16 @@ class CollectiveCall:
         """End the call because it could not begin, and note this rank's failure for the others."""
         if self._stopped is not None:
             return
-        if isinstance(error, BucketpointError):
-            error.url = error.url or self._url
-            self._own = Failure(self._rank, "error", error)
-            self._stop("error")
-        elif isinstance(error, CallRefused) or time.monotonic() > self.stops - _LOOK_S:
+        known = isinstance(error, BucketpointError)
+        if not known and (isinstance(error, CallRefused) or time.monotonic() > self.stops - _LOOK_S):
             self._stop("late")
-        else:
-            self._own = Failure(self._rank, "lost", BucketpointError(f"{type(error).__name__}: {error}"))
-            self._stop("lost")
+            return
+        kind: Kind = "error" if known else "lost"
+        self._own = self._failure(kind, error)
+        self._stop(kind)
+
+    def _failure(self, kind: Kind, error: BaseException) -> Failure:
+        return Failure(self._rank, kind, as_failure(error, self._rank, self._url, self._what))
 
     def _serve(self, meeting: Meeting) -> None:
         failure = self._own

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from bucketpoint.dcp import BucketReader
-from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.planning.agreement import CommitRead, refuse_two_commits
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
 from bucketpoint.integrations.megatron.stand_in import url_of

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
-from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.format import keys
 from bucketpoint.integrations.megatron.stand_in import url_of
 from bucketpoint.integrations.saves import job_ranks
