@@ -10,15 +10,16 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from importlib.resources import files
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import click
+
 import bucketpoint
 from bucketpoint.cli import exits
-from bucketpoint.cli.app import COMMANDS
+from bucketpoint.cli.app import app
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.s3.options import S3Options
 
@@ -59,11 +60,12 @@ def _policy(schema: Any) -> Iterator[str]:
 
 
 def _program() -> Iterator[str]:
-    for command, target in COMMANDS.items():
-        yield f"bucketpoint {command}"
-        module, _, name = target.partition(":")
-        for parameter in getattr(import_module(module), name).params:
-            yield from (f"bucketpoint {command} {flag}" for flag in parameter.opts if flag.startswith("-"))
+    context = click.Context(app)
+    for name in app.list_commands(context):
+        yield f"bucketpoint {name}"
+        command = app.get_command(context, name)
+        for parameter in command.params if command is not None else ():
+            yield from (f"bucketpoint {name} {flag}" for flag in parameter.opts if flag.startswith("-"))
     yield from (f"exit code {code}" for code in vars(exits).values() if isinstance(code, int))
 
 
@@ -74,7 +76,8 @@ def faults() -> list[str]:
     words = set(re.findall(r"[\w-]+", since))
     released = json.loads((ROOT / f"tools/surface-{RELEASE}.json").read_text(encoding="utf-8"))
     gone = {*released} - {*surface()}
-    whole = [name for name in sorted(gone) if name.partition("(")[0] not in gone - {name}]
+    # A word about a class or a command is one about its parameters and options.
+    whole = [name for name in sorted(gone) if re.split(r"\(| --", name)[0] not in gone - {name}]
     return [name for name in whole if re.findall(r"[\w-]+", name)[-1] not in words]
 
 

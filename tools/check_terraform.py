@@ -296,7 +296,7 @@ def _a_run_is_saved_and_pruned(folder: Path, env: dict[str, str], outputs: dict[
     _ran(sys.executable, "-W", "ignore", "-c", TRIAL, str(policy), env=env)
     _ran(bucketpoint, "prune", str(policy), "--yes", env=env)
     policy.write_text(outputs["retention_yaml"])
-    _ran(bucketpoint, "plan", str(policy), env=env)
+    _ran(bucketpoint, "prune", str(policy), "--dry-run", env=env)
 
 
 def _surroundings(moto: S3Server) -> dict[str, str]:

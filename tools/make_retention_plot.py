@@ -1,4 +1,4 @@
-"""Draws docs/retention.svg: saves the run of docs/retention.md in memory, and `bucketpoint plan --plot` draws its plan.
+"""Draws docs/retention.svg: saves the run of docs/retention.md in memory, and `bucketpoint prune --plot` draws its plan.
 
     python tools/make_retention_plot.py [FILE.svg]
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             file = Path(folder, "policy.yaml")
             # Half of so few checkpoints is soon gone, and the circuit breaker is not what is shown.
             file.write_text(f"{policy}prune: {{max_delete: {{fraction: 1.0}}}}\n", encoding="utf-8")
-            return run(["plan", str(file), "--root", RUN, "--plot", picture])
+            return run(["prune", str(file), "--root", RUN, "--dry-run", "--plot", picture])
     finally:
         fsspec.filesystem("memory").rm("/docs/run", recursive=True)
 

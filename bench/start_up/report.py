@@ -12,14 +12,14 @@ from bench.thresholds import Verdict, bounded
 COMMANDS = {
     "show": ["show", "s3://bench-start-up/run/step-1"],
     "ls": ["ls", "s3://bench-start-up/run"],
-    "plan": ["plan", "{policy}"],
+    "prune --dry-run": ["prune", "--dry-run", "{policy}"],
 }
 MAX_CPU_S = 0.5
 
 
 def print_measurement(found: dict[str, Any]) -> None:
     """One line of progress."""
-    print(f"{'start-up':9} {found['round']} {found['contender']:5} {found['cpu_s']:.3f} cpu-s", flush=True)
+    print(f"{'start-up':9} {found['round']} {found['contender']:15} {found['cpu_s']:.3f} cpu-s", flush=True)
 
 
 def _spread(results: Results, name: str) -> Spread | None:

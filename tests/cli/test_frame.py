@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 
 from bucketpoint import errors
 from bucketpoint.cli import text
-from bucketpoint.cli.app import COMMANDS, app
+from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
+from bucketpoint.cli.commands import show
 from bucketpoint.cli.exits import exit_code
 from cli.conftest import Program, save
 from kit.servers import S3Server
@@ -65,9 +67,25 @@ def test_help_describes_each_command_by_one_whole_sentence(program: Program) -> 
     assert [line for line in lines if line.rstrip().endswith("...")] == [
         "Usage: bucketpoint [OPTIONS] COMMAND [ARGS]..."
     ]
-    described = lines[lines.index("Commands:") + 1 :]
-    assert [line.split()[0] for line in described] == sorted(COMMANDS)
-    assert all(line.endswith(".") and len(line) <= 80 for line in described)
+    for heading, names in GROUPS.items():
+        described = lines[lines.index(f"{heading}:") + 1 :][: len(names)]
+        assert [line.split()[0] for line in described] == [*names]
+        assert all(line.endswith(".") and len(line) <= 80 for line in described)
+
+
+def test_lists_the_options_of_a_command_before_those_of_every_command(program: Program) -> None:
+    own, common = program("pin", "--help").out.partition("Options:")[2].split("Common options:")
+    assert re.findall(r"^  (--[\w-]+)", own, re.MULTILINE) == ["--reason", "--expires", "--remove", "--step-dir"]
+    assert re.findall(r"(--[\w-]+) ", common) == ["--endpoint-url", "--storage-option", "--json", "--debug", "--help"]
+
+
+@pytest.mark.parametrize("name", sorted(REPLACED))
+def test_names_the_replacement_of_a_command_that_is_gone(program: Program, name: str) -> None:
+    done = program(name, "--help")
+    assert (done.code, done.out) == (2, "")
+    command, *flags = re.findall(r"[a-z-]{2,}", REPLACED[name])
+    assert f"There is no command '{name}' any more. Use `bucketpoint {REPLACED[name]}`." in done.err
+    assert all(flag in program(command, "--help").out for flag in flags)
 
 
 def test_a_command_that_is_not_there_is_a_usage_error(program: Program) -> None:
@@ -87,7 +105,7 @@ def test_a_run_that_is_not_there_and_a_url_without_its_scheme_are_told_to_be_loc
 
 
 def test_a_step_that_is_no_number_is_called_one(program: Program, tmp_path: Path) -> None:
-    for name in ("pin", "unpin", "undo", "rollback"):
+    for name in ("pin", "undo", "rollback"):
         done = program(name, str(tmp_path), "5x")
         assert done.code == 2
         assert "'5x' is not a valid step number" in done.err
@@ -166,7 +184,8 @@ def stuck(access: Access) -> CommandResult:
 
 
 def test_an_interruption_has_the_code_of_one(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COMMANDS, "stuck", f"{__name__}:stuck")
+    monkeypatch.setitem(COMMANDS, "stuck", "show")
+    monkeypatch.setattr(show, "stuck", stuck, raising=False)
     done = program("stuck")
     assert done.code == 130
     assert done.err.strip() == "Interrupted."

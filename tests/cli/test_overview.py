@@ -1,4 +1,4 @@
-"""The page of `overview`: what it says of a run, that it needs nothing from elsewhere, and that names are text."""
+"""`overview` and its page: what it says of a run, that it needs nothing from elsewhere, and that names are text."""
 
 from __future__ import annotations
 
@@ -102,22 +102,23 @@ def test_the_page_shows_checkpoints_saves_costs_and_the_policy(program: Program,
     assert "2 of 3 objects, 300 B of" in shown.text
 
 
-def test_the_costs_are_those_of_the_command(program: Program, tmp_path: Path, root: str) -> None:
+def test_shows_the_same_costs_as_text_and_on_the_page(program: Program, tmp_path: Path, root: str) -> None:
     save_run(root, *STEPS)
     save(f"{root}/step-60")
     policy = str(write(tmp_path, root))
     shown = made(program, root, tmp_path / "page.html", "--policy", policy, "--price", "1000")
-    costs = program("cost", root, "--what-if", policy, "--price", "1000")
-    lines = {line.split("  ")[0] for line in costs.out.splitlines()[:-1]}
-    assert lines == {"now", "of these without a record", "of these with a tombstone", "kept by the policy"}
-    # A line for no checkpoint is left out.
-    assert lines - {"of these with a tombstone"} <= set(shown.of("td"))
-    found = program("cost", root, "--what-if", policy, "--price", "1000", "--json").json
+    costs = program("overview", root, "--policy", policy, "--price", "1000")
+    *lines, price = costs.out.splitlines()
+    # A line for no checkpoint is left out, such as that of those with a tombstone.
+    names = ["now", "of these without a record", "kept by the policy"]
+    assert [line.split("  ")[0] for line in lines] == names
+    assert price == "at $1000.0 a GB-month"
+    assert {*names} <= {*shown.of("td")}
+    found = program("overview", root, "--policy", policy, "--price", "1000", "--json").json
     for part in ("now", "no_record", "what_if"):
         assert f"${found[part]['dollars_a_month']:,.2f} a month" in shown.of("td")
-    told = program("overview", root, "--html", str(tmp_path / "page.html"), "--price", "1000", "--json").json
-    assert (told["checkpoints"], told["bytes"]) == (found["now"]["checkpoints"], found["now"]["bytes"])
-    assert told["dollars_a_month"] == found["now"]["dollars_a_month"]
+    assert {name: found[name] for name in found["now"]} == found["now"]
+    assert (found["html"], found["tombstoned"]["checkpoints"]) == (None, 0)
 
 
 def test_hostile_names_are_text_on_the_page(program: Program, tmp_path: Path) -> None:
@@ -206,15 +207,16 @@ def test_verify_reads_every_checkpoint_and_names_the_damage(program: Program, tm
     (verdict,) = [each for each in words if each.startswith(f"{root}/step-10 is DAMAGED in 2 places: ")]
     assert words.index(verdict) < words.index(line)
     assert f"DAMAGED {root}/step-20: " in shown.text
-    done = program("overview", str(root), "--html", str(file), "--verify", "--json")
+    done = program("overview", str(root), "--verify", "--json")
     assert (done.code, done.json["verified"]) == (1, {"whole": 0, "damaged": 2})
+    assert f"DAMAGED {root}/step-20: " in program("overview", str(root), "--verify").out
     assert "Verification" not in made(program, str(root), file).of("h2")
 
 
 @pytest.mark.parametrize("price", ["nan", "inf", "1e308", "-1"])
-def test_a_price_that_is_none_is_refused(program: Program, tmp_path: Path, price: str) -> None:
+def test_refuses_a_price_that_is_none(program: Program, tmp_path: Path, price: str) -> None:
     save_run(str(tmp_path / "run"), 10)
-    done = program("cost", str(tmp_path / "run"), "--price", price, "--json")
+    done = program("overview", str(tmp_path / "run"), "--price", price, "--json")
     assert done.code == 2
     assert "--price" in done.err
 

@@ -154,27 +154,29 @@ def test_the_picture_in_the_documentation_is_what_the_command_draws(tmp_path: Pa
     assert drawn.read_text() == (ROOT / "docs/retention.svg").read_text()
 
 
-def test_plan_writes_the_picture_and_changes_nothing_else(program: Program, tmp_path: Path) -> None:
+def test_writes_the_picture_and_changes_nothing_else(program: Program, tmp_path: Path) -> None:
     root = f"file://{tmp_path}/runs"
     save_run(root, 10, 20, 30)
     policy, picture = write(tmp_path, root), tmp_path / "plan.svg"
     before = sorted(str(path) for path in (tmp_path / "runs").rglob("*"))
-    done = program("plan", str(policy), "--plot", str(picture))
+    plan = ("prune", "--dry-run", str(policy))
+    done = program(*plan, "--plot", str(picture))
     assert done.code == 0
     assert f"picture written to {picture}" in done.out
     assert f">{root}<" in picture.read_text()
-    assert program("plan", str(policy), "--plot", str(picture), "--json").json["plot"] == str(picture)
-    assert program("plan", str(policy), "--json").json["plot"] is None
+    assert program(*plan, "--plot", str(picture), "--json").json["plot"] == str(picture)
+    assert program(*plan, "--json").json["plot"] is None
     assert sorted(str(path) for path in (tmp_path / "runs").rglob("*")) == before
 
 
-def test_a_picture_that_cannot_be_drawn_is_told(program: Program, tmp_path: Path) -> None:
+def test_refuses_a_picture_that_cannot_be_drawn(program: Program, tmp_path: Path) -> None:
     root = f"file://{tmp_path}/runs"
     save_run(root, 10)
     policy = write(tmp_path, root)
-    done = program("plan", str(policy), "--plot", str(tmp_path / "plan.png"))
-    assert done.code == 2
-    assert ".svg" in done.err
-    done = program("plan", str(policy), "--plot", str(tmp_path / "no-folder" / "plan.svg"))
+    for options in (["--dry-run", "--plot", str(tmp_path / "plan.png")], ["--plot", str(tmp_path / "plan.svg")]):
+        done = program("prune", str(policy), *options)
+        assert done.code == 2
+        assert "pass --dry-run, and a file that ends in .svg" in done.err
+    done = program("prune", str(policy), "--dry-run", "--plot", str(tmp_path / "no-folder" / "plan.svg"))
     assert done.code != 0
     assert "cannot be written" in done.err

@@ -1,4 +1,4 @@
-"""Checkpoints of plain writers and of torch in `ls`, `cost`, `plan` and `prune`, and runs that are not there."""
+"""Checkpoints of plain writers and of torch in `ls`, `overview` and `prune`, and runs that are not there."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ def mixed(tmp_path: Path) -> str:
     return str(root)
 
 
-def test_ls_marks_what_has_no_record_and_says_what_records_it(program: Program, mixed: str) -> None:
+def test_marks_what_has_no_record_and_says_what_records_it(program: Program, mixed: str) -> None:
     listed = program("ls", mixed)
     assert listed.code == 0
     assert listed.out.count("no record") == 2
-    assert f"`bucketpoint adopt {mixed}`" in listed.out
+    assert f"`bucketpoint gc {mixed} --adopt`" in listed.out
     rows = {one["step"]: one for one in program("ls", mixed, "--json").json["checkpoints"]}
     assert {step: one["recorded"] for step, one in rows.items()} == {1: True, 2: True, 3: True, 4: False, 5: False}
     assert (rows[5]["bytes"], rows[5]["token"], rows[5]["url"]) == (None, None, f"{mixed}/step-5")
-    assert program("adopt", mixed).code == 0
+    assert program("gc", mixed, "--adopt").code == 0
     assert "no record" not in program("ls", mixed).out
     # There is nothing left to adopt, which is fine.
-    assert program("adopt", mixed).code == 0
+    assert program("gc", mixed, "--adopt").code == 0
 
 
-def test_cost_counts_what_has_no_record(program: Program, mixed: str, tmp_path: Path) -> None:
+def test_counts_what_has_no_record_in_the_cost(program: Program, mixed: str, tmp_path: Path) -> None:
     policy = write(tmp_path, mixed)
-    before = program("cost", mixed, "--what-if", str(policy), "--json").json
+    before = program("overview", mixed, "--policy", str(policy), "--json").json
     assert before["now"]["checkpoints"] == 5
     assert before["no_record"]["checkpoints"] == 2
     # Two of the three that have a record, and all that have none.
     assert before["what_if"]["checkpoints"] == 4
     data = list(Path(mixed).glob("step-[45]/**/*.distcp"))
     assert before["no_record"]["bytes"] == sum(path.stat().st_size for path in data)
-    assert "without a record" in program("cost", mixed).out
+    assert "without a record" in program("overview", mixed).out
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["prune", "--dry-run"], ["prune"]], ids=" ".join)
-def test_a_policy_deletes_nothing_that_has_no_record_and_says_so(
+@pytest.mark.parametrize("arguments", [["prune", "--dry-run"], ["prune"]], ids=" ".join)
+def test_deletes_nothing_by_a_policy_that_has_no_record_and_says_so(
     program: Program, mixed: str, tmp_path: Path, arguments: list[str]
 ) -> None:
     policy = str(write(tmp_path, mixed))
@@ -69,7 +69,7 @@ def test_a_policy_deletes_nothing_that_has_no_record_and_says_so(
     assert left == ([2, 3, 4, 5] if arguments == ["prune"] else [1, 2, 3, 4, 5])
 
 
-def test_a_step_without_a_record_can_be_pinned(program: Program, mixed: str) -> None:
+def test_pins_a_step_without_a_record(program: Program, mixed: str) -> None:
     assert program("pin", mixed, "5").code == 0
     assert program("pin", mixed, "6").code == 3
     assert program("ls", mixed, "--json").json["checkpoints"][-1]["held"] == ["pinned"]
@@ -77,15 +77,15 @@ def test_a_step_without_a_record_can_be_pinned(program: Program, mixed: str) -> 
 
 @pytest.mark.parametrize(
     "command",
-    ["ls", "cost", "plan", "prune", "prune --dry-run", "adopt", "name", "show", "verify", "verify --all", "diff", "cp"],
+    ["ls", "overview", "prune", "gc --adopt", "gc --name x", "show", "verify", "verify --all", "diff", "cp"],
 )
-def test_a_run_that_is_not_there_ends_with_3_and_names_its_url(
+def test_ends_with_3_and_names_the_url_of_a_run_that_is_not_there(
     program: Program, root: str, tmp_path: Path, command: str
 ) -> None:
     url = f"{root}/typo"
     name, *options = command.split()
-    given = [str(write(tmp_path, url))] if name in ("plan", "prune") else [url]
-    given += [f"{url}-too"] if name in ("diff", "cp") else ["llama"] if name == "name" else []
+    given = [str(write(tmp_path, url))] if name == "prune" else [url]
+    given += [f"{url}-too"] if name in ("diff", "cp") else []
     done = program(name, *options, *given)
     assert done.code == 3, done.out
     assert url in done.err
@@ -93,7 +93,7 @@ def test_a_run_that_is_not_there_ends_with_3_and_names_its_url(
     assert program("ls", url).code == 3
 
 
-def test_a_run_that_has_only_begun_is_one(program: Program, tmp_path: Path) -> None:
+def test_lists_a_run_that_has_only_begun(program: Program, tmp_path: Path) -> None:
     (tmp_path / "run/step-6").mkdir(parents=True)
     (tmp_path / "run/step-6/__0_0.distcp").write_bytes(b"x")
     done = program("ls", str(tmp_path / "run"))
@@ -104,7 +104,7 @@ def test_a_run_that_has_only_begun_is_one(program: Program, tmp_path: Path) -> N
     assert [save.startswith("step 6: a save began 20") for save in saves] == [True]
 
 
-def test_ls_all_lists_saves_with_and_without_a_log(program: Program, mixed: str) -> None:
+def test_lists_saves_with_and_without_a_log(program: Program, mixed: str) -> None:
     catalog = open_catalog(mixed)
     SaveLog(catalog).begin(catalog.url_of(7), keys.new_token())
     (Path(mixed) / "step-6/__0_0.distcp").write_bytes(b"x")

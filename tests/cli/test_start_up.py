@@ -42,25 +42,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ["ls", "{run}"],
         ["ls", "{run}", "--all", "--json"],
-        ["plan", "{run}/../policy.yaml"],
         ["prune", "{run}/../policy.yaml", "--dry-run"],
-        ["cost", "{run}", "--what-if", "{run}/../policy.yaml"],
+        ["overview", "{run}"],
         ["show", "{run}/step-3", "--tensors"],
         ["show", "{run}/step-4"],
         ["show", "{run}/step-5", "--json"],
         ["diff", "{run}/step-4", "{run}/step-4", "--values"],
         ["pin", "{run}", "2"],
-        ["unpin", "{run}", "2"],
+        ["pin", "{run}", "2", "--remove"],
         ["report", "{run}", "2", "loss=1"],
-        ["adopt", "{run}"],
-        ["rollback", "{run}", "4", "--dry-run"],
+        ["gc", "{run}", "--adopt"],
         ["gc", "{run}", "--dry-run"],
         ["doctor", "{run}", "--size", "0"],
         ["watch", "{run}", "--policy", "{run}/../policy.yaml"],
         ["overview", "{run}", "--policy", "{run}/../policy.yaml", "--html", "{run}/../page.html"],
         ["rm", "{run}/step-1", "--yes"],
+        ["rollback", "{run}", "4"],
     ],
     ids=" ".join,
 )
-def test_what_only_looks_at_metadata_imports_no_torch(run: Path, arguments: list[str]) -> None:
+def test_imports_no_torch_where_only_metadata_is_looked_at(run: Path, arguments: list[str]) -> None:
     assert started(*(one.format(run=run) for one in arguments)) == "0 []"

@@ -63,7 +63,7 @@ def test_hostile_names_of_tensors_and_metrics_are_shown_as_text(
         ["show", str(root / "step-1"), "--tensors"],
         ["diff", str(root / "step-1"), str(root / "step-2")],
         ["ls", str(root)],
-        ["plan", str(tmp_path / "policy.yaml")],
+        ["prune", "--dry-run", str(tmp_path / "policy.yaml")],
         ["verify", str(root / "step-1")],
         ["cp", str(root / "step-1"), str(tmp_path / "copy")],
     ]

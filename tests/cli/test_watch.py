@@ -127,7 +127,7 @@ def test_a_tombstone_that_is_due_goes_with_the_next_prune(program: Program, tmp_
 def test_a_policy_of_another_run_and_a_plan_that_is_refused_are_named(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
-    assert program("name", root, "llama").code == 0
+    assert program("gc", root, "--name", "llama").code == 0
     said = program("watch", root, "--policy", str(write(tmp_path, root, count=1))).out
     assert "PROBLEM: the policy is of a run without a name, and this is run llama: a prune by it is refused" in said
     assert "REFUSED: the plan deletes or thins 3 of 5 checkpoints" in said

@@ -380,7 +380,7 @@ def test_of_a_plan_that_deletes_too_much_a_few_go_and_the_log_says_how_to_go_on(
             "the plan deletes or thins 10 of 11 checkpoints, and max_delete allows 3; "
             "this prune is limited to 4 of them" in caplog.text
         )
-        assert f"`bucketpoint plan POLICY.yaml --root {root}` shows" in caplog.text
+        assert f"`bucketpoint prune POLICY.yaml --root {root} --dry-run` shows" in caplog.text
         assert f"`bucketpoint prune POLICY.yaml --root {root} --yes` carries out" in caplog.text
         manager.prune(force=True)
         assert committed(root) == ["step-20"]

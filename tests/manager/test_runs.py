@@ -45,7 +45,7 @@ def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so
     save(root, 10)
     target = state(0)
     with CheckpointManager(root, policy=policy(run="a")) as manager:
-        with pytest.raises(OtherRunError, match=f"bucketpoint name {root} a"):
+        with pytest.raises(OtherRunError, match=f"bucketpoint gc {root} --name a"):
             manager.restore(target)
         with pytest.raises(OtherRunError, match="a run that has no name"):
             manager.save(20, state(20))

@@ -251,7 +251,7 @@ def test_a_url_that_a_path_has_folded_or_that_is_mistyped_is_refused_by_every_wa
     assert not accepts_url(url)
     assert not bucketpoint.BucketWriter.validate_checkpoint_id(url)
     assert not bucketpoint.BucketReader.validate_checkpoint_id(url)
-    for command in ("ls", "show", "verify", "gc", "adopt", "doctor"):
+    for command in ("ls", "show", "verify", "gc", "overview", "doctor"):
         assert run([command, str(url)]) == 2
         assert REFUSED[given] in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]

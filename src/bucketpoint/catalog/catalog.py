@@ -343,7 +343,9 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
     if owner:
         remedy = f"To continue that run, set run: {owner} in the policy. Otherwise {apart}"
     else:
-        remedy = f"If it is the same run, name it once: bucketpoint name {catalog.url} {catalog.run}. Otherwise {apart}"
+        remedy = (
+            f"If it is the same run, name it once: bucketpoint gc {catalog.url} --name {catalog.run}. Otherwise {apart}"
+        )
     return OtherRunError(f"The checkpoints at this URL belong to {whose}, and {mine}", url=catalog.url, remedy=remedy)
 
 

@@ -68,7 +68,7 @@ def absent(
     return gone, bool(moved)
 
 
-def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
+def adopt(catalog: Catalog, steps: Collection[int] | None = None, *, dry_run: bool = False) -> list[str]:
     """Write the missing records of all checkpoints below the root, whoever saved them. Return their folders.
 
     A folder is adopted if its whole name fits the template and its `.metadata` is readable. One LIST for each 1,000
@@ -76,6 +76,7 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
 
     Args:
         steps: adopt only checkpoints of these steps.
+        dry_run: write nothing.
     """
     snapshot = catalog.snapshot()
     # A checkpoint that is being deleted must not come back: its pruner has already removed the record.
@@ -86,7 +87,7 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
         if step is None or folder in skipped or (steps is not None and step not in steps):
             continue
         record = metadata_record(catalog, folder)
-        if record is not None and _write_record(catalog, folder, step, record):
+        if record is not None and (dry_run or _write_record(catalog, folder, step, record)):
             adopted.append(folder)
     return adopted
 

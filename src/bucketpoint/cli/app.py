@@ -14,30 +14,37 @@ from bucketpoint.cli.exits import INTERRUPTED, OUTPUT_FAILED
 from bucketpoint.cli.terminal import OutputError, printed_safely
 from bucketpoint.version import __version__
 
-COMMANDS = {
-    "adopt": "bucketpoint.cli.commands.sweep:adopt",
-    "convert": "bucketpoint.cli.commands.convert:convert",
-    "cost": "bucketpoint.cli.commands.cost:cost",
-    "cp": "bucketpoint.cli.commands.cp:cp",
-    "diff": "bucketpoint.cli.commands.diff:diff",
-    "doctor": "bucketpoint.cli.commands.doctor:doctor",
-    "gc": "bucketpoint.cli.commands.sweep:gc",
-    "ls": "bucketpoint.cli.commands.ls:ls",
-    "name": "bucketpoint.cli.commands.notes:name",
-    "overview": "bucketpoint.cli.commands.overview:overview",
-    "pin": "bucketpoint.cli.commands.notes:pin",
-    "plan": "bucketpoint.cli.commands.plan_prune:plan",
-    "prune": "bucketpoint.cli.commands.plan_prune:prune",
-    "report": "bucketpoint.cli.commands.notes:report",
-    "rm": "bucketpoint.cli.commands.rm:rm",
-    "rollback": "bucketpoint.cli.commands.rollback:rollback",
-    "show": "bucketpoint.cli.commands.show:show",
-    "undo": "bucketpoint.cli.commands.notes:undo",
-    "unpin": "bucketpoint.cli.commands.notes:unpin",
-    "verify": "bucketpoint.cli.commands.verify:verify",
-    "watch": "bucketpoint.cli.commands.watch:watch",
+GROUPS = {
+    "Look at runs and checkpoints": {
+        "ls": "ls",
+        "show": "show",
+        "diff": "diff",
+        "watch": "watch",
+        "overview": "overview",
+    },
+    "Keep and delete checkpoints": {
+        "prune": "prune",
+        "rollback": "rollback",
+        "undo": "notes",
+        "pin": "notes",
+        "report": "notes",
+        "rm": "rm",
+    },
+    "Check and repair": {"verify": "verify", "doctor": "doctor", "gc": "gc"},
+    "Move checkpoints": {"cp": "cp", "convert": "convert"},
 }
-"""Module and name of each command. The modules import click and nothing large, because `--help` reads all of them."""
+"""Module of each command, by its heading in `--help`, which imports them all: they import click and nothing large."""
+
+COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
+
+REPLACED = {
+    "adopt": "gc ROOT --adopt",
+    "cost": "overview ROOT",
+    "name": "gc ROOT --name NAME",
+    "plan": "prune POLICY --dry-run",
+    "unpin": "pin ROOT STEP --remove",
+}
+"""Commands of older versions, and what does the same."""
 
 PROGRAM = "bucketpoint"
 
@@ -46,14 +53,30 @@ class Commands(click.Group):
     """Group that looks its commands up in `COMMANDS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(import_module(module), name)
+        command: click.Command = getattr(import_module(f"bucketpoint.cli.commands.{COMMANDS[cmd_name]}"), cmd_name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in REPLACED and not ctx.resilient_parsing:
+            ctx.fail(f"There is no command '{args[0]}' any more. Use `{PROGRAM} {REPLACED[args[0]]}`.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            commands = {name: self.get_command(ctx, name) for name in names}
+            limit = formatter.width - width - 6
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name.ljust(width), one.get_short_help_str(limit)) for name, one in commands.items() if one]
+                )
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,8 +84,8 @@ class Commands(click.Group):
 def app() -> None:
     """Inspect, verify, copy, convert and delete PyTorch distributed checkpoints in a bucket.
 
-    Commands that list or delete take the URL of a run, the folder above its checkpoints. `plan` and `prune` take a
-    policy file, which names the run.
+    Commands that list or delete take the URL of a run, the folder above its checkpoints. `prune` takes a policy file,
+    which names the run.
 
     A URL is s3://bucket/prefix, a local path, or anything that fsspec knows. Credentials and endpoints come from the
     usual places (AWS_PROFILE, AWS_ENDPOINT_URL, and so on).

@@ -19,6 +19,8 @@ from bucketpoint.errors import BucketpointError, PolicyError
 SCHEMA = 1
 """Version of the JSON documents. Raised when a field changes its meaning or is removed, not for new fields."""
 
+_COMMON = {"--endpoint-url", "--storage-option", "--json", "--debug", "--help"}
+
 # Options with these words in their name stay text: a key or a password may consist of digits only.
 _TEXT = ("key", "secret", "token", "password", "user", "id", "profile")
 
@@ -38,6 +40,21 @@ class CommandResult:
     ok: bool = True
 
 
+class _Command(click.Command):
+    """Command whose help lists its own options first, and those of every command below."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {"Options": [], "Common options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                rows["Options" if _COMMON.isdisjoint(parameter.opts) else "Common options"].append(record)
+        for title, records in rows.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command]:
     """Make a command of a function that returns a `CommandResult`.
 
@@ -45,9 +62,8 @@ def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command
     """
 
     def wrap(function: Callable[..., CommandResult]) -> click.Command:
-        @click.command(name)
-        @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-        @click.option("--debug", is_flag=True, help="Print a traceback when the command fails.")
+        @click.command(name, cls=_Command)
+        @click.option("--endpoint-url", help="Endpoint of s3:// URLs, for services other than AWS.")
         @click.option(
             *("--storage-option", "pairs"),
             multiple=True,
@@ -55,7 +71,8 @@ def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command
             help="One storage option, named as in `storage_options`. May be given several times. Pass secrets in "
             "environment variables, because other users of the machine can see arguments.",
         )
-        @click.option("--endpoint-url", help="Endpoint of s3:// URLs, for services other than AWS.")
+        @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+        @click.option("--debug", is_flag=True, help="Print a traceback when the command fails.")
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, pairs: Sequence[str], endpoint_url: str | None, **arguments: Any) -> int:
             try:

@@ -1,4 +1,4 @@
-"""Options that several commands share: the run, the policy, two stores, progress; sizes and lengths of time."""
+"""Options that several commands share: the run, its policy, two stores, progress; sizes and lengths of time."""
 
 from __future__ import annotations
 
@@ -44,6 +44,40 @@ def run_argument(function: Callable[..., CommandResult]) -> Callable[..., Comman
 
         catalog = open_catalog(root, template=step_dir, storage_options=access.for_url(root))
         return function(catalog=catalog, **arguments)
+
+    return call
+
+
+def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+    """Add the run as an argument, and the file of its policy as an option.
+
+    The function gets the run's `catalog`, the `policy` (None without the option), and `access`.
+    """
+
+    @click.argument("root")
+    @click.option(
+        "--policy",
+        "policy_file",
+        type=click.Path(exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Policy file of the run: shows by which rule each checkpoint is kept, and what the next prune does.",
+    )
+    @click.option(
+        "--step-dir",
+        help="Name of a checkpoint's folder in the run, with {step} for the step.  [default: the policy's, or "
+        "step-{step}]",
+    )
+    @functools.wraps(function)
+    def call(
+        root: str, policy_file: str | None, step_dir: str | None, access: Access, **arguments: Any
+    ) -> CommandResult:
+        from bucketpoint.catalog.catalog import open_catalog
+        from bucketpoint.catalog.policy_file import read_policy
+
+        policy = read_policy(policy_file) if policy_file is not None else None
+        template = step_dir or (policy.layout.step_dir if policy is not None else "step-{step}")
+        catalog = open_catalog(root, template=template, storage_options=access.for_url(root))
+        return function(catalog=catalog, policy=policy, access=access, **arguments)
 
     return call
 

@@ -275,7 +275,7 @@ def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, capl
 
     catalog = open_catalog(str(tmp_path))
     dcp.save({"w": torch.ones(4)}, storage_writer=BucketWriter(catalog.url_of(1), log=Broken(catalog)), no_dist=True)
-    assert "was not written (`bucketpoint adopt` writes it): 'no such table'" in caplog.text
+    assert "was not written (`bucketpoint gc ROOT --adopt` writes it): 'no such table'" in caplog.text
     assert catalog.metadata_info("step-1") is not None
 
 

@@ -367,8 +367,8 @@ def _log(catalog: Catalog, policy: RetentionPolicy, report: Round, *, forced: bo
         logger.info("nothing was pruned: %s", done.stopped)
     if verdict is not None and not verdict and not forced:
         logger.warning(
-            "%s; this prune is limited to %d of them. `bucketpoint plan POLICY.yaml --root %s` shows the plan, "
-            "`bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
+            "%s; this prune is limited to %d of them. `bucketpoint prune POLICY.yaml --root %s --dry-run` shows the "
+            "plan, `bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
             verdict.why,
             len(done.buried),
             catalog.url,

@@ -105,5 +105,5 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 def unrecorded_lines(root: str, count: int) -> Iterator[str]:
     """Yield a line about checkpoints without a record, on which no policy decides."""
     if count:
-        remedy = f"`bucketpoint adopt {root}` writes the missing records"
+        remedy = f"`bucketpoint gc {root} --adopt` writes the missing records"
         yield f"{text.count(count, 'checkpoint')} without a record, which no policy deletes: {remedy}"

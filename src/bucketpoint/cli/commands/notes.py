@@ -1,4 +1,4 @@
-"""`bucketpoint name`, `pin`, `unpin`, `undo` and `report`: commands around the notes of a run."""
+"""`bucketpoint pin`, `undo` and `report`: commands around the notes of a run."""
 
 from __future__ import annotations
 
@@ -16,58 +16,35 @@ if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
 
 
-@command("name")
-@run_argument
-@click.argument("run_name", metavar="NAME")
-def name(catalog: Catalog, run_name: str) -> CommandResult:
-    """Give a name to a run that was started without one.
-
-    From then on only jobs whose policy says run: NAME save, restore and prune here. Exits with 1 if the run has another
-    name already.
-    """
-    from bucketpoint.catalog.run_owner import name_run
-    from bucketpoint.catalog.survey import survey
-    from bucketpoint.retention import Keep, RetentionPolicy
-
-    # Building a policy checks the name: names that policies accept are accepted here.
-    RetentionPolicy(Keep(latest=1), run=run_name)
-    # A mistyped URL is an error, and no claim for a run that nobody saves.
-    survey(catalog)
-    owner = name_run(catalog, run_name)
-    document = {"root": catalog.url, "run": owner}
-    lines = [f"{catalog.url} belongs to run {owner}"]
-    if owner == run_name:
-        lines.append(f"add `run: {owner}` to the policy of its jobs: others are refused here")
-    return CommandResult(document, lines, ok=owner == run_name)
-
-
 @command("pin")
-@run_argument
-@click.argument("step", type=Step())
 @click.option("--reason", default="", help="Reason for the pin, for other people to read.")
 @click.option("--expires", type=Age(), help="Duration after which the pin ends, such as 7d.")
-def pin(catalog: Catalog, step: int, reason: str, expires: float | None) -> CommandResult:
-    """Pin a step, so that no policy deletes it until it is unpinned. Withdraws a tombstone that the step has."""
+@click.option("--remove", is_flag=True, help="Remove the pin that PIN_ID names; without PIN_ID, all pins of the step.")
+@run_argument
+@click.argument("step", type=Step())
+@click.argument("pin_id", required=False)
+def pin(
+    catalog: Catalog, step: int, pin_id: str | None, reason: str, expires: float | None, remove: bool
+) -> CommandResult:
+    """Pin a step, so that no policy deletes it, or remove its pins.
+
+    Withdraws a tombstone that the step has. Exits with 1 if there is no pin to remove.
+    """
     from bucketpoint.catalog import notes
 
+    if remove:
+        if reason or expires is not None:
+            raise click.UsageError("--reason and --expires are for a new pin: leave them out, or --remove")
+        count = notes.unpin(catalog, step, pin_id)
+        line = f"{text.count(count, 'pin')} of step {step} removed"
+        return CommandResult({"step": step, "removed": count}, [line], ok=count > 0)
+    if pin_id is not None:
+        raise click.UsageError("PIN_ID names a pin to remove: pass --remove, or leave it out")
     notes.refuse_missing(catalog, step)
     until = catalog.at_store_time().due(expires) if expires is not None else None
     name = notes.pin(catalog, step, reason=reason, expires=until)
     line = f"step {step} is pinned" + (f" until {text.when(until)}" if until is not None else "") + f": {name}"
     return CommandResult({"step": step, "pin": name, "expires": until, "reason": reason}, [line])
-
-
-@command("unpin")
-@run_argument
-@click.argument("step", type=Step())
-@click.argument("pin_id", required=False)
-def unpin(catalog: Catalog, step: int, pin_id: str | None) -> CommandResult:
-    """Remove all pins of a step, or the one that PIN_ID names. Exits with 1 if there is none."""
-    from bucketpoint.catalog import notes
-
-    count = notes.unpin(catalog, step, pin_id)
-    line = f"{text.count(count, 'pin')} of step {step} removed"
-    return CommandResult({"step": step, "removed": count}, [line], ok=count > 0)
 
 
 @command("undo")

@@ -1,31 +1,53 @@
-"""`bucketpoint overview`: command around the page that describes a run."""
+"""`bucketpoint overview`: stored bytes and their price, and the page that describes a run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, command, write_file
-from bucketpoint.cli.commands import verify as verifying
-from bucketpoint.cli.commands.cost import TITLES, costs_of, price_option
+from bucketpoint.cli.commands.verify import one_of_many
 from bucketpoint.cli.commands.watch import document_of
-from bucketpoint.cli.options import progress_option, trusted_option
-from bucketpoint.cli.run_policy import run_and_policy
-from bucketpoint.errors import CheckpointNotFoundError, MetadataError, UnsafeDataError
+from bucketpoint.cli.options import progress_option, run_and_policy, trusted_option
+from bucketpoint.errors import MetadataError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.catalog.snapshot import Snapshot
     from bucketpoint.retention import Plan, RetentionPolicy
 
+LIST_PRICE = 0.023
+"""Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
+
+_TITLES = {
+    "now": "now",
+    "no_record": "of these without a record",
+    "tombstoned": "of these with a tombstone",
+    "what_if": "kept by the policy",
+}
+
+
+def _price(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
+    # Not `value >= 1e6`, which is False for NaN: JSON has no NaN and no infinity.
+    if not value < 1e6:
+        raise click.BadParameter(f"{value} is not a price below a million dollars")
+    return value
+
 
 @command("overview")
-@click.option("--html", "file", required=True, type=click.Path(dir_okay=False), metavar="FILE", help="File to write.")
-@price_option
+@click.option("--html", "file", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page to this HTML file.")
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    callback=_price,
+    default=LIST_PRICE,
+    show_default=True,
+    help="Price of storage, in dollars per GB and month.",
+)
 @click.option("--verify", is_flag=True, help="Re-read every byte of every checkpoint, as `verify --all` does.")
 @trusted_option
 @progress_option
@@ -34,23 +56,23 @@ def overview(
     catalog: Catalog,
     policy: RetentionPolicy | None,
     access: Access,
-    file: str,
+    file: str | None,
     price: float,
     verify: bool,
     trusted: bool,
     progress: bool | None,
 ) -> CommandResult:
-    """Write a page about a run, as one HTML file.
+    """Show what a run's checkpoints cost, or write a page about it.
 
-    The page shows checkpoints, stored bytes and their cost, saves that did not commit and, with --policy, what is kept
-    and why. It loads nothing from elsewhere. Takes the requests of `watch`, one small read for each checkpoint and each
-    pin, and one listing for each checkpoint without a record. Exits with 1 if --verify finds damage.
+    Shows the size and the monthly cost of the checkpoints and, with --policy, of those that the policy would keep. Not
+    counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page shows also
+    all checkpoints, saves that did not commit, and what is kept and why. It loads nothing from elsewhere. Takes the
+    requests of `watch`, one listing for each checkpoint without a record and, for the page, one small read for each
+    checkpoint and each pin. Exits with 1 if --verify finds damage.
     """
     from bucketpoint.catalog.deletion.prune_worker import judged
-    from bucketpoint.catalog.notes import pins
     from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import survey
-    from bucketpoint.cli.html.page import RunReport, page
+    from bucketpoint.catalog.survey import size_of, survey
     from bucketpoint.stores.redact import clean
 
     observation = Observer(catalog).look()
@@ -60,44 +82,81 @@ def overview(
     snapshot = observation.snapshot
     described = document_of(catalog, policy, observation, shown=None)
     plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
-    costs = list(_costs(catalog, described, snapshot, plan, price))
-    title = clean(catalog.url)
-    verified = None
-    if verify:
-        options = access.for_url(catalog.url)
-        verified = [
-            (url, ok, [line.replace(catalog.url, title) for line in lines])
-            for url, ok, lines in _verified(described, options, trusted=trusted, progress=progress)
-        ]
-    held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
-    report = RunReport(title, described, costs, price, _seconds(catalog, snapshot), held, plan, verified)
-    write_file(file, page(report), "page")
-    whole = sum(ok for _, ok, _ in verified or ())
-    document = {
-        "root": catalog.url,
-        "html": file,
-        "checkpoints": costs[0][1],
-        "bytes": costs[0][2],
-        "dollars_a_month": costs[0][3],
-        "attempts": len(described["attempts"]),
-        "problems": described["problems"],
-        "verified": None if verified is None else {"whole": whole, "damaged": len(verified) - whole},
-    }
-    return CommandResult(document, _lines(document), ok=whole == len(verified or ()))
-
-
-def _costs(
-    catalog: Catalog, described: dict[str, Any], snapshot: Snapshot, plan: Plan | None, price: float
-) -> Iterator[tuple[str, int, int, float]]:
-    """Yield the lines of `cost`. Sizes of checkpoints without a record, one LIST each, are added to the document."""
-    from bucketpoint.catalog.survey import size_of
-
     measured = {catalog.url_of_folder(one.folder): size_of(catalog, one.folder) for one in snapshot.unrecorded}
     for row in described["checkpoints"]:
         row["bytes"] = measured.get(row["url"], row["bytes"])
-    for name, part in costs_of(snapshot, [*measured.values()], plan, price).items():
-        if part is not None and (part["checkpoints"] or name in ("now", "what_if")):
-            yield TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"]
+    costs = _costs(snapshot, [*measured.values()], plan, price)
+    rows = [
+        (_TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"])
+        for name, part in costs.items()
+        if part is not None and (part["checkpoints"] or name in ("now", "what_if"))
+    ]
+    title = clean(catalog.url)
+    verified: list[tuple[str, bool, list[str]]] = []
+    for row in described["checkpoints"] if verify else ():
+        ok, _, lines = one_of_many(row["url"], access.for_url(catalog.url), trusted=trusted, progress=progress)
+        # The verdict names the checkpoint: the page begins with it.
+        verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
+    if file is not None:
+        from bucketpoint.catalog.notes import pins
+        from bucketpoint.cli.html.page import RunReport, page
+
+        held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
+        report = RunReport(
+            title, described, rows, price, _seconds(catalog, snapshot), held, plan, verified if verify else None
+        )
+        write_file(file, page(report), "page")
+    whole = sum(ok for _, ok, _ in verified)
+    document = {
+        "root": catalog.url,
+        "html": file,
+        "price": price,
+        **(costs["now"] or {}),
+        **costs,
+        "attempts": len(described["attempts"]),
+        "problems": described["problems"],
+        "verified": {"whole": whole, "damaged": len(verified) - whole} if verify else None,
+    }
+    damage = [line for _, ok, lines in verified if not ok for line in lines]
+    said = [*_cost_lines(rows, price), *damage, *_lines(document)]
+    return CommandResult(document, said, whole == len(verified))
+
+
+def _costs(
+    snapshot: Snapshot, unrecorded: Sequence[int], planned: Plan | None, price: float
+) -> dict[str, dict[str, Any] | None]:
+    """Return the number, the bytes and the price of the checkpoints that each of `_TITLES` names.
+
+    Args:
+        unrecorded: bytes of the checkpoints without a record.
+        planned: plan of a policy; None for no `what_if`.
+        price: dollars for a GB and month.
+    """
+    going = snapshot.going()
+    sizes = {record.name: sum(record.groups.values()) for record in snapshot.recorded}
+    return {
+        "now": _cost([*sizes.values(), *unrecorded], price),
+        "no_record": _cost(unrecorded, price),
+        "tombstoned": _cost([size for name, size in sizes.items() if name in going], price),
+        # Checkpoints without a record are kept by every policy.
+        "what_if": None if planned is None else _cost([*(row.bytes for row in planned.left()), *unrecorded], price),
+    }
+
+
+def _cost(sizes: Sequence[int], price: float) -> dict[str, Any]:
+    total = sum(sizes)
+    return {"checkpoints": len(sizes), "bytes": total, "dollars_a_month": round(total / 1e9 * price, 2)}
+
+
+def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> Iterator[str]:
+    yield from text.table(
+        [
+            (title, text.count(number, "checkpoint"), text.size(nbytes), f"${dollars:,.2f} a month")
+            for title, number, nbytes, dollars in rows
+        ],
+        indent=0,
+    )
+    yield f"at ${price} a GB-month"
 
 
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
@@ -121,34 +180,11 @@ def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
     return found
 
 
-def _verified(
-    described: dict[str, Any], options: dict[str, Any], *, trusted: bool, progress: bool | None
-) -> Iterator[tuple[str, bool, list[str]]]:
-    """Verify each checkpoint, the newest first. Those whose metadata cannot be read do not hide the others."""
-    from bucketpoint.checkpoint.open import open_checkpoint
-    from bucketpoint.checkpoint.verify import verify
-    from bucketpoint.dcp.progress_bar import progress_callback
-
-    for row in described["checkpoints"]:
-        url = row["url"]
-        try:
-            with progress_callback(progress, 0) as callback:
-                done = verify(open_checkpoint(url, storage_options=options, trusted=trusted), progress=callback)
-        except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
-            yield url, False, [f"DAMAGED {url}: {error.message}"]
-        else:
-            # The verdict names the checkpoint, and comes last: the page begins with it.
-            *found, verdict = verifying.lines(done)
-            yield url, done.ok, [verdict, *found]
-
-
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"{text.count(document['checkpoints'], 'checkpoint')}, {text.size(document['bytes'])}, "
-        f"${document['dollars_a_month']:,.2f} a month: {document['html']}"
-    )
+def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"PROBLEM: {problem}" for problem in document["problems"])
     verified = document["verified"]
     if verified is not None:
         number = verified["whole"] + verified["damaged"]
         yield f"{verified['whole']} of {text.count(number, 'checkpoint')} {text.are(verified['whole'])} whole"
+    if document["html"] is not None:
+        yield f"page written to {document['html']}"

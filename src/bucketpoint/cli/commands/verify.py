@@ -30,19 +30,12 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     With --all, check every checkpoint below the URL. Names each damaged item, missing object and wrong size, and
     reports the number of bytes without a checksum to compare with. Exits with 1 if anything is damaged.
     """
-    from bucketpoint.checkpoint.open import named_below, open_checkpoint
-    from bucketpoint.checkpoint.verify import verify as run
-    from bucketpoint.dcp.progress_bar import progress_callback
+    from bucketpoint.checkpoint.open import named_below
     from bucketpoint.stores import open_store
 
     options = access.for_url(url)
-
-    def verified(at: str) -> Verification:
-        with progress_callback(progress, 0) as callback:
-            return run(open_checkpoint(at, storage_options=options, trusted=trusted), progress=callback)
-
     if not every:
-        verification = verified(url)
+        verification = _read(url, options, trusted=trusted, progress=progress)
         return CommandResult(document(verification), lines(verification), verification.ok)
     documents: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -53,16 +46,10 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
             recorded[at] = record
             continue
         recorded.pop(at, None)
-        try:
-            verification = verified(at)
-        except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
-            # A checkpoint whose metadata is damaged, or that was pruned meanwhile, must not hide the others.
-            documents.append({"url": at, "error": {"kind": type(error).__name__, "message": error.message}})
-            texts.append(f"DAMAGED {at}: {error.message}")
-        else:
-            whole += verification.ok
-            documents.append({**document(verification), "error": None})
-            texts += lines(verification)
+        ok, found, said = one_of_many(at, options, trusted=trusted, progress=progress)
+        whole += ok
+        documents.append(found)
+        texts += said
     for at, record in recorded.items():
         with contextlib.suppress(ObjectNotFoundError):
             # A prune beside this command deletes the record, too.
@@ -77,6 +64,30 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
         raise CheckpointNotFoundError("No checkpoint was found below this URL", url=url)
     texts.append(f"{whole} of {text.count(len(documents), 'checkpoint')} below {url} {text.are(whole)} whole")
     return CommandResult({"url": url, "checkpoints": documents}, texts, whole == len(documents))
+
+
+def one_of_many(
+    url: str, options: dict[str, Any], *, trusted: bool, progress: bool | None
+) -> tuple[bool, dict[str, Any], list[str]]:
+    """Verify one of several checkpoints. Return True if it is whole, its document, and its lines with the verdict last.
+
+    A checkpoint whose metadata is damaged, or that was pruned meanwhile, does not hide the others.
+    """
+    try:
+        verification = _read(url, options, trusted=trusted, progress=progress)
+    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+        failure = {"kind": type(error).__name__, "message": error.message}
+        return False, {"url": url, "error": failure}, [f"DAMAGED {url}: {error.message}"]
+    return verification.ok, {**document(verification), "error": None}, [*lines(verification)]
+
+
+def _read(url: str, options: dict[str, Any], *, trusted: bool, progress: bool | None) -> Verification:
+    from bucketpoint.checkpoint.open import open_checkpoint
+    from bucketpoint.checkpoint.verify import verify
+    from bucketpoint.dcp.progress_bar import progress_callback
+
+    with progress_callback(progress, 0) as callback:
+        return verify(open_checkpoint(url, storage_options=options, trusted=trusted), progress=callback)
 
 
 def document(verification: Verification) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import click
 from bucketpoint.cli import run_lines
 from bucketpoint.cli.command import Access, CommandResult, as_json, command
 from bucketpoint.cli.commands.ls import rows_of
-from bucketpoint.cli.commands.plan_prune import beside_plan
-from bucketpoint.cli.run_policy import run_and_policy
+from bucketpoint.cli.commands.prune import beside_plan
+from bucketpoint.cli.options import run_and_policy
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, first_of
 
 if TYPE_CHECKING:

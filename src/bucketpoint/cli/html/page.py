@@ -38,7 +38,7 @@ class RunReport:
     Attributes:
         title: URL of the run, without credentials.
         document: fields as in the document of `watch`, with all checkpoints, the newest first.
-        costs: title, number of checkpoints, bytes and dollars a month of each line of `cost`.
+        costs: title, number of checkpoints, bytes and dollars a month of each line of costs.
         price: dollars for a GB and month.
         seconds: duration of saves by the URL of their checkpoint, as far as known.
         pins: step, and the reason and the author of its pin.

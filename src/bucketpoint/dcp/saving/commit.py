@@ -233,7 +233,8 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
     # a failed save.
     except Exception as error:  # noqa: BLE001
         logger.warning(
-            "the checkpoint is committed, but its catalog record was not written (`bucketpoint adopt` writes it): %s",
+            "the checkpoint is committed, but its catalog record was not written (`bucketpoint gc ROOT --adopt` writes "
+            "it): %s",
             str(error) or type(error).__name__,
         )
 

@@ -1,4 +1,4 @@
-"""`bucketpoint plan` and `prune`: commands around the retention engine, the plan's picture and the pruner."""
+"""`bucketpoint prune`: command around the retention engine, the plan's picture and the pruner."""
 
 from __future__ import annotations
 
@@ -27,65 +27,39 @@ _OUTCOMES = {
 }
 
 
-@command("plan")
+@command("prune")
+@click.option("--dry-run", is_flag=True, help="Show what would be kept and deleted, and why. Change nothing.")
 @click.option(
     "--plot",
     "picture",
     type=click.Path(dir_okay=False),
     metavar="FILE.svg",
-    help="Write a picture of the plan to this SVG file.",
+    help="With --dry-run: write a picture of the plan to this SVG file.",
 )
-@policy_argument
-def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None) -> CommandResult:
-    """Show which checkpoints a policy keeps or deletes, and why.
-
-    Changes nothing in the run. Each kept checkpoint is listed with all its reasons, each deleted one with the rule that
-    nearly kept it. Exits with 1 if the circuit breaker (max_delete) would refuse: a prune then carries out only a few
-    of the deletions.
-    """
-    from bucketpoint.catalog.survey import survey
-
-    if picture is not None and not picture.endswith(".svg"):
-        raise click.BadParameter(f"{picture!r} does not end in .svg, and SVG is the only format", param_hint="--plot")
-    snapshot, planned, verdict = _planned(policy, catalog, survey(catalog))
-    judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
-    beside = beside_plan(policy, catalog, snapshot, planned)
-    document = {"root": catalog.url, **planned.to_dict(), **judgement, **beside}
-    # The engine's version of the plan's form, next to the version of the command's document.
-    document["plan_version"] = document.pop("version")
-    document["plot"] = picture
-    if picture is not None:
-        from bucketpoint.cli.plot import svg
-
-        write_file(picture, svg(planned, catalog.url), "picture")
-    return CommandResult(document, _plan_lines(planned, verdict, document, picture), ok=verdict.allowed)
-
-
-@command("prune")
-@click.option("--dry-run", is_flag=True, help="Show the plan, and change nothing.")
 @click.option("--yes", is_flag=True, help="Carry out the whole plan, even if the circuit breaker (max_delete) refuses.")
 @progress_option
 @policy_argument
-def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, progress: bool | None) -> CommandResult:
-    """Carry out a policy once: write tombstones, delete what is due.
+def prune(
+    policy: RetentionPolicy, catalog: Catalog, dry_run: bool, picture: str | None, yes: bool, progress: bool | None
+) -> CommandResult:
+    """Carry out a policy once, or show with --dry-run what it decides.
 
     Checkpoints that the policy deletes or thins get a tombstone first, and go once their grace period is over. Safe
     from any machine and during a training that saves: only one pruner runs at a time, and checkpoints that are pinned
-    or read meanwhile stay. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could be
-    done, or if a delete failed.
+    or read meanwhile stay. With --dry-run each kept checkpoint is listed with all its reasons, each deleted one with
+    the rule that nearly kept it. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could
+    be done, or if a delete failed.
     """
     from bucketpoint.catalog.deletion.prune_worker import prune_by
     from bucketpoint.catalog.notes import process_name
     from bucketpoint.catalog.survey import survey
 
+    if picture is not None and not (dry_run and picture.endswith(".svg")):
+        raise click.BadParameter("pass --dry-run, and a file that ends in .svg, the only format", param_hint="--plot")
     # Survey before the lock is written: writing the lock would create a mistyped root.
     snapshot = survey(catalog)
     if dry_run:
-        snapshot, planned, verdict = _planned(policy, catalog, snapshot)
-        summary = planned.to_dict()["summary"]
-        beside = beside_plan(policy, catalog, snapshot, planned)
-        document = {"root": catalog.url, "dry_run": True, **summary, "verdict": verdict.why, **beside}
-        return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or yes)
+        return _dry_run(policy, catalog, snapshot, picture, forced=yes)
     with watched(catalog, progress) as at:
         done = prune_by(at, policy, holder=process_name(), force=yes)
     pruned = done.done
@@ -108,8 +82,10 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
     return CommandResult(document, _done_lines(document, refused=refused), ok=fine)
 
 
-def _planned(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Plan, Verdict]:
-    """Return the plan that a prune would make, which looks for each checkpoint that stays: one HEAD for each."""
+def _dry_run(
+    policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, picture: str | None, *, forced: bool
+) -> CommandResult:
+    """Make the plan that a prune would make, which looks for each checkpoint that stays: one HEAD for each."""
     from bucketpoint.catalog.deletion.prune_worker import judged
     from bucketpoint.catalog.deletion.pruner import Order, existing
 
@@ -118,7 +94,18 @@ def _planned(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> t
         return [Order(entry.row.step, entry.row.id, entry.action) for entry in entries if entry.action != "keep"]
 
     snapshot, _ = existing(catalog, snapshot, decide, dry_run=True)
-    return snapshot, *judged(policy, snapshot.rows())
+    planned, verdict = judged(policy, snapshot.rows())
+    document = {"root": catalog.url, "dry_run": True, **planned.to_dict(), "plot": picture}
+    # The engine's version of the plan's form, next to the version of the command's document.
+    document["plan_version"] = document.pop("version")
+    document |= document["summary"]
+    document |= {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
+    document |= beside_plan(policy, catalog, snapshot, planned)
+    if picture is not None:
+        from bucketpoint.cli.plot import svg
+
+        write_file(picture, svg(planned, catalog.url), "picture")
+    return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or forced)
 
 
 def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
@@ -167,7 +154,7 @@ def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, p
     }
 
 
-def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any], picture: str | None = None) -> Iterator[str]:
+def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any]) -> Iterator[str]:
     from bucketpoint.retention.setting_types import written
 
     waiting = {(note["step"], note["token"], note["action"]): note for note in document["waiting"]}
@@ -199,8 +186,8 @@ def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any], picture:
         which = text.count(len(due), "checkpoint")
         yield f"the tombstones of {which} are due: the next prune frees {text.size(sum(due))}"
     yield from _notice_lines(document)
-    if picture is not None:
-        yield f"picture written to {picture}"
+    if document["plot"] is not None:
+        yield f"picture written to {document['plot']}"
     if not verdict.allowed:
         yield (
             f"REFUSED: {verdict.why}, so `prune` would delete or thin only {verdict.unasked} of them. If the plan is "
@@ -217,8 +204,8 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
         return
     if refused:
         yield (
-            f"REFUSED: {document['verdict']}, so this prune is limited to a few checkpoints. `bucketpoint plan` shows "
-            "the whole plan; `bucketpoint prune --yes` carries it out"
+            f"REFUSED: {document['verdict']}, so this prune is limited to a few checkpoints. "
+            "`bucketpoint prune --dry-run` shows the whole plan; `bucketpoint prune --yes` carries it out"
         )
     lines = [f"step {entry['step']} {words}" for name, words in _OUTCOMES.items() for entry in document[name]]
     lines += [f"step {entry['step']} was not deleted: {entry['why']}" for entry in document["refused"]]

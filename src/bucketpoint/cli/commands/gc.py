@@ -1,4 +1,4 @@
-"""`bucketpoint gc` and `adopt`: commands around the sweep of dead saves and the rebuilding of records."""
+"""`bucketpoint gc`: command around the sweep of dead saves, the rebuilding of records, and the name of a run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,42 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Look into every folder of the run, not only those where the catalog knows of an unfinished save.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
+@click.option(
+    "--adopt",
+    is_flag=True,
+    help="Delete nothing. Write the missing catalog records of the run's checkpoints. Those of other writers have "
+    "none, and no checkpoint has one after the catalog was lost.",
+)
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="Delete nothing. Give this name to a run that was started without one. From then on only jobs whose policy "
+    "says run: NAME save, restore and prune here.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 @progress_option
 @run_argument
-def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None) -> CommandResult:
+def gc(
+    catalog: Catalog,
+    older_than: float,
+    deep: bool,
+    adopt: bool,
+    name: str | None,
+    dry_run: bool,
+    progress: bool | None,
+) -> CommandResult:
     """Delete the data and open uploads that dead saves left behind.
 
     That is data that no checkpoint names, and multipart uploads that nobody completes. Also removes objects that
     `doctor` wrote at ROOT and could not delete. Checkpoints are never touched, with or without a record. Exits with 1
-    if something could not be deleted.
+    if something could not be deleted, or if the run has another name than --name.
     """
+    if adopt and name is not None:
+        raise click.UsageError("--adopt and --name are two tasks: pass one of them")
+    if adopt:
+        return _adopted(catalog, dry_run=dry_run)
+    if name is not None:
+        return _named(catalog, name, dry_run=dry_run)
     from bucketpoint.catalog.deletion.sweep import sweep
     from bucketpoint.doctor.scratch import sweep_leftovers
 
@@ -68,20 +94,30 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         yield text.not_deleted(failure)
 
 
-@command("adopt")
-@run_argument
-def adopt(catalog: Catalog) -> CommandResult:
-    """Write the missing catalog records of a run's checkpoints.
-
-    Checkpoints of other writers lack a record, and all checkpoints do after the catalog was lost.
-    """
-    from bucketpoint.catalog.reconcile import adopt as adopted
+def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
+    from bucketpoint.catalog.reconcile import adopt
     from bucketpoint.catalog.survey import survey
 
-    folders = adopted(catalog)
+    folders = adopt(catalog, dry_run=dry_run)
     if not folders:
         # Nothing to adopt is fine, but a missing run is an error: the survey raises it.
         survey(catalog)
     urls = [catalog.url_of_folder(folder) for folder in folders]
-    lines = [*urls, f"{text.count(len(urls), 'checkpoint')} adopted"]
-    return CommandResult({"root": catalog.url, "adopted": urls}, lines)
+    lines = [*urls, f"{text.count(len(urls), 'checkpoint')} {'would be ' if dry_run else ''}adopted"]
+    return CommandResult({"root": catalog.url, "dry_run": dry_run, "adopted": urls}, lines)
+
+
+def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
+    from bucketpoint.catalog.run_owner import claimed_by, name_run
+    from bucketpoint.catalog.survey import survey
+    from bucketpoint.retention import Keep, RetentionPolicy
+
+    # Building a policy checks the name: names that policies accept are accepted here.
+    RetentionPolicy(Keep(latest=1), run=name)
+    # A mistyped URL is an error, and no claim for a run that nobody saves.
+    survey(catalog)
+    owner = (claimed_by(catalog) or name) if dry_run else name_run(catalog, name)
+    lines = [f"{catalog.url} {'would belong' if dry_run and owner == name else 'belongs'} to run {owner}"]
+    if owner == name:
+        lines.append(f"add `run: {owner}` to the policy of its jobs: others are refused here")
+    return CommandResult({"root": catalog.url, "dry_run": dry_run, "run": owner}, lines, ok=owner == name)
