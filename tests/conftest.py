@@ -172,7 +172,7 @@ def versitygw() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[GCSServer]:
-    """fake-gcs-server, which large objects reach by being composed."""
+    """fake-gcs-server, which takes whole objects only."""
     pytest.importorskip("google.cloud.storage")
     with gcs_server.fake_gcs(_binary(get_fake_gcs, NO_FAKE_GCS)) as server:
         yield server

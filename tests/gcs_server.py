@@ -47,7 +47,7 @@ class GCSServer:
         return f"gs://{bucket}/{key}" if key else f"gs://{bucket}"
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
-        """Every key under the prefix, sorted: components of uploads too."""
+        """Every key under the prefix, sorted."""
         found: list[str] = []
         query = f"prefix={quote(prefix, safe='')}"
         while True:

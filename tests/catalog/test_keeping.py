@@ -30,7 +30,7 @@ from bucketpoint.format import catalog_keys
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
-from services import S3_AND_GCS, Service
+from services import S3_AND_GCS, Service, in_parts
 
 pytestmark = pytest.mark.contract
 
@@ -324,9 +324,12 @@ def test_a_program_that_ends_at_once_loses_neither_its_last_save_nor_its_record(
     assert steps_of(catalog) == [3]
 
 
-@pytest.mark.parametrize("service", S3_AND_GCS, indirect=True)
-def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(service: Service, tmp_path: Path) -> None:
+@in_parts
+def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MinIO lists uploads by their exact key alone, so the intent of each rank says which they may be."""
+    monkeypatch.setattr("gcs_xml.STARTED", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     root = service.url("run")
     program = f"""
         import os, torch

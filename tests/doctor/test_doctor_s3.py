@@ -10,10 +10,8 @@ import pytest
 from bucketpoint.doctor.bucket import bucket_findings
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.report import Finding
-from bucketpoint.errors import AccessDeniedError
 from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from gcs_server import GCSServer
 from kit.servers import S3Server
 from stores.scripted import Answer, Seen, error, scripted
 
@@ -185,20 +183,3 @@ def test_soft_delete_and_versioning_of_a_gcs_bucket_are_read(
         assert spared == {"soft delete": "skip", "versioning": "skip"}
     elif soft == "warn" and "softDeletePolicy" in bucket:
         assert "for 7 days" in found["soft delete"].message
-
-
-def test_composed_uploads_are_listed_by_their_parts_and_swept_by_gc(gcs: GCSServer) -> None:
-    """They are known by their parts alone, which are objects, and no lifecycle rule for uploads applies to them."""
-    options = GCSOptions(endpoint_url=gcs.endpoint, token="anon", uploads="compose")
-    store = GCSStore(gcs.make_bucket(), options)
-    found = {one.check: one for one in examine(store, "runs", probe_bytes=0).findings}
-    assert found["multipart list"].status == "ok"
-
-    class Unlisted(GCSStore):
-        def list_multipart(self, prefix: str) -> Any:
-            raise AccessDeniedError("denied")
-
-    found = {one.check: one for one in examine(Unlisted(store.bucket, options), "runs", probe_bytes=0).findings}
-    assert found["multipart list"].status == "warn"
-    assert "`bucketpoint gc`" in (found["multipart list"].remedy or "")
-    assert gcs.keys(store.bucket) == []

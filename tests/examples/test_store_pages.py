@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bucketpoint.doctor.bucket import bucket_findings
-from bucketpoint.stores import GCSOptions, GCSStore, LocalStore, S3Options, S3Store
+from bucketpoint.stores import GCSStore, LocalStore, S3Options, S3Store
 from bucketpoint.stores.base import Capabilities
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import client as s3_client
@@ -155,8 +155,7 @@ def test_the_table_says_of_each_s3_service_what_the_store_says(name: str) -> Non
 
 
 def test_the_table_says_of_the_others_what_the_store_says(tmp_path: Path) -> None:
-    for uploads in ("xml", "compose"):
-        assert guarantees()["gs://"][:6] == told(GCSStore("bucket", GCSOptions(uploads=uploads)).capabilities)
+    assert guarantees()["gs://"][:6] == told(GCSStore("bucket").capabilities)
     folder = [cell.partition(",")[0] for cell in guarantees()["a folder"][:6]]
     assert folder == told(LocalStore(str(tmp_path)).capabilities)
     assert len(guarantees()) == len(s3_services.SERVICES) + 5

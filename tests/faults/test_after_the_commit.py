@@ -16,7 +16,7 @@ OLD, NEW = 1, 2
 THE_COMMIT = Rule((Kill(()),), kinds=("PutObject",), keys="*/.metadata")
 
 THE_CLEAN_UP = Rule((Kill((), acted=False),), kinds=("DeleteObjects",), skip=1)
-"""The first delete takes away the note of the uploads, or the components of an object that was composed."""
+"""The first delete takes away the note of the uploads."""
 
 THE_RECORD = Rule((Kill((), acted=False),), kinds=("PutObject",), keys="*/steps/*__model.*")
 

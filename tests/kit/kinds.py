@@ -117,8 +117,6 @@ def _of_gcs(method: str, path: str, query: dict[str, str], beginning: bytes) -> 
         return ("CreateMultipartUpload" if query.get("uploadType") == "resumable" else "PutObject"), key
     if "/rewriteTo/" in path or "/copyTo/" in path:
         return "CopyObject", key
-    if path.endswith("/compose"):
-        return "CompleteMultipartUpload", key
     if method == "DELETE":
         return "DeleteObject", key
     if not key:

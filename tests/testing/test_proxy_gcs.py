@@ -59,16 +59,10 @@ def test_requests_pass_whole_and_are_counted_by_the_names_of_s3(gcs: GCSServer, 
     store = store_at(gcs, proxy)
     put(store, "a/b")
     assert store.get("a/b")[0] == BODY
-    upload = store.create_multipart("large")
-    parts = [store.put_part("large", upload, number, [memoryview(BODY)]) for number in (1, 2)]
-    store.complete_multipart("large", upload, parts)
-    assert store.head("large").size == 2 * len(BODY)
-    assert [info.key for info in store.list("")] == ["a/b", "large"]
-    assert store.delete(["a/b", "large"]) == []
-    # Parts are objects of their own here, which are composed and then deleted.
-    assert proxy.counts.requests == Counter(
-        PutObject=3, GetObject=1, CompleteMultipartUpload=1, HeadObject=1, ListObjects=1, DeleteObjects=2
-    )
+    assert store.head("a/b").size == len(BODY)
+    assert [info.key for info in store.list("")] == ["a/b"]
+    assert store.delete(["a/b"]) == []
+    assert proxy.counts.requests == Counter(PutObject=1, GetObject=1, HeadObject=1, ListObjects=1, DeleteObjects=1)
     assert proxy.counts.received["GetObject"] == len(BODY)
     assert {one.request.api for one in proxy.exchanges} == {Api.GCS_JSON}
     assert proxy.exchanges[0].request.key == "a/b"
@@ -195,10 +189,8 @@ def test_requests_are_known_by_the_names_of_s3() -> None:
     assert kind("GET", "/storage/v1/b/bucket/o/a%2Fb") == ("HeadObject", "a/b")
     assert kind("GET", "/storage/v1/b/bucket/o?prefix=a") == ("ListObjects", "")
     assert kind("DELETE", "/storage/v1/b/bucket/o/a") == ("DeleteObject", "a")
-    assert kind("POST", "/storage/v1/b/bucket/o/a/compose") == ("CompleteMultipartUpload", "a")
     assert kind("POST", "/batch/storage/v1") == ("DeleteObjects", "")
-    # Composing answers with the object or with an error, never with both; the XML API's Complete is S3's.
-    assert not ErrorInBody().fits(request("POST", "/storage/v1/b/bucket/o/a/compose"))
+    # Only the XML API's Complete, which is S3's, may answer with an error under a status of success.
     multipart = request("POST", "/bucket/a?uploadId=7", "Authorization: Bearer planted-token")
     assert (multipart.kind, multipart.api) == ("CompleteMultipartUpload", Api.GCS_XML)
     assert ErrorInBody().fits(multipart)

@@ -24,7 +24,7 @@ from bucketpoint.transfer import (
     Uploaded,
     upload_objects,
 )
-from services import Service
+from services import Service, in_parts
 from transfer.wrappers import CountingStore, FailingStore
 
 MIB = 1 << 20
@@ -82,6 +82,7 @@ def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(service: Ser
     assert done.info.size == len(first) + len(lazy) + len(table)
 
 
+@in_parts
 def test_a_failed_part_aborts_its_upload_and_the_others(service: Service) -> None:
     data = os.urandom(24 * MIB)
     sources = [ObjectSource(key, [Segment(len(data), memoryview(data))]) for key in ("one", "two")]
@@ -92,6 +93,7 @@ def test_a_failed_part_aborts_its_upload_and_the_others(service: Service) -> Non
     assert service.open_uploads("one") == service.open_uploads("two") == service.listed() == []
 
 
+@in_parts
 def test_an_answer_lost_on_complete_is_no_failure(service: Service) -> None:
     data = os.urandom(12 * MIB)
     inner = store_of(service)
@@ -105,6 +107,7 @@ def test_an_answer_lost_on_complete_is_no_failure(service: Service) -> None:
     assert done.info.size == len(data)
 
 
+@in_parts
 def test_an_answer_lost_on_complete_is_no_failure_of_a_stream_either(service: Service) -> None:
     data = os.urandom(12 * MIB)
 
@@ -152,6 +155,7 @@ def test_any_split_into_segments_gives_the_same_object(
         assert list(crcs) == [crc32c(piece[at : at + block]) for at in range(0, len(piece), block)]
 
 
+@in_parts
 def test_memory_of_our_own_stays_within_the_budget(service: Service) -> None:
     data = os.urandom(40 * MIB)
     options = TransferOptions(part_bytes=8 * MIB, connections=4, max_inflight_bytes=12 * MIB)
@@ -182,6 +186,7 @@ def test_a_stream_becomes_an_object_by_commit_alone(service: Service) -> None:
     assert service.listed() == ["done"]
 
 
+@in_parts
 def test_a_stream_whose_part_fails_raises_that_error(service: Service) -> None:
     store = FailingStore(store_of(service), lambda name, n: name == "put_part", lambda: BucketpointError("no"))
     meter = Meter("save", "", 0, None)

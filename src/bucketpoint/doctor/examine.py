@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bucketpoint.doctor.bucket import bucket_findings, clock_finding
 from bucketpoint.doctor.fsspec import folder_finding, fsspec_findings
 from bucketpoint.doctor.reader import examine_pinned_read, examine_reader
-from bucketpoint.doctor.remedies import lack_of_conditions, needed, removal, unlisted_uploads, without_conditions
+from bucketpoint.doctor.remedies import UNLISTED_UPLOADS, lack_of_conditions, needed, removal, without_conditions
 from bucketpoint.doctor.report import UNREACHABLE, Finding, Report, expect, refused
 from bucketpoint.doctor.s3 import service_finding
 from bucketpoint.doctor.scratch import ScratchKeys
@@ -331,9 +331,9 @@ class _Examination:
             parts = [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
         if parts:
             # With parts: some stores know an upload only by its parts.
-            remedy, spared = unlisted_uploads(store), self._spared if self._role == TRAINER else None
+            spared = self._spared if self._role == TRAINER else None
             success = "open multipart uploads are listed"
-            with report.trial("multipart list", success, remedy=remedy, warn=True, spared=spared):
+            with report.trial("multipart list", success, remedy=UNLISTED_UPLOADS, warn=True, spared=spared):
                 expect(self._is_open(key, upload), "an open multipart upload is not listed")
         if parts and not self._removable:
             report.say("multipart complete", "skip", f"not tried: {size >> 20} MiB would stay, as {_STAYS}")

@@ -61,8 +61,4 @@ def removal(store: Store, prefix: str) -> str:
     )
 
 
-def unlisted_uploads(store: Store) -> str:
-    """Return the text that tells how uploads of killed saves are removed if open uploads are not listed."""
-    if isinstance(store, GCSStore) and not store.options.multipart:
-        return "Parts are objects here: `bucketpoint gc` deletes those of a killed save, with credentials that may list"
-    return "The uploads of a killed save can then be aborted only by a lifecycle rule"
+UNLISTED_UPLOADS = "The uploads of a killed save can then be aborted only by a lifecycle rule"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from types import TracebackType
 
@@ -16,7 +17,8 @@ from bucketpoint.transfer.tasks import TaskGroup
 
 
 class StreamUpload(io.RawIOBase):
-    """A writable stream whose bytes become one object. Parts are uploaded while later ones are written.
+    """A writable stream whose bytes become one object. Parts are uploaded while later ones are written; where the
+    store has no parts, all bytes are held until the commit.
 
     Use as a context manager around all writes and `commit()`. Only `commit()` makes the object visible: leaving the
     block without it aborts the upload, and neither `close()` nor the garbage collector completes it. A stream that
@@ -33,6 +35,8 @@ class StreamUpload(io.RawIOBase):
         self._key = key
         self._meter = meter
         self._part_bytes = max(options.lease_bytes, limits.min_part_bytes, -(-largest_nbytes // limits.max_parts))
+        if not limits.multipart:
+            self._part_bytes = sys.maxsize
         slots = max(options.max_inflight_bytes // self._part_bytes, 1)
         self._slots = threading.Semaphore(min(slots, options.connections + 1))
         self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)

@@ -25,7 +25,7 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
 from kit import FaultProxy
-from services import Service
+from services import Service, in_parts
 from transfer.wrappers import CountingStore, FailingStore
 
 MIB = 1 << 20
@@ -220,6 +220,7 @@ def test_overwrite_false_is_refused_by_the_commit_itself_too(
     assert isinstance(error_of(caught), CheckpointExistsError)
 
 
+@in_parts
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
 def test_an_overwrite_that_fails_anywhere_leaves_the_old_checkpoint_loadable(
     service: Service,

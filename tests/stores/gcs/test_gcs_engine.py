@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from awscrt import checksums
 
 pytest.importorskip("google.cloud.storage")
 
@@ -31,7 +26,6 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
 from bucketpoint.stores.gcs import client as gcs_client
-from bucketpoint.stores.gcs import composed as gcs_composed
 from gcs_server import GCSServer
 from kit.servers import free_port
 from stores.engines import OBJECT, views
@@ -125,12 +119,10 @@ def test_who_pays_is_asked_for_by_name() -> None:
 
 def test_a_missing_bucket_is_told_from_a_missing_object_and_asked_for_once(gcs: GCSServer) -> None:
     nowhere = GCSStore("no-such-bucket-here", GCSOptions.from_storage_options(gcs.options))
-    upload = gcs_composed.create()
     for call in (
         lambda: nowhere.put("k", views(b"x")),
         lambda: nowhere.get("k"),
         lambda: nowhere.head("k"),
-        lambda: nowhere.put_part("k", upload, 1, views(b"x")),
         lambda: list(nowhere.list("")),
         lambda: nowhere.delete(["k"]),
     ):
@@ -240,97 +232,6 @@ def test_calls_of_a_batch_that_get_no_answer_are_sent_again() -> None:
     assert len(server.seen) == 2
 
 
-# Objects that are composed
-
-
-def test_more_parts_than_one_request_takes_are_composed_in_groups(gcs: GCSServer) -> None:
-    store = store_on(gcs)
-    upload = store.create_multipart("run/k")
-    bodies = {number: os.urandom(100 + number) for number in range(1, 71)}
-
-    def send(number: int) -> Part:
-        return store.put_part("run/k", upload, number, views(bodies[number]), crc32c=checksums.crc32c(bodies[number]))
-
-    with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(send, bodies))
-    assert [one.key for one in store.list_multipart("run/")] == ["run/k"]
-    assert next(store.list_multipart("")).started == pytest.approx(store.put("now", views(b"")).modified, abs=600)
-    info = store.complete_multipart("run/k", upload, parts)
-    assert store.get("run/k")[0] == b"".join(bodies.values())
-    assert info == store.head("run/k")
-    assert gcs.keys(store.bucket) == ["now", "run/k"]
-
-
-def test_components_that_were_left_are_named_after_their_object_and_found_by_its_prefix(gcs: GCSServer) -> None:
-    store = store_on(gcs)
-    uploads = [store.create_multipart(key) for key in ("run/data/one", "run/data/one", "run/data/two", "other")]
-    for key, upload in zip(("run/data/one", "run/data/one", "run/data/two", "other"), uploads, strict=True):
-        for number in (1, 2):
-            store.put_part(key, upload, number, views(b"x"))
-    assert all(name.startswith(("run/data/one.", "run/data/two.", "other.")) for name in gcs.keys(store.bucket))
-    found = [(one.key, one.upload_id) for one in store.list_multipart("run/")]
-    assert sorted(found) == sorted(zip(("run/data/one", "run/data/one", "run/data/two"), uploads[:3], strict=True))
-    assert list(store.list_multipart("run/data/one.bucketpoint-part-")) == []
-    assert list(store.list("")) == []
-    store.abort_multipart("run/data/one", uploads[0])
-    assert [one.upload_id for one in store.list_multipart("run/data/one")] == [uploads[1]]
-
-
-def test_an_upload_whose_components_a_sweep_removed_does_not_complete(gcs: GCSServer) -> None:
-    store = store_on(gcs)
-    upload = store.create_multipart("k")
-    parts = [store.put_part("k", upload, number, views(b"x")) for number in (1, 2)]
-    store.abort_multipart("k", upload)
-    with pytest.raises(StoreError):
-        store.complete_multipart("k", upload, parts)
-    assert gcs.keys(store.bucket) == []
-
-    def script(request: Seen, number: int) -> Answer:
-        return error(404, "notFound") if "compose" in request.path else reply({"kind": "storage#objects"})
-
-    # fake-gcs-server answers 500 for a component that is gone, and the service 404.
-    with scripted(script) as server, pytest.raises(UploadNotFoundError):
-        store_at(server).complete_multipart("k", upload, parts)
-
-
-def test_components_are_composed_by_the_generation_that_was_sent() -> None:
-    with scripted(lambda request, number: reply(OBJECT)) as server:
-        store = store_at(server)
-        upload = store.create_multipart("k")
-        part = store.put_part("k", upload, 1, views(b"12345"))
-        assert server.seen[0].path.startswith("/upload/")
-        store.complete_multipart("k", upload, [part])
-    composed = next(request for request in server.seen if request.path.endswith("/compose"))
-    assert [source["generation"] for source in json.loads(composed.body)["sourceObjects"]] == ["7"]
-
-
-def test_a_composed_object_that_is_not_the_sum_of_its_parts_is_refused_and_deleted() -> None:
-    def script(request: Seen, number: int) -> Answer:
-        if "batch" in request.path:
-            return batch(request, {"k": (204, "")})
-        return reply({**OBJECT, "crc32c": "AAAAAQ=="} if "compose" in request.path else OBJECT)
-
-    with scripted(script) as server:
-        store = store_at(server)
-        upload = store.create_multipart("k")
-        part = store.put_part("k", upload, 1, views(b"12345"))
-        with pytest.raises(CorruptDataError):
-            store.complete_multipart("k", upload, [part])
-    assert b"/o/k?generation=7 HTTP" in server.seen[-1].body
-
-
-def test_components_that_cannot_be_deleted_do_not_fail_the_upload(caplog: pytest.LogCaptureFixture) -> None:
-    def script(request: Seen, number: int) -> Answer:
-        return error(403, "forbidden") if "batch" in request.path else reply(OBJECT)
-
-    with scripted(script) as server, caplog.at_level(logging.WARNING):
-        store = store_at(server)
-        upload = store.create_multipart("k")
-        info = store.complete_multipart("k", upload, [store.put_part("k", upload, 1, views(b"12345"))])
-    assert info.etag == "7"
-    assert "until the next sweep" in caplog.text
-
-
 # Multipart uploads of the XML API
 
 
@@ -340,19 +241,6 @@ def test_uploads_under_way_are_listed_page_by_page(gcs_xml: GCSServer, monkeypat
     begun = [(key, store.create_multipart(key)) for key in ("a/1", "a/1", "a/2", "a/3", "a/4", "b")]
     assert [(one.key, one.upload_id) for one in store.list_multipart("a/")] == begun[:-1]
     assert [one.started for one in store.list_multipart("b")] == [pytest.approx(1767323045.678)]
-
-
-def test_a_writer_of_multipart_uploads_finds_components_of_others_and_drops_them(gcs_xml: GCSServer) -> None:
-    store = store_on(gcs_xml)
-    composing = GCSStore(store.bucket, GCSOptions(**{**gcs_xml.options, "uploads": "compose"}))
-    left = composing.create_multipart("k")
-    composing.put_part("k", left, 1, views(b"x"))
-    own = store.create_multipart("k")
-    assert {one.upload_id for one in store.list_multipart("k")} == {left, own}
-    for upload in (left, own):
-        store.abort_multipart("k", upload)
-    assert list(store.list_multipart("")) == []
-    assert gcs_xml.keys(store.bucket) == []
 
 
 def test_a_multipart_object_that_is_not_the_sum_of_its_parts_is_refused_and_deleted() -> None:

@@ -22,7 +22,6 @@ from bucketpoint.cli.app import run
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
 from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, open_store, retry
 from bucketpoint.stores.gcs import client as gcs_client
-from bucketpoint.stores.gcs import composed as gcs_composed
 from bucketpoint.stores.gcs import multipart as gcs_multipart
 from gcs_server import GCSServer
 from kit.certificates import make_certificates
@@ -68,15 +67,12 @@ def sent_by_each_operation(**options: Any) -> dict[str, Seen]:
             "bucket", GCSOptions(**{"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 1, **options})
         )
         part = Part(1, 5, "7", None)
-        composed = gcs_composed.create()
         operations: dict[str, tuple[str, Callable[[], Any]]] = {
             "put": ("/upload/storage/v1/b/bucket/o", lambda: store.put("k", views(b"x"))),
             "create": ("/bucket/k", lambda: store.create_multipart("k")),
             "part": ("/bucket/k", lambda: store.put_part("k", "up", 1, views(b"x"))),
             "complete": ("/bucket/k", lambda: store.complete_multipart("k", "up", [part])),
             "abort": ("/bucket/k", lambda: store.abort_multipart("k", "up")),
-            "component": ("/upload/", lambda: store.put_part("k", composed, 1, views(b"x"))),
-            "compose": ("/compose", lambda: store.complete_multipart("k", composed, [part])),
             "read": ("/download/", lambda: store.read_into("k", 0, views(bytearray(5)))),
             "head": ("/storage/v1/b/bucket/o/k", lambda: store.head("k")),
             "copy": ("/rewriteTo/", lambda: store.copy(ObjectInfo("k", 5, "7"), "c")),
@@ -122,8 +118,6 @@ def test_the_names_of_gcsfs_are_taken_and_what_only_tunes_it_is_ignored() -> Non
 def test_unknown_options_and_values_are_named() -> None:
     with pytest.raises(BucketpointError, match=r"projct, tokn.*connections"):
         GCSOptions.from_storage_options({"tokn": "anon", "projct": "p"})
-    with pytest.raises(BucketpointError, match="uploads='multipart'"):
-        GCSOptions(uploads="multipart")
     with pytest.raises(BucketpointError, match="gcloud auth application-default login"):
         GCSOptions(token="browser")
     with pytest.raises(BucketpointError, match="requester_pays="):
@@ -132,13 +126,18 @@ def test_unknown_options_and_values_are_named() -> None:
         GCSOptions(max_attempts=0)
 
 
-def test_large_objects_are_multipart_uploads_at_google_and_composed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GCSOptions().multipart
-    assert not GCSOptions(uploads="compose").multipart
-    assert not GCSOptions(endpoint_url="http://127.0.0.1:1").multipart
-    assert GCSOptions(endpoint_url="https://storage.europe-west1.rep.googleapis.com", uploads="xml").multipart
+def test_has_parts_at_google_and_whole_objects_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(**options: Any) -> bool:
+        return GCSStore("b", GCSOptions(**options)).capabilities.multipart
+
+    assert parts()
+    assert parts(endpoint_url="https://storage.europe-west1.rep.googleapis.com")
+    assert parts(endpoint_url="http://127.0.0.1:1", uploads="xml")
+    assert not parts(endpoint_url="http://127.0.0.1:1")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
-    assert not GCSOptions().multipart
+    assert not parts()
+    with pytest.raises(BucketpointError, match=r"uploads='compose'.*Leave it out"):
+        parts(uploads="compose")
 
 
 def test_a_bucket_at_google_is_known_by_its_name_and_one_elsewhere_by_its_endpoint(
@@ -188,26 +187,21 @@ def test_who_pays_is_said_with_every_request() -> None:
 def test_a_kms_key_goes_with_what_makes_an_object_and_with_nothing_else() -> None:
     sent = sent_by_each_operation(kms_key_name=KMS_KEY, uploads="xml")
     assert query(sent["put"])["kmsKeyName"] == [KMS_KEY]
-    assert query(sent["component"])["kmsKeyName"] == [KMS_KEY]
-    assert query(sent["compose"])["kmsKeyName"] == [KMS_KEY]
     assert query(sent["copy"])["destinationKmsKeyName"] == [KMS_KEY]
     assert sent["create"].headers["x-goog-encryption-kms-key-name"] == KMS_KEY
     for name in ("part", "complete", "abort", "read", "head", "list"):
         assert "kms" not in sent[name].target.lower() + str(sent[name].headers).lower()
 
 
-def test_a_storage_class_goes_with_what_makes_an_object_and_its_components() -> None:
+def test_a_storage_class_goes_with_what_makes_an_object() -> None:
     sent = sent_by_each_operation(storage_class="NEARLINE", uploads="xml")
     assert json_of(sent["put"])["storageClass"] == "NEARLINE"
     assert json_of(sent["copy"])["storageClass"] == "NEARLINE"
     assert sent["create"].headers["x-goog-storage-class"] == "NEARLINE"
-    # What is composed has the class of what it is composed of, whatever the request says.
-    assert json_of(sent["component"])["storageClass"] == "NEARLINE"
 
 
 def test_a_checksum_goes_with_every_body() -> None:
     sent = sent_by_each_operation(uploads="xml")
-    assert json_of(sent["put"])["crc32c"] == json_of(sent["component"])["crc32c"]
     assert sent["part"].headers["x-goog-hash"] == f"crc32c={json_of(sent['put'])['crc32c']}"
 
 

@@ -23,9 +23,7 @@ from bucketpoint.stores.base import Part
 WriteReply = Mapping[str, Any]
 """Description of a written object, such as `info` returns, with the ETag among others. May be empty."""
 
-_HIDDEN = ".bucketpoint-"
-_UPLOAD = _HIDDEN + "upload-"
-_TEMPORARY = _HIDDEN + "tmp-"
+_TEMPORARY = ".bucketpoint-tmp-"
 
 _DELETES_AT_ONCE = 32
 _MEMORY_TRIES = 8
@@ -43,8 +41,7 @@ class Driver:
         replaces: `replace` is one request, whose condition the service itself checks.
         checks: the service reports the CRC32C of the bytes that it received.
         limits: limits of a multipart upload whose parts may be sent in parallel and in any order, by their names in
-            `Capabilities`. Empty if parts are separate objects, which `complete` reads back and writes as one: that
-            moves each byte three times.
+            `Capabilities`. Empty if there are no such uploads.
         max_put_bytes: the largest body that is sent in one request.
         private: no other process can access this filesystem's content.
         shared: as in `Capabilities`. Unknown for any filesystem without a driver of its own: False.
@@ -86,61 +83,30 @@ class Driver:
         raise NotImplementedError
 
     def begin(self, fs: AbstractFileSystem, path: str) -> str:
-        upload_id = secrets.token_hex(8)
-        self.write(fs, _part(path, upload_id, 0), path.encode(), None)
-        return upload_id
+        raise NotImplementedError
 
     def send(
         self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
     ) -> str:
         """Send one part and return its ETag. Raises FileNotFoundError if there is no such upload."""
-        self._check(fs, path, upload_id)
-        reply = self.write(fs, _part(path, upload_id, number), data, crc32c)
-        check(reply, crc32c)
-        return ""
+        raise NotImplementedError
 
     def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
         """Join the parts to the object. Raises FileNotFoundError if there is no such upload."""
-        self._check(fs, path, upload_id)
-        data = b"".join(fs.cat_file(_part(path, upload_id, part.number)) for part in parts)
-        if len(data) != sum(part.size for part in parts):
-            raise OSError("the size of the parts is not the listed one")
-        reply = self.write(fs, path, data, None)
-        self.abort(fs, path, upload_id)
-        return reply
+        raise NotImplementedError
 
     def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
         """Delete an upload and its parts. May raise FileNotFoundError if the upload is gone already."""
-        folder = _part(path, upload_id, 0).rpartition("/")[0]
-        fs.invalidate_cache()
-        names = files_below(fs, folder)
-        for name in sorted(names, reverse=True):
-            fs.rm_file(name)
-        if has_folders(fs) and names:
-            fs.rmdir(folder)
+        raise NotImplementedError
 
     def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
         """Yield path, id and description of each upload whose path begins with `path`."""
-        fs.invalidate_cache()
-        for name, info in sorted(files_below(fs, path[: path.rfind("/") + 1]).items()):
-            folder, _, number = name.rpartition("/")
-            above, _, upload = folder.rpartition("/")
-            if upload.startswith(_UPLOAD) and number == "0":
-                # Only the name is taken from the file. The folders come from the position of the upload, because the
-                # upload may have been begun through another root.
-                target = f"{above}/{fs.cat_file(name).decode().rpartition('/')[2]}"
-                if target.startswith(path):
-                    yield target, upload[len(_UPLOAD) :], info
-
-    def _check(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
-        marker = _part(path, upload_id, 0)
-        fs.invalidate_cache(marker)
-        fs.info(marker)
+        return iter(())
 
 
 def is_hidden(key: str) -> bool:
-    """Return True if this is a part of an upload, or a temporary file that has not been renamed yet."""
-    return _UPLOAD in key or key.rpartition("/")[2].startswith(_TEMPORARY)
+    """Return True if this is a temporary file that has not been renamed yet."""
+    return key.rpartition("/")[2].startswith(_TEMPORARY)
 
 
 def has_folders(fs: AbstractFileSystem) -> bool:
@@ -241,7 +207,3 @@ def check(reply: WriteReply, crc32c: int | None) -> None:
     held = reply.get("ChecksumCRC32C") or reply.get("crc32c")
     if crc32c is not None and isinstance(held, str) and base64.b64decode(held) != crc32c.to_bytes(4, "big"):
         raise WrongSumError(f"the service computed another CRC32C: {held}")
-
-
-def _part(path: str, upload_id: str, number: int) -> str:
-    return f"{path[: path.rfind('/') + 1]}{_UPLOAD}{upload_id}/{number}"

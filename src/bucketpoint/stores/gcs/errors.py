@@ -68,7 +68,6 @@ OPERATIONS: dict[str, Operation] = {
     # The service describes an object in reply to a GET as well.
     "buckets.get": Operation("get", "storage.buckets.get"),
     "objects.insert": Operation("put", _CREATE, ("generation",)),
-    "objects.compose": Operation("complete_multipart", _COPY, ("generation",)),
     "objects.rewrite": Operation("copy", _COPY, ("done",)),
     "objects.get": Operation("get", "storage.objects.get", ("generation",)),
     "objects.list": Operation("list", "storage.objects.list", ("kind",)),

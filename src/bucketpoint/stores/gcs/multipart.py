@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
+from awscrt import checksums
+
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, UploadNotFoundError
 from bucketpoint.stores.base import Buffers, ObjectInfo, OpenUpload, Part
-from bucketpoint.stores.gcs import composed
 from bucketpoint.stores.gcs.answer import GCSReply
 from bucketpoint.stores.gcs.api import Bucket, described, seconds
 from bucketpoint.stores.gcs.body import BINARY
 from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S
 from bucketpoint.stores.gcs.errors import failure_of
 from bucketpoint.stores.http_body import Pieces, crc_of, encoded_crc
-
-# https://cloud.google.com/storage/quotas#requests
-CAPABILITIES = replace(composed.CAPABILITIES, min_part_bytes=5 << 20, max_part_bytes=5 << 30, max_parts=10_000)
 
 
 def create(bucket: Bucket, key: str) -> str:
@@ -81,7 +78,7 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
         # Without the permission to read, neither can be checked. The service compared each part with a checksum, and
         # loads compare their own checksums.
         return ObjectInfo(key, sum(part.size for part in ordered))
-    if not composed.fits(resource.get("crc32c"), ordered):
+    if not _fits(resource.get("crc32c"), ordered):
         bucket.delete([key], {key: str(resource["generation"])})
         raise CorruptDataError("the CRC32C of the object is not that of its parts", url=bucket.url, key=key)
     return described(resource, key)
@@ -109,6 +106,19 @@ def open_uploads(bucket: Bucket, prefix: str) -> Iterator[OpenUpload]:
             "key-marker": root.findtext("{*}NextKeyMarker") or "",
             "upload-id-marker": root.findtext("{*}NextUploadIdMarker") or "",
         }
+
+
+def _fits(reported: Any, parts: Sequence[Part]) -> bool:
+    """Return True if the reported CRC32C of an object fits those of its parts, or if one of these is not known."""
+    if not reported:
+        return True
+    crc = 0
+    for part in parts:
+        if part.crc32c is None:
+            return True
+        if part.size:
+            crc = int(checksums.combine_crc32c(crc, part.crc32c, part.size))
+    return bool(encoded_crc(crc) == reported)
 
 
 def _call(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores.client_cache import frozen
@@ -17,7 +18,7 @@ DEFAULT_CONNECTIONS = 32
 DEFAULT_MAX_ATTEMPTS = 6
 """Attempts of one request, as for S3."""
 
-UPLOADS = ("auto", "xml", "compose")
+UPLOADS = ("auto", "xml")
 
 # With these tokens gcsfs signs in through a browser, or from its own cache of such logins. A training job has neither.
 _INTERACTIVE = ("browser", "cache", "connect")
@@ -62,8 +63,8 @@ class GCSOptions:
         kms_key_name: the Cloud KMS key to encrypt with, `projects/P/locations/L/keyRings/R/cryptoKeys/K`. Default: the
             bucket's.
         storage_class: the storage class of every object written. Default: the bucket's.
-        uploads: method of uploading large objects: "xml" for multipart uploads, "compose" for objects composed of
-            others, "auto" for "xml" at Google and "compose" elsewhere, because no emulator supports multipart uploads.
+        uploads: "xml" to upload large objects in parts, by multipart uploads of the XML API; "auto" for that at Google
+            (`googleapis.com`), and for whole objects elsewhere, because no emulator supports multipart uploads.
         user_agent: added to the user agent, after bucketpoint's own name.
         connections: connections kept open in the pool.
         max_attempts: attempts of one request, the first included. Default: 6. With the default, throttled attempts
@@ -87,7 +88,10 @@ class GCSOptions:
 
     def __post_init__(self) -> None:
         if self.uploads not in UPLOADS:
-            raise BucketpointError(f"uploads={self.uploads!r} is none of {', '.join(UPLOADS)}")
+            raise BucketpointError(
+                f"uploads={self.uploads!r} is none of {', '.join(UPLOADS)}",
+                remedy="Leave it out: where there are no multipart uploads, objects are uploaded whole",
+            )
         if isinstance(self.token, str) and self.token in _INTERACTIVE:
             raise BucketpointError(
                 f"token={self.token!r} needs a person at a browser",
@@ -143,7 +147,8 @@ class GCSOptions:
     @property
     def multipart(self) -> bool:
         """True if large objects are uploaded by the XML API's multipart uploads."""
-        return self.uploads == "xml" or (self.uploads == "auto" and self.endpoint is None)
+        host = urlsplit(self.endpoint or "https://storage.googleapis.com").hostname or ""
+        return self.uploads == "xml" or host.endswith(".googleapis.com")
 
     def cache_key(self) -> tuple[Any, ...]:
         """Return a hashable value that is equal for options that can share one client, in this environment."""

@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ from bucketpoint.stores.base import (
     Part,
 )
 from bucketpoint.stores.client_cache import FirstEnvironment
-from bucketpoint.stores.gcs import composed as gcs_composed
 from bucketpoint.stores.gcs import multipart as gcs_multipart
 from bucketpoint.stores.gcs.api import Bucket, described
 from bucketpoint.stores.gcs.body import BINARY, Incoming
@@ -34,6 +33,20 @@ from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
 T = TypeVar("T")
 
 _MAX_GENERATION = (1 << 63) - 1
+
+# https://cloud.google.com/storage/quotas
+CAPABILITIES = Capabilities(
+    conditional_put=True,
+    checksums=True,
+    multipart=True,
+    pinned_reads=True,
+    streams_ranges=True,
+    min_part_bytes=5 << 20,
+    max_part_bytes=5 << 30,
+    max_parts=10_000,
+    max_put_bytes=5 << 40,
+    conditional_delete=True,  # https://cloud.google.com/storage/docs/request-preconditions
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class GCSStore(HttpStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return gcs_multipart.CAPABILITIES if self.options.multipart else gcs_composed.CAPABILITIES
+        return replace(CAPABILITIES, multipart=self.options.multipart)
 
     def put(
         self,
@@ -113,7 +126,7 @@ class GCSStore(HttpStore):
         for page in self._requests.pages(prefix, **start):
             for item in page.get("items", []):
                 info = described(item, "")
-                if info.key != start_after and not gcs_composed.is_component(info.key):
+                if info.key != start_after:
                     yield info
 
     def list_folders(self, prefix: str) -> Iterator[str]:
@@ -158,23 +171,19 @@ class GCSStore(HttpStore):
             query["rewriteToken"] = reply["rewriteToken"]
 
     def create_multipart(self, key: str) -> str:
-        return gcs_multipart.create(self._requests, key) if self.options.multipart else gcs_composed.create()
+        return gcs_multipart.create(self._requests, key)
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
-        send = gcs_composed.put_part if gcs_composed.is_composed(upload_id) else gcs_multipart.put_part
+        send = gcs_multipart.put_part
         return self._sent(body, crc32c, lambda: send(self._requests, key, upload_id, number, body, crc32c))
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
-        complete = gcs_composed.complete if gcs_composed.is_composed(upload_id) else gcs_multipart.complete
-        return complete(self._requests, key, upload_id, parts)
+        return gcs_multipart.complete(self._requests, key, upload_id, parts)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        abort = gcs_composed.abort if gcs_composed.is_composed(upload_id) else gcs_multipart.abort
-        abort(self._requests, key, upload_id)
+        gcs_multipart.abort(self._requests, key, upload_id)
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        # Composed uploads are listed in any case: another writer with other options may have begun them.
-        yield from gcs_composed.open_uploads(self._requests, prefix)
         if self.options.multipart:
             yield from gcs_multipart.open_uploads(self._requests, prefix)
 
