@@ -1,4 +1,4 @@
-"""Draws docs/retention.svg: saves the run of docs/retention.md in memory, and `bucketpoint prune --plot` draws its plan.
+"""Draws docs/retention.svg: saves the run of docs/retention.md in memory, and `bucketpoint prune` draws its plan.
 
     python tools/make_retention_plot.py [FILE.svg]
 

@@ -88,7 +88,7 @@ class Process:
             self._trainer.step()
 
     def engine(self, number: int) -> dict[str, Any]:
-        """One plan, and the verdict on it: what a pruner does after every commit. Then its words, as `prune --dry-run` prints."""
+        """Time one plan with the verdict on it, as a pruner makes after every commit, and its words in a dry run."""
         given = rows(number)
         gc.collect()
         cpu, wall = time.process_time(), time.perf_counter()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from bucketpoint.cli.command import Access, CommandResult, command, parse_option
 from bucketpoint.cli.commands import show
 from bucketpoint.cli.exits import exit_code
 from cli.conftest import Program, save
+from cli.test_retention import save_run, write
+from cli.test_seen import save_with_torch
 from kit.servers import S3Server
-
-HEAVY = ("torch", "numpy", "boto3", "botocore", "fsspec", "awscrt", "rich")
 
 
 def shell(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -37,22 +38,56 @@ def shell(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
-)
-def test_help_imports_nothing_large(arguments: list[str]) -> None:
+def started(large: Sequence[str], *commands: Sequence[str]) -> list[str]:
+    """Run commands one after the other in a new process. Return those that fail or import something large."""
     program = (
-        "import sys; from bucketpoint.cli.app import run; code = run(sys.argv[1:]); "
-        f"print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)"
+        "import json, sys\nfrom bucketpoint.cli.app import run\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    code, large = run(command), sorted({*sys.argv[2:]} & sys.modules.keys())\n"
+        "    if code or large: print('STARTED', command, code, large, file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=240
-    )
-    assert done.stderr.strip() == "[] 0"
+    arguments = [sys.executable, "-c", program, json.dumps(commands), *large]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout
+    return [line for line in done.stderr.splitlines() if line.startswith("STARTED")]
 
 
-def test_every_command_has_help_and_the_common_options() -> None:
+def test_imports_nothing_large_for_help() -> None:
+    large = ("torch", "numpy", "boto3", "botocore", "fsspec", "awscrt", "rich", "yaml")
+    assert started(large, ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)) == []
+
+
+def test_imports_no_torch_where_only_metadata_is_looked_at(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 1, 2, 3)
+    save(f"{root}/step-4")
+    save_with_torch(tmp_path / "run/step-5")
+    policy = str(write(tmp_path, root))
+    commands = [
+        ["ls", root],
+        ["ls", root, "--all", "--json"],
+        ["prune", policy, "--dry-run"],
+        ["overview", root],
+        ["show", f"{root}/step-3", "--tensors"],
+        ["show", f"{root}/step-4"],
+        ["show", f"{root}/step-5", "--json"],
+        ["diff", f"{root}/step-4", f"{root}/step-4", "--values"],
+        ["pin", root, "2"],
+        ["pin", root, "2", "--remove"],
+        ["report", root, "2", "loss=1"],
+        ["gc", root, "--adopt"],
+        ["gc", root, "--dry-run"],
+        ["doctor", root, "--size", "0"],
+        ["watch", root, "--policy", policy],
+        ["overview", root, "--policy", policy, "--html", str(tmp_path / "page.html")],
+        ["rm", f"{root}/step-1", "--yes"],
+        ["rollback", root, "4"],
+        ["undo", root, "5"],
+    ]
+    assert started(["torch", "numpy"], *commands) == []
+
+
+def test_gives_every_command_help_and_the_common_options() -> None:
     context = click.Context(app)
     for name in app.list_commands(context):
         found = app.get_command(context, name)
@@ -62,7 +97,7 @@ def test_every_command_has_help_and_the_common_options() -> None:
         assert {"--json", "--debug", "--storage-option", "--endpoint-url"} <= options, name
 
 
-def test_help_describes_each_command_by_one_whole_sentence(program: Program) -> None:
+def test_describes_each_command_by_one_whole_sentence(program: Program) -> None:
     lines = program("--help").out.splitlines()
     assert [line for line in lines if line.rstrip().endswith("...")] == [
         "Usage: bucketpoint [OPTIONS] COMMAND [ARGS]..."
@@ -88,13 +123,13 @@ def test_names_the_replacement_of_a_command_that_is_gone(program: Program, name:
     assert all(flag in program(command, "--help").out for flag in flags)
 
 
-def test_a_command_that_is_not_there_is_a_usage_error(program: Program) -> None:
+def test_refuses_a_command_that_is_not_there(program: Program) -> None:
     done = program("nonsense")
     assert done.code == 2
     assert "No such command 'nonsense'" in done.err
 
 
-def test_a_run_that_is_not_there_and_a_url_without_its_scheme_are_told_to_be_local_paths(
+def test_says_of_a_place_that_is_not_there_that_it_is_a_local_path(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -104,14 +139,14 @@ def test_a_run_that_is_not_there_and_a_url_without_its_scheme_are_told_to_be_loc
         assert "at this URL (a local path)" in done.err, arguments
 
 
-def test_a_step_that_is_no_number_is_called_one(program: Program, tmp_path: Path) -> None:
+def test_refuses_a_step_that_is_no_number(program: Program, tmp_path: Path) -> None:
     for name in ("pin", "undo", "rollback"):
         done = program(name, str(tmp_path), "5x")
         assert done.code == 2
         assert "'5x' is not a valid step number" in done.err
 
 
-def test_nothing_but_one_document_is_on_stdout(tmp_path: Path) -> None:
+def test_prints_nothing_but_one_document_with_json(tmp_path: Path) -> None:
     save(str(tmp_path / "a"))
     done = shell("verify", "--progress", str(tmp_path / "a"), "--json")
     assert done.returncode == 0, done.stderr
@@ -124,7 +159,7 @@ LISTED = (
 )
 
 
-def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: Path) -> None:
+def test_says_in_an_error_what_where_and_what_to_do_without_a_traceback(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/none"
     done = shell("show", url)
     assert done.returncode == 3
@@ -136,14 +171,14 @@ def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: P
     ]
 
 
-def test_the_error_for_a_file_of_torch_names_the_command_that_converts_it(program: Program, tmp_path: Path) -> None:
+def test_names_the_command_that_converts_a_file_of_torch(program: Program, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"a file")
     done = program("show", str(tmp_path / "model.pt"))
     assert done.code == 3
     assert "`bucketpoint convert FILE URL`" in done.err
 
 
-def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path: Path) -> None:
+def test_prints_a_traceback_with_debug_and_a_document_with_json(program: Program, tmp_path: Path) -> None:
     done = program("show", str(tmp_path / "none"), "--debug", "--json")
     assert done.code == 3
     assert "Traceback (most recent call last)" in done.err
@@ -162,7 +197,7 @@ def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path
     }
 
 
-def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exits_with_a_code_of_its_own_after_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
     @command("broken")
     def broken(access: Access) -> CommandResult:
         raise ZeroDivisionError("secret of the implementation")
@@ -183,7 +218,7 @@ def stuck(access: Access) -> CommandResult:
     raise KeyboardInterrupt
 
 
-def test_an_interruption_has_the_code_of_one(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exits_with_the_code_of_an_interruption(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "stuck", "show")
     monkeypatch.setattr(show, "stuck", stuck, raising=False)
     done = program("stuck")
@@ -208,11 +243,11 @@ def test_an_interruption_has_the_code_of_one(program: Program, monkeypatch: pyte
         (errors.UnsafeDataError, 1),
     ],
 )
-def test_each_kind_of_error_has_its_exit_code(kind: type[errors.BucketpointError], code: int) -> None:
+def test_exits_with_the_code_of_each_kind_of_error(kind: type[errors.BucketpointError], code: int) -> None:
     assert exit_code(kind("x")) == code
 
 
-def test_the_store_errors_of_a_real_server_end_in_their_codes(
+def test_exits_with_the_codes_of_a_real_server_s_errors(
     minio: S3Server, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in minio.env.items():
@@ -230,7 +265,7 @@ def test_the_store_errors_of_a_real_server_end_in_their_codes(
     assert program("show", f"s3://{bucket}/x", *away).code == 6
 
 
-def test_options_are_read_as_what_they_are() -> None:
+def test_reads_options_as_what_they_are() -> None:
     pairs = [
         "anon=true",
         "connections=8",
@@ -252,7 +287,7 @@ def test_options_are_read_as_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("pair", ["name", "=value", 'client_kwargs={"a"'])
-def test_an_option_that_is_no_pair_is_refused_without_repeating_its_value(pair: str) -> None:
+def test_refuses_an_option_that_is_no_pair_without_repeating_its_value(pair: str) -> None:
     with pytest.raises(click.BadParameter) as caught:
         parse_options([pair])
     assert "value" in caught.value.message
@@ -262,7 +297,7 @@ def test_an_option_that_is_no_pair_is_refused_without_repeating_its_value(pair: 
 @pytest.mark.parametrize(
     "arguments", [("cp", "--from-option"), ("convert", "--to-option"), ("diff", "--a-option"), ("diff", "--b-option")]
 )
-def test_the_option_that_has_no_pair_is_named(program: Program, arguments: tuple[str, str]) -> None:
+def test_names_the_option_that_has_no_pair(program: Program, arguments: tuple[str, str]) -> None:
     command, option = arguments
     done = program(command, "a", "b", option, "endpoint_url")
     assert done.code == 2
@@ -271,7 +306,7 @@ def test_the_option_that_has_no_pair_is_named(program: Program, arguments: tuple
     assert "endpoint_url" not in done.err
 
 
-def test_an_endpoint_is_for_s3_alone_and_a_local_path_takes_no_options() -> None:
+def test_gives_an_endpoint_to_s3_alone_and_no_options_to_a_local_path() -> None:
     access = Access({"key": "k"}, "http://e")
     assert access.for_url("s3://b/x") == {"key": "k", "endpoint_url": "http://e"}
     assert access.for_url("s3://b/x", {"key": "other"}) == {"key": "other", "endpoint_url": "http://e"}
@@ -281,7 +316,7 @@ def test_an_endpoint_is_for_s3_alone_and_a_local_path_takes_no_options() -> None
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_completion_offers_the_commands(name: str) -> None:
+def test_offers_the_commands_in_a_shell(name: str) -> None:
     source = shell(_BUCKETPOINT_COMPLETE=f"{name}_source")
     assert source.returncode == 0
     assert "_BUCKETPOINT_COMPLETE" in source.stdout
@@ -294,10 +329,10 @@ def test_completion_offers_the_commands(name: str) -> None:
 @pytest.mark.parametrize(
     ("nbytes", "said"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_999, "1.00 MB"), (12_580_000, "12.6 MB")]
 )
-def test_sizes_have_three_digits(nbytes: int, said: str) -> None:
+def test_writes_sizes_with_three_digits(nbytes: int, said: str) -> None:
     assert text.size(nbytes) == said
 
 
-def test_help_of_python_m_names_the_program() -> None:
+def test_names_the_program_in_the_help_of_python_m() -> None:
     done: Any = shell("--help")
     assert done.stdout.startswith("Usage: bucketpoint")

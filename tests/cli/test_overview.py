@@ -68,7 +68,7 @@ def made(program: Program, root: str, file: Path, *arguments: str, code: int = 0
     return Page(file.read_text(encoding="utf-8"))
 
 
-def test_the_page_shows_checkpoints_saves_costs_and_the_policy(program: Program, tmp_path: Path, root: str) -> None:
+def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Program, tmp_path: Path, root: str) -> None:
     save_run(root, *STEPS)
     assert program("report", root, "20", "eval/loss=0.5").code == 0
     assert program("pin", root, "10", "--reason", "release 1.0").code == 0
@@ -121,7 +121,7 @@ def test_shows_the_same_costs_as_text_and_on_the_page(program: Program, tmp_path
     assert (found["html"], found["tombstoned"]["checkpoints"]) == (None, 0)
 
 
-def test_hostile_names_are_text_on_the_page(program: Program, tmp_path: Path) -> None:
+def test_writes_hostile_names_as_text_on_the_page(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "<img src=x onerror=alert(2)>&run")
     save_run(root, 10, 20, 30)
     assert program("report", root, "30", f'{HOSTILE}"><b>=0.5').code == 0
@@ -145,7 +145,7 @@ def test_hostile_names_are_text_on_the_page(program: Program, tmp_path: Path) ->
     assert not [one for one in shown.attributes if one[1].startswith("on")]
 
 
-def test_a_folder_whose_name_is_no_text_is_a_page_with_a_picture_too(program: Program, tmp_path: Path) -> None:
+def test_makes_a_page_of_a_folder_whose_name_is_no_text(program: Program, tmp_path: Path) -> None:
     # Python's name for a byte that is not UTF-8. Not the name during the saves: xdist cannot send their log.
     root, file, policy = str(tmp_path / "run\udce9"), tmp_path / "page.html", tmp_path / "policy.yaml"
     save_run(str(tmp_path / "run"), *STEPS)
@@ -156,7 +156,7 @@ def test_a_folder_whose_name_is_no_text_is_a_page_with_a_picture_too(program: Pr
     assert shown.of("h1")[0] in shown.of("title")
 
 
-def test_the_page_asks_for_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_path: Path) -> None:
+def test_loads_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
     shown = made(program, root, tmp_path / "page.html", "--policy", str(write(tmp_path, root)))
@@ -168,7 +168,7 @@ def test_the_page_asks_for_nothing_from_elsewhere_and_runs_nothing(program: Prog
     assert ("meta", "content", "light dark") in shown.attributes
 
 
-def test_neither_credentials_nor_the_user_in_a_url_are_on_the_page(
+def test_leaves_credentials_and_the_user_in_a_url_off_the_page(
     minio: S3Server, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = minio.make_bucket()
@@ -188,7 +188,7 @@ def test_neither_credentials_nor_the_user_in_a_url_are_on_the_page(
     assert "someone" not in file.read_text(encoding="utf-8")
 
 
-def test_verify_reads_every_checkpoint_and_names_the_damage(program: Program, tmp_path: Path) -> None:
+def test_reads_every_checkpoint_with_verify_and_names_the_damage(program: Program, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save_run(str(root), 10, 20)
     file = tmp_path / "page.html"
@@ -221,7 +221,7 @@ def test_refuses_a_price_that_is_none(program: Program, tmp_path: Path, price: s
     assert "--price" in done.err
 
 
-def test_after_verify_the_newest_whole_checkpoint_is_one_that_was_found_whole(program: Program, tmp_path: Path) -> None:
+def test_shows_as_the_newest_whole_checkpoint_one_that_verify_found_whole(program: Program, tmp_path: Path) -> None:
     root, file = tmp_path / "run", tmp_path / "page.html"
     save_run(str(root), 10, 20, 30, 40)
     assert program("rollback", str(root), "20").code == 0
@@ -239,7 +239,7 @@ def test_after_verify_the_newest_whole_checkpoint_is_one_that_was_found_whole(pr
     assert shown.of("b")[0] == "none"
 
 
-def test_how_long_saves_took_is_read_from_their_records(program: Program, tmp_path: Path) -> None:
+def test_reads_from_the_records_how_long_saves_took(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, 10, 20, 30)
     first, second, third = sorted(one for one in Path(root, "_bucketpoint").rglob("*") if "__full__" in one.name)
@@ -261,13 +261,13 @@ def test_how_long_saves_took_is_read_from_their_records(program: Program, tmp_pa
     assert shown.of("h3") == []
 
 
-def test_a_place_with_nothing_ends_with_3_and_no_page(program: Program, tmp_path: Path) -> None:
+def test_ends_with_3_and_no_page_where_nothing_is(program: Program, tmp_path: Path) -> None:
     done = program("overview", str(tmp_path / "typo"), "--html", str(tmp_path / "page.html"))
     assert done.code == 3
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_run_without_a_checkpoint_is_a_page_too(program: Program, tmp_path: Path) -> None:
+def test_makes_a_page_of_a_run_without_a_checkpoint(program: Program, tmp_path: Path) -> None:
     begin(str(tmp_path / "run"), 10, 5)
     policy = write(tmp_path, str(tmp_path / "run"))
     shown = made(program, str(tmp_path / "run"), tmp_path / "page.html", "--policy", str(policy))
@@ -275,7 +275,7 @@ def test_a_run_without_a_checkpoint_is_a_page_too(program: Program, tmp_path: Pa
     assert shown.marks("live") == 1
 
 
-def test_a_file_that_cannot_be_written_is_told(program: Program, tmp_path: Path) -> None:
+def test_tells_of_a_file_that_cannot_be_written(program: Program, tmp_path: Path) -> None:
     save_run(str(tmp_path / "run"), 10)
     done = program("overview", str(tmp_path / "run"), "--html", str(tmp_path / "none/page.html"))
     assert done.code == 2
@@ -314,7 +314,7 @@ def report(rows: int) -> RunReport:
     return RunReport("s3://bucket/run", document, [("now", rows, rows * 10**9, 0.0)], 0.023)
 
 
-def test_of_many_checkpoints_the_table_has_the_newest_and_the_charts_have_all() -> None:
+def test_lists_the_newest_of_many_checkpoints_and_draws_all() -> None:
     source = page(report(MOST_ROWS + 500))
     shown = Page(source)
     assert len([name for name in shown.names if name == "tr"]) == 2 + 1 + MOST_ROWS + 0
@@ -335,7 +335,7 @@ def points(chart: str) -> Iterator[tuple[float, float]]:
             yield round((x - 4) / 992, 2), round((98 - float(part[1:])) / 90, 2)
 
 
-def test_stored_bytes_rise_with_each_save_and_fall_with_each_tombstone() -> None:
+def test_draws_stored_bytes_that_rise_with_saves_and_fall_with_tombstones() -> None:
     chart = storage([(0.0, 100), (50.0, 300), (200.0, -100)], 100.0, "stored", lambda nbytes: f"${nbytes}")
     assert [*points(chart)] == [(0.0, 0.25), (0.25, 1.0)]
     assert 'class="ahead"' in chart
@@ -344,7 +344,7 @@ def test_stored_bytes_rise_with_each_save_and_fall_with_each_tombstone() -> None
     assert 'class="ahead"' not in storage([(0.0, 100)], 100.0, "stored", str)
 
 
-def test_a_save_is_drawn_above_the_line_if_it_committed_and_below_otherwise() -> None:
+def test_draws_a_save_above_the_line_if_it_committed_and_below_otherwise() -> None:
     marks = [SaveMark(0.0, 10, "kept", "a"), SaveMark(1.0, 5, "dead", f"{HOSTILE}"), SaveMark(2.0, 0, "going", "c")]
     chart = saves(marks, "label")
     ends = {
@@ -355,12 +355,12 @@ def test_a_save_is_drawn_above_the_line_if_it_committed_and_below_otherwise() ->
     assert saves([], "label") == ""
 
 
-def test_the_chart_of_durations_has_the_time_axis_of_the_chart_of_sizes() -> None:
+def test_draws_durations_on_the_time_axis_of_sizes() -> None:
     every = [SaveMark(time, 5, "kept", "") for time in (0.0, 50.0, 100.0)]
     assert 'd="M500.0 74' in saves(every[1:2], "label", beside=every)
 
 
-def test_markup_escapes_all_but_markup() -> None:
+def test_escapes_all_but_markup() -> None:
     inner = element("b", "<i>", title='"x"')
     assert inner == '<b title="&quot;x&quot;">&lt;i&gt;</b>'
     assert element("p", inner, "&") == f"<p>{inner}&amp;</p>"

@@ -45,7 +45,7 @@ def group(picture: str, name: str) -> list[ET.Element]:
     return list(found)
 
 
-def test_every_checkpoint_is_drawn_as_what_becomes_of_it() -> None:
+def test_draws_every_checkpoint_as_what_becomes_of_it() -> None:
     planned = made(23)
     picture = svg(planned, "s3://bucket/<run>&co")
     for action, entries in (("keep", planned.kept), ("thin", planned.thinned), ("delete", planned.deleted)):
@@ -61,14 +61,14 @@ def test_every_checkpoint_is_drawn_as_what_becomes_of_it() -> None:
     assert ET.fromstring(picture).find(f"{NAME}title").text == "s3://bucket/<run>&co"  # type: ignore[union-attr]
 
 
-def test_what_no_picture_may_hold_is_drawn_as_an_escape() -> None:
+def test_escapes_what_no_picture_may_hold() -> None:
     # Python's name for a byte that is not UTF-8, and a control character that XML forbids.
     picture = svg(made(3), "run\udce9\x1b")
     assert ET.fromstring(picture).find(f"{NAME}title").text == "run\\udce9\\x1b"  # type: ignore[union-attr]
     assert picture.encode("utf-8").decode() == picture
 
 
-def test_what_is_kept_has_the_colour_of_the_first_rule_that_keeps_it() -> None:
+def test_draws_what_is_kept_in_the_colour_of_the_first_rule_that_keeps_it() -> None:
     planned = made(23)
     colours = dict(zip(planned.rules, COLOURS, strict=False))
     shown = [bar.get("fill") for bar in group(svg(planned, "run"), "keep")]
@@ -78,7 +78,7 @@ def test_what_is_kept_has_the_colour_of_the_first_rule_that_keeps_it() -> None:
     assert len(set(shown)) >= 4
 
 
-def test_each_rule_has_a_row_with_all_that_it_keeps() -> None:
+def test_draws_a_row_for_each_rule_with_all_that_it_keeps() -> None:
     planned = made(23)
     rows = [one for one in ET.fromstring(svg(planned, "run")).iter(f"{NAME}g") if one.get("class") == "rule"]
     for row, rule in zip(rows, [*planned.rules, "safety"], strict=True):
@@ -88,7 +88,7 @@ def test_each_rule_has_a_row_with_all_that_it_keeps() -> None:
         assert drawn.count("M") == keeps > 0
 
 
-def test_a_thousand_checkpoints_fit_and_do_not_hide_what_stays() -> None:
+def test_draws_a_thousand_checkpoints_and_does_not_hide_what_stays() -> None:
     planned = made(1000)
     picture = svg(planned, "run")
     assert len(picture) < 50_000
@@ -107,7 +107,7 @@ def test_a_thousand_checkpoints_fit_and_do_not_hide_what_stays() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_few_checkpoints_and_none_are_a_picture_too(number: int) -> None:
+def test_draws_few_checkpoints_and_none(number: int) -> None:
     picture = svg(made(number), "run")
     ET.fromstring(picture)
     assert f"{number} checkpoint" in picture
@@ -115,7 +115,7 @@ def test_few_checkpoints_and_none_are_a_picture_too(number: int) -> None:
         assert f'x="{(LEFT + RIGHT) / 2 - 4.5:.1f}"' in picture
 
 
-def test_it_says_in_words_what_it_shows_and_cuts_what_is_too_long_for_a_label() -> None:
+def test_says_in_words_what_it_shows_and_cuts_long_labels() -> None:
     planned = replace(made(23), rules=("match: " + "long." * 20 + "name:keep", *made(23).rules[1:]))
     tree = ET.fromstring(svg(planned, "run"))
     assert tree.get("role") == "img"
@@ -139,7 +139,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_its_colours_are_seen_on_white_and_on_black() -> None:
+def test_has_colours_that_are_seen_on_white_and_on_black() -> None:
     assert min(contrast(INK, "#ffffff"), contrast(INK, "#000000")) >= 4.5
     for colour in COLOURS:
         # The second is what GitHub's dark theme has behind pictures.
@@ -148,7 +148,7 @@ def test_its_colours_are_seen_on_white_and_on_black() -> None:
     assert used <= {INK, "none", *COLOURS}
 
 
-def test_the_picture_in_the_documentation_is_what_the_command_draws(tmp_path: Path) -> None:
+def test_draws_the_picture_of_the_documentation(tmp_path: Path) -> None:
     drawn = tmp_path / "drawn.svg"
     assert make_retention_plot.main([str(drawn)]) == 0
     assert drawn.read_text() == (ROOT / "docs/retention.svg").read_text()
