@@ -241,6 +241,7 @@ def test_exits_with_the_code_of_an_interruption(program: Program, monkeypatch: p
         (errors.ThrottledError, 6),
         (errors.CorruptDataError, 1),
         (errors.UnsafeDataError, 1),
+        (errors.GoneError, 1),
     ],
 )
 def test_exits_with_the_code_of_each_kind_of_error(kind: type[errors.BucketpointError], code: int) -> None:

@@ -19,6 +19,7 @@ EMPTY = Answer(200)
 JSON = Answer(200, {"Content-Type": "application/json"}, b'{"login": "https://portal"}')
 MISSING = Answer(404, {"Content-Type": "text/html"}, b"<h1>Not Found</h1>")
 MOVED = Answer(302, {"Location": "https://user:hush@portal.example/login?next=hush"})
+CACHED = Answer(304, {"ETag": '"e"', "Server": "squid"})
 DENIED = Answer(403, {"Content-Type": "text/html"}, b"<h1>Forbidden</h1>")
 
 
@@ -51,7 +52,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("make", [s3, gcs])
 def test_refuses_every_answer_that_is_not_the_stores(make: Callable[[str], HttpStore], call: str) -> None:
-    answers = [PAGE, XHTML, EMPTY, JSON, MISSING, MOVED, DENIED]
+    answers = [PAGE, XHTML, EMPTY, JSON, MISSING, MOVED, CACHED, DENIED]
     for answer in answers:
         # The answer to HEAD has no body that could tell.
         if call == "head" and make is s3 and answer in (MISSING, DENIED):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.tombstones import GoneError, undo
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
+from bucketpoint.catalog.tombstones import undo
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, GoneError, StoreError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
 

@@ -121,6 +121,8 @@ def _error_reason(operation: str, status: int, headers: Mapping[str, str], body:
         return None if root_of(body) == "Error" else "its body is not an error of S3"
     if status < 400 and "location" in headers and _REGION not in headers:
         return "it leads elsewhere"
+    if status == 304:
+        return "the request did not ask whether anything has changed"
     # 404 means "no checkpoint here" to a save and to a restore, so it is believed only if the store says it. Answers to
     # HEAD have no body that could, and some servers give them the type of a page.
     if status == 404 and _ID not in headers and not operation.startswith("Head"):
