@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint import staging as torch_staging
 
 import bucketpoint
@@ -243,14 +244,25 @@ class FailsToStage(Stager):
         return failed
 
 
-def fail_to_stage_once(rank: int, world: int, root: str) -> str:
-    """Rank 1 cannot copy its state in the background; then all save again. Returns the error of the first save."""
-    stager = FailsToStage(StagingOptions(use_async_staging=True)) if rank == 1 else None
-    handle = bucketpoint.async_save(Training(rank, world).run(1), checkpoint_id=f"{root}/1", async_stager=stager)
-    error = handle.exception()
-    bucketpoint.async_save(Training(rank, world).run(2), checkpoint_id=f"{root}/2").result()
-    assert_holds(f"{root}/2", 2, world)
-    return f"{type(error).__name__}: {error}"
+class FailsToPlan(DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        raise OSError("no memory left")
+
+
+def fail_in_a_half(rank: int, world: int, root: str) -> list[str]:
+    """The second rank of each half cannot copy its state, then cannot plan. Returns the errors, and saves again."""
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own, place = halves[rank // 2], rank % 2
+    stager = FailsToStage(StagingOptions(use_async_staging=True)) if place == 1 else None
+    planner = FailsToPlan() if place == 1 else DefaultSavePlanner()
+    texts = []
+    for given in ({"async_stager": stager}, {"planner": planner}, {}):
+        url = f"{root}/{rank // 2}-{len(texts)}"
+        state = Training(place, 2).run(2)
+        texts.append(str(bucketpoint.async_save(state, url, process_group=own, **given).exception()))
+    assert_holds(url, 2, 2)
+    dist.destroy_process_group(own)
+    return texts
 
 
 def stock_save_beside_training(rank: int, world: int, root: str, stages: str) -> int:

@@ -83,9 +83,13 @@ def test_names_the_rank_that_is_lost_in_a_save_by_its_number_in_the_job(tmp_path
         assert "committed only if" in text
 
 
-def test_ends_the_save_of_all_ranks_if_one_cannot_stage_and_saves_again(two_ranks: Ranks, tmp_path: Path) -> None:
-    for error in two_ranks.run(scenarios.fail_to_stage_once, str(tmp_path)):
-        assert "OSError: no memory left" in error
+def test_names_a_rank_that_cannot_stage_or_plan_by_its_number_in_the_job_and_saves_again(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    for rank, (*errors, last) in enumerate(four_ranks.run(scenarios.fail_in_a_half, str(tmp_path))):
+        for error in errors:
+            assert f"Rank {rank // 2 * 2 + 1} failed: OSError: no memory left" in error
+        assert last == "None"
 
 
 def test_connects_ranks_of_a_large_group_when_they_first_talk(four_ranks: Ranks, tmp_path: Path) -> None:

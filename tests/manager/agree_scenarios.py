@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 import bucketpoint
-from bucketpoint import BucketWriter, StagingOptions
+from bucketpoint import BucketWriter, LoadPlanner, StagingOptions
 from bucketpoint.dcp import meeting
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
 from bucketpoint.manager import ranks
@@ -174,6 +174,34 @@ def interrupt_one_rank(rank: int, world: int, root: str) -> Any:
             outcome = "interrupted"
         except BucketpointError as error:
             outcome = error.message
+        manager.save(2, state(2, world))
+    return outcome, committed(root)
+
+
+class Interrupted(LoadPlanner):
+    def create_local_plan(self) -> Any:
+        raise KeyboardInterrupt
+
+
+class InterruptedState(Stateful):
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        if self.value:
+            raise SystemExit
+
+
+def interrupt_a_load(rank: int, world: int, root: str, where: str) -> Any:
+    """The last rank is interrupted where DCP tells the others, or where it does not."""
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(1, {"own": Stateful(7)})
+        manager.wait()
+        bad = rank == world - 1
+        planner = Interrupted() if bad and where == "plan" else None
+        try:
+            manager.restore({"own": InterruptedState(bad and where == "state")}, 1, planner=planner)
+        except (KeyboardInterrupt, SystemExit) as error:
+            outcome = type(error).__name__
+        except BucketpointError as error:
+            outcome = str(error)
         manager.save(2, state(2, world))
     return outcome, committed(root)
 

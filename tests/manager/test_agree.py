@@ -74,6 +74,16 @@ def test_tells_the_other_ranks_of_one_that_was_interrupted(ranks: Ranks, root: s
     assert ranks.run(scenarios.interrupt_one_rank, root) == [told, ("interrupted", ["step-2"])]
 
 
+@pytest.mark.parametrize(("where", "kind"), [("plan", "KeyboardInterrupt"), ("state", "SystemExit")])
+def test_raises_what_interrupts_a_load_on_that_rank_and_names_it_on_the_others(
+    ranks: Ranks, root: str, where: str, kind: str
+) -> None:
+    (other, _), (interrupted, committed) = ranks.run(scenarios.interrupt_a_load, root, where)
+    assert (interrupted, committed) == (kind, ["step-1", "step-2"])
+    assert kind in other
+    assert "rank=1" in other
+
+
 @pytest.mark.parametrize("connected", [False, True])
 def test_goes_on_together_or_raises_on_all_ranks(ranks: Ranks, root: str, connected: bool) -> None:
     assert ranks.run(scenarios.fail_in_together, root, connected) == [

@@ -71,6 +71,7 @@ class SaveHandle(Future[Metadata]):
         self._parent_group: ProcessGroup | None = None
         # The group on which a thread of this process saves.
         self._group: Any = None
+        self._ranks: tuple[int, ...] = ()
         self._on_commit: OnCommit | None = None
         self.begun_s = time.monotonic()
         self._blocked_s = 0.0
@@ -183,7 +184,7 @@ class SaveHandle(Future[Metadata]):
             if self._group is not None and not isinstance(error, CheckpointException):
                 # DCP has not raised it on all ranks: wake those that wait for this one, on connections not used again.
                 error = meshes.given_up(self._group, error, self.url)
-            error = as_ours(error, self.url)
+            error = as_ours(error, self.url, ranks=self._ranks)
         if self._lease is not None:
             self._lease.end()
         self._note_figures(error)
@@ -320,6 +321,7 @@ def async_save(
     spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
     plans = spare.take()
     group = None if no_dist else meshes.group_beside(process_group)
+    handle._ranks = process_groups.ranks_of(process_group) if group is not None else ()
     if async_checkpointer_type is AsyncCheckpointerType.THREAD:
         handle._group = group
     together = dist.get_world_size(group) if group is not None else 1
@@ -327,7 +329,7 @@ def async_save(
     if group is None or not use_collectives or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
     alone = group is None or not use_collectives or dist.get_world_size(group) == 1
-    watched = WatchedStager(stager, handle, None if alone else dist.get_rank(group), ranks)
+    watched = WatchedStager(stager, handle, alone, ranks)
     begun = dcp.async_save(
         watched.state_of(state_dict),
         checkpoint_id=checkpoint_id,

@@ -5,12 +5,13 @@ DCP pickles them. Where this package sends them itself they are plain values, as
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint import CheckpointException
@@ -84,8 +85,34 @@ def as_failure(error: BaseException, rank: int, url: str | None = None, what: st
     return failure
 
 
+@contextlib.contextmanager
+def errors_of_dcp(
+    url: str | None,
+    what: str = "The save",
+    ranks: Sequence[int] = (),
+    *,
+    before: tuple[type[BucketpointError], ...] = (),
+) -> Iterator[None]:
+    """Raise the error of a call of DCP as ours, and what has interrupted this rank as it is. Arguments as `as_ours`."""
+    try:
+        yield
+    except CheckpointException as raised:
+        raise interrupt_in(raised, ranks) or as_ours(raised, url, what, ranks, before=before) from raised
+
+
+def interrupt_in(error: CheckpointException, ranks: Sequence[int] = ()) -> BaseException | None:
+    """Return what has interrupted this rank, such as Ctrl-C; DCP raises it on all ranks as the failure of this one."""
+    own, _ = error.failures.get(ranks.index(process_groups.this_rank()) if ranks else 0, (None, None))
+    return None if isinstance(own, Exception | CheckpointException) else own
+
+
 def as_ours(
-    error: BaseException, url: str | None, what: str = "The save", *, before: tuple[type[BucketpointError], ...] = ()
+    error: BaseException,
+    url: str | None,
+    what: str = "The save",
+    ranks: Sequence[int] = (),
+    *,
+    before: tuple[type[BucketpointError], ...] = (),
 ) -> BucketpointError:
     """Turn an error of DCP into a BucketpointError.
 
@@ -93,16 +120,18 @@ def as_ours(
     `PeerFailedError` last. If the checkpoint process has died, return an error that says so.
 
     Args:
+        ranks: the ranks of the call by their numbers in the job; DCP has those in the group. Empty for this one alone.
         before: classes of errors that are preferred to all others.
     """
+    ranks = ranks or (process_groups.this_rank(),)
     if isinstance(error, CheckpointException):
-        failed = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+        failed = {ranks[place]: failure for place, (failure, _) in sorted(error.failures.items())}
 
-        def place(rank: int) -> tuple[bool, ...]:
+        def order(rank: int) -> tuple[bool, ...]:
             consequence, ours = (isinstance(failed[rank], kind) for kind in (PeerFailedError, BucketpointError))
             return not isinstance(failed[rank], before), consequence, not ours
 
-        rank = min(failed, key=place)
+        rank = min(failed, key=order)
         ours = as_failure(failed[rank], rank, url)
     else:
         dead = None if isinstance(error, BucketpointError) else dead_checkpoint_process(_DYING_S)

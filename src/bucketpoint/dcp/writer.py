@@ -431,5 +431,5 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.times.sent_bytes, session.times.copied_bytes = meter.done_bytes, written.copied_nbytes
         session.tally = tally_of(said, plan.items, written, last, planner, self.groups)
         self.earlier_saves.keep(said, str(session.url), written)
-        describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
+        describe(logger, logging.DEBUG, f"rank {process_groups.this_rank()} uploaded", session.url, meter, session.started)
         return written.results

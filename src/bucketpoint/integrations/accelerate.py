@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, saved_ranks
-from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.saves import Saves, job_ranks
@@ -147,11 +145,10 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
         return reader, with_states(state), ResumePlanner(state)
 
     call = f"load_state({url!r})"
-    reader, state, planner = job_ranks(call).together(call, prepared)
-    try:
+    ranks = job_ranks(call)
+    reader, state, planner = ranks.together(call, prepared)
+    with ranks.calling_dcp(call, url):
         dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=planner)
-    except CheckpointException as raised:
-        raise as_ours(raised, url) from raised
 
 
 def _name(kind: str, number: int) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import MODEL, OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.config.override import derive, override
@@ -30,7 +29,6 @@ from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
-from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.errors import BucketpointError
@@ -156,11 +154,9 @@ class BucketpointManager(CheckpointManager):
         call = f"the save of {checkpoint_id}"
         if async_mode == AsyncMode.DISABLED:
             made = self._ranks.together(call, lambda: with_states(state_dict))
-            try:
+            # torchtitan ends a run by `except Exception`, which does not catch DCP's CheckpointException.
+            with self._ranks.calling_dcp(call, checkpoint_id):
                 dcp.save(made, checkpoint_id=checkpoint_id, process_group=self._ranks.group, **saving)
-            except CheckpointException as raised:
-                # torchtitan ends a run by `except Exception`, which does not catch CheckpointException.
-                raise as_ours(raised, checkpoint_id) from raised
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None

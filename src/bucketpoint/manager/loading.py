@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, Metadata
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
-from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -111,16 +110,17 @@ def attempt(
     except Exception as raised:  # noqa: BLE001 (raised by the caller)
         return LoadOutcome(raised)
     try:
-        dcp.load(
-            held,
-            checkpoint_id=url,
-            storage_reader=reader,
-            planner=planner or LoadPlanner(),
-            process_group=ranks.group,
-        )
-    except CheckpointException as raised:
-        error = as_ours(raised, str(url), "The load", before=DAMAGE)
-    except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
+        with ranks.calling_dcp(_CALL, str(url), before=DAMAGE):
+            dcp.load(
+                held,
+                checkpoint_id=url,
+                storage_reader=reader,
+                planner=planner or LoadPlanner(),
+                process_group=ranks.group,
+            )
+    except BaseException as raised:
+        if not isinstance(raised, Exception) and ranks.group is None:
+            raise
         error = raised
     failed = any(isinstance(value, _WithState) and value.failed for value in held.values())
     worst = (_FAILED if failed else _code(error)) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
@@ -131,6 +131,8 @@ def attempt(
         state.update({name: value for name, value in held.items() if not isinstance(value, _WithState)})
         return LoadOutcome()
     failure = ranks.failure_of(ranks.world - place, error, _CALL)
+    if error is not None and not isinstance(error, Exception):
+        raise error
     return LoadOutcome(
         error or failure, damaged=code != _FAILED, doubtful=code in (_UNREADABLE, _REFUSED), refused=code == _REFUSED
     )

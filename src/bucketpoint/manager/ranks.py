@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.dcp.error_boundary import as_failure, from_plain, to_plain
+from bucketpoint.dcp.error_boundary import as_failure, errors_of_dcp, from_plain, to_plain
 from bucketpoint.dcp.meeting import ANSWERS_WITHIN_S, PATIENCE_S, Failure, Meeting, other_calls, poll
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
 
@@ -171,7 +173,7 @@ class Ranks:
         digest = zlib.crc32(repr(value).encode())
         if self.most([digest, -digest], what) != [digest, -digest]:
             raise RanksDisagreeError(
-                f"{name} is not the same on all ranks. On rank {self.rank} it is {value!r}"[:500],
+                f"{name} is not the same on all ranks. On rank {self.global_rank} it is {value!r}"[:500],
                 remedy="Give every rank the same policy",
             )
 
@@ -181,6 +183,28 @@ class Ranks:
             process_groups.leave(self.group)
         self.group = None
         self.world = 1
+
+    @contextlib.contextmanager
+    def calling_dcp(
+        self, what: str, url: str | None, *, before: tuple[type[BucketpointError], ...] = ()
+    ) -> Iterator[None]:
+        """Make a call of DCP on all ranks. Its error is raised as ours; an interrupt as it is.
+
+        An interrupt that DCP does not raise on all ranks leaves the others in a collective. This rank gives up the
+        group: `group` is None then, and the others raise an error that names it.
+
+        Args:
+            what: the call, for messages.
+            before: classes of errors that are preferred to all others.
+        """
+        with errors_of_dcp(url, what, self._ranks, before=before):
+            try:
+                yield
+            except (Exception, CheckpointException):
+                raise
+            except BaseException as error:
+                self._leave_others(what, error)
+                raise
 
     # -- on a group ---------------------------------------------------------------------------------------------------
 
@@ -272,8 +296,7 @@ class Ranks:
                 failure = BucketpointError(f"{what} cannot go on: the job's key-value store does not answer: {error}")
                 self._give_up()
                 raise failure from error
-            self._note_end(BucketpointError(f"{what} was interrupted by {type(error).__name__}"))
-            self._give_up()
+            self._leave_others(what, error)
             raise
 
     def _wait(self, work: Any, here: Meeting, limit_s: float) -> None:
@@ -304,6 +327,12 @@ class Ranks:
             if waited >= PATIENCE_S and not said:
                 said = True
                 here.log_missing(waited)
+
+    def _leave_others(self, what: str, error: BaseException) -> None:
+        """Give the group up after an interrupt, and tell the others, which wait for this rank or will."""
+        if self.group is not None:
+            self._note_end(BucketpointError(f"{what} was interrupted by {type(error).__name__}"))
+            self._give_up()
 
     def _note_end(self, failure: BucketpointError) -> None:
         """Note for the others, whose connections to this rank close, why it gives the group up."""

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded
+from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, interrupt_in
 from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.staging import take_turn
@@ -188,7 +188,7 @@ class CollectiveCall:
         if self._stopped is None:
             if isinstance(error, CheckpointException):
                 # DCP raises this on all ranks, so there is nobody to tell.
-                return as_ours(error, self._url, self._what)
+                return interrupt_in(error, self._ranks) or as_ours(error, self._url, self._what, self._ranks)
             if self._thread is None or not isinstance(error, RuntimeError):
                 self._tell("error", error)
                 return error
@@ -214,7 +214,7 @@ class CollectiveCall:
         if not isinstance(error, Exception | CheckpointException):
             self._interrupt = error
         if isinstance(error, CheckpointException):
-            error = as_ours(error, self._url, self._what)
+            error = as_ours(error, self._url, self._what, self._ranks)
         self._own = self._failure(kind, error)
         if self._thread is not None:
             self._wake.set()

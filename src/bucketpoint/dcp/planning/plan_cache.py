@@ -368,7 +368,7 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
         try:
             columns_of_rank = each.columns(len(agreed.plans[rank].items), metadata.known[rank])
         except BucketpointError as error:
-            error.rank = rank
+            error.rank = agreed.senders[rank]
             raise
         agreed.layouts[rank] = columns_of_rank.layout
         columns.append(columns_of_rank)

@@ -326,7 +326,7 @@ class SavePlanner(DefaultSavePlanner):
         sender = plan.planner_data.sender
         if agreed is None or sender not in agreed.senders:
             raise BucketpointError(
-                f"Rank {rank} refers to a plan that the coordinator does not have",
+                f"Rank {sender} refers to a plan that the coordinator does not have",
                 remedy="Make one SavePlanner on every rank and use it for the same saves, in the same order, and "
                 "another one for another process group",
             )

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp.error_boundary import as_failure
+from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 from bucketpoint.staging import Lease, SavingRanks, StagedState, staged_for
 
@@ -25,18 +26,18 @@ class WatchedStager(AsyncStager):
 
     Args:
         handle: the `SaveHandle` of the save.
-        rank: rank of the save, whose other ranks learn of a failure in DCP's first collective; None to raise it here.
+        alone: raise a failure here; otherwise the other ranks learn of it in DCP's first collective.
         ranks: the ranks that save together.
 
     Attributes:
         refused: error that the state or the stager raised at the call; None if the copy was begun.
     """
 
-    def __init__(self, stager: Any, handle: Any, rank: int | None, ranks: SavingRanks) -> None:
+    def __init__(self, stager: Any, handle: Any, alone: bool, ranks: SavingRanks) -> None:
         self._ranks = ranks
         self._stager = stager
         self._handle = handle
-        self._rank = rank
+        self._alone = alone
         self.refused: BaseException | None = None
 
     @property
@@ -50,7 +51,7 @@ class WatchedStager(AsyncStager):
                 name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state_dict.items()
             }
         except Exception as error:
-            if self._rank is None:
+            if self._alone:
                 raise
             self.refused = error
             return {}
@@ -65,14 +66,14 @@ class WatchedStager(AsyncStager):
                 raise self.refused
             staged = self._stager.stage(state_dict)
         except Exception as error:
-            if self._rank is None:
+            if self._alone:
                 raise
             self.refused = error
             return self._failed(error, _turn())
         if not isinstance(staged, Future):
             self._handle._copied(staged)
             return staged
-        if self._rank is None:
+        if self._alone:
             staged.add_done_callback(self._staged)
             return staged
         # The copy may still fail, and then the save needs the place in the order of saves that it has now.
@@ -103,12 +104,11 @@ class WatchedStager(AsyncStager):
             copied.set_result(self._failed(error, place))
 
     def _failed(self, error: BaseException, place: Lease) -> StagedState:
-        assert self._rank is not None
         self._handle.staged.set_exception(error)
         self._handle._lease = place
         place.copied()
         # DCP pickles the failure to every rank, where an error of another library may not unpickle.
-        return StagedState({"bucketpoint_failed": _Failed(as_failure(error, self._rank))}, place)
+        return StagedState({"bucketpoint_failed": _Failed(as_failure(error, this_rank()))}, place)
 
 
 class _Failed:

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, LoadPlan, Metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from bucketpoint.dcp import BucketReader
-from bucketpoint.dcp.error_boundary import as_ours
+from bucketpoint.dcp.error_boundary import errors_of_dcp
 from bucketpoint.dcp.planning.agreement import CommitRead, refuse_two_commits
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
 from bucketpoint.integrations.megatron.stand_in import url_of
@@ -131,10 +131,8 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
 
     def _read(self, state: dict[str, Any], checkpoint_dir: Any, planner: Any) -> None:
         reader = _CommitReader(url_of(checkpoint_dir), **self._options)
-        try:
+        with errors_of_dcp(reader.url, "The load"):
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-        except CheckpointException as raised:
-            raise as_ours(raised, reader.url, "The load") from raised
         self._note_commit(reader)
 
     def _note_commit(self, reader: _CommitReader) -> None:

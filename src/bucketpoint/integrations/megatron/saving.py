@@ -17,12 +17,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
-from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan
+from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
-from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.format import keys
 from bucketpoint.integrations.megatron.stand_in import url_of
 from bucketpoint.integrations.saves import job_ranks
@@ -64,7 +63,7 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         call = f"the save of {url}"
         ranks = job_ranks(call)
         state = ranks.together(call, lambda: self._state(sharded_state_dict))
-        try:
+        with ranks.calling_dcp(call, url):
             dcp.save(
                 state,
                 checkpoint_id=url,
@@ -72,8 +71,6 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
                 planner=self._planner(checkpoint_dir),
                 process_group=ranks.group,
             )
-        except CheckpointException as raised:
-            raise as_ours(raised, url) from raised
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "nvrx") -> Any:
         """Begin to save the sharded part of a state in the background. All ranks.
