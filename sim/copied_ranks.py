@@ -16,10 +16,7 @@ from bucketpoint.dcp.planning.columnar.assign import decode_assignment
 from bucketpoint.dcp.planning.columnar.encoding import AskedItems, PackedItems, compress
 from bucketpoint.dcp.planning.plan_cache import WriterMeta
 from bucketpoint.dcp.planning.results import AssignedPlan, _packed_arrived
-from bucketpoint.dcp.saving.comparison import RankTally
-from bucketpoint.dcp.saving.earlier_saves import Announcement
 from bucketpoint.format import keys
-from bucketpoint.format.changes import Tally
 from bucketpoint.format.columns import ItemColumns as Places
 from sim.layouts import Layout
 
@@ -110,23 +107,8 @@ class CopiedWriter:
             [(keys.data_path(token, self._rank, group, 0), 512 * count, None) for group in ("model", "optim")]
         )
         checksums = bytes(range(256)) * (4 * count // 256 + 1)
-        self._reported = objects, places.digest if known else places, checksums[: 4 * count], None, *_tally(plan, kinds)
+        self._reported = objects, places.digest if known else places, checksums[: 4 * count], None
         return self
 
     def value(self) -> _Sent:
         return _Sent(_packed_arrived, *self._reported)
-
-
-def _tally(plan: SavePlan, kinds: list[int]) -> tuple[Any, ...]:
-    """Return what a rank tells of its items since the save before: all of them changed. Nothing at the first save."""
-    said = Announcement.received(plan.storage_data)
-    if said is None or said.since is None:
-        return ()
-    parts: Tally = {}
-    for name, kind, sizes in (
-        ("model", "model", [_NBYTES[each] for each in kinds if each == 0]),
-        ("optim moments", "moments", [_NBYTES[each] for each in kinds if each > 0]),
-    ):
-        if sizes:
-            parts[name, kind] = len(sizes), sum(sizes), len(sizes), sum(sizes), 0, 0
-    return (RankTally(said.save[:6], parts, rates=False, moving_rates=False).fields,)

@@ -151,7 +151,7 @@ def test_prints_nothing_but_one_document_with_json(tmp_path: Path) -> None:
     done = shell("verify", "--progress", str(tmp_path / "a"), "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert (document["schema"], document["command"], document["ok"]) == (1, "verify", True)
+    assert (document["schema"], document["command"], document["ok"]) == (2, "verify", True)
 
 
 LISTED = (
@@ -183,7 +183,7 @@ def test_prints_a_traceback_with_debug_and_a_document_with_json(program: Program
     assert done.code == 3
     assert "Traceback (most recent call last)" in done.err
     assert done.json == {
-        "schema": 1,
+        "schema": 2,
         "command": "show",
         "ok": False,
         "error": {

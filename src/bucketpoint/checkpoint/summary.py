@@ -9,7 +9,6 @@ from typing import Any
 
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.format import keys
-from bucketpoint.format.changes import ItemChange, PartChanges, merge, tally
 from bucketpoint.format.groups import group_of
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.coverage import is_tensor
@@ -130,6 +129,16 @@ def _whole_crc(
     return crc if items and at == (shape[0] if shape else 1) else None
 
 
+@dataclass
+class GroupDifference:
+    """The keys of one object group that were compared, and those of them that differ, with the bytes of each."""
+
+    keys: int = 0
+    bytes: int = 0
+    differing_keys: int = 0
+    differing_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Difference:
     """The differences between two checkpoints.
@@ -139,7 +148,7 @@ class Difference:
         changed: entries with another dtype or shape, as pairs of a and b.
         values: keys whose checksums differ. Empty if values were not compared.
         equal, unknown: the number of keys with equal checksums, and the keys without checksums to compare.
-        parts: the keys with checksums, and those of them that differ, by part of the state.
+        groups: the keys with checksums, by object group, the largest first.
     """
 
     only_a: list[SummaryEntry]
@@ -148,7 +157,7 @@ class Difference:
     values: list[str]
     equal: int
     unknown: list[str]
-    parts: dict[str, PartChanges]
+    groups: dict[str, GroupDifference]
 
     @property
     def same(self) -> bool:
@@ -165,14 +174,24 @@ def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
         [entry for fqn, entry in a.entries.items() if fqn not in b.entries],
         [entry for fqn, entry in b.entries.items() if fqn not in a.entries],
         changed,
-        [x.fqn for x, y in known if (x.crc32c, x.nbytes) != (y.crc32c, y.nbytes)],
-        sum((x.crc32c, x.nbytes) == (y.crc32c, y.nbytes) for x, y in known),
+        [x.fqn for x, y in known if _differ(x, y)],
+        sum(not _differ(x, y) for x, y in known),
         [x.fqn for x, y in alike if x.crc32c is None or y.crc32c is None],
-        dict(merge([tally(_compared(x, y) for x, y in known)], a.url).parts),
+        _by_group(known),
     )
 
 
-def _compared(x: SummaryEntry, y: SummaryEntry) -> tuple[str, bool, int, int, ItemChange, int]:
-    elements = 0 if y.shape is None else math.prod(y.shape)
-    same = (x.crc32c, x.nbytes) == (y.crc32c, y.nbytes)
-    return y.fqn, y.dtype is not None, elements, y.nbytes, "same" if same else "changed", 0
+def _differ(x: SummaryEntry, y: SummaryEntry) -> bool:
+    return (x.crc32c, x.nbytes) != (y.crc32c, y.nbytes)
+
+
+def _by_group(pairs: Sequence[tuple[SummaryEntry, SummaryEntry]]) -> dict[str, GroupDifference]:
+    groups: dict[str, GroupDifference] = {}
+    for x, y in pairs:
+        group = groups.setdefault(y.group, GroupDifference())
+        group.keys += 1
+        group.bytes += y.nbytes
+        if _differ(x, y):
+            group.differing_keys += 1
+            group.differing_bytes += y.nbytes
+    return dict(sorted(groups.items(), key=lambda entry: (-entry[1].bytes, entry[0])))

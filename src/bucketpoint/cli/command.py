@@ -16,7 +16,7 @@ from bucketpoint.cli import text
 from bucketpoint.cli.exits import FINE, FOUND, INTERNAL, exit_code
 from bucketpoint.errors import BucketpointError, PolicyError
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON documents. Raised when a field changes its meaning or is removed, not for new fields."""
 
 _COMMON = {"--endpoint-url", "--storage-option", "--json", "--debug", "--help"}

@@ -38,7 +38,6 @@ from bucketpoint.dcp.stats import SaveStats, SaveTimes
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.format.changes import Changes
 from bucketpoint.staging import Lease, SavingRanks, StagedState, Stager
 from bucketpoint.transfer import Progress
 
@@ -109,15 +108,6 @@ class SaveHandle(Future[Metadata]):
         that failed before DCP had set up the writer: the state was not copied, or the planner refused it.
         """
         return self._stats
-
-    @property
-    def changes(self) -> Changes | None:
-        """Changes since the save before. Waits for the commit, and raises the error of a save that failed.
-
-        None if the writer did not compare: at the first save of a run.
-        """
-        changes = getattr(self.result(), "changes", None)
-        return changes if isinstance(changes, Changes) else None
 
     def result(self, timeout: float | None = None) -> Metadata:
         """Wait for the commit and return the checkpoint's metadata. Raises the error of a save that failed."""

@@ -108,8 +108,6 @@ class SaveSession:
     Attributes:
         since: stopwatch that was started before any rank sent data.
         seen: commit that the coordinator found when the save began; None if that is not known.
-        compared_with: URL of the save with which the coordinator has the ranks compare this one; None without one.
-        tally: this rank's comparison; None if it has none.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         times: when the steps of the save began and ended, and the counts of its requests.
         planned: DCP has begun to plan this save. The next save gets a new session.
@@ -123,8 +121,6 @@ class SaveSession:
     since: Stopwatch = field(default_factory=Stopwatch)
     seen: PriorCommit | None = None
     statement: Statement | None = None
-    compared_with: str | None = None
-    tally: Any = None
     planned: bool = False
     ranks: SavingRanks = field(default_factory=SavingRanks.of_job)
 

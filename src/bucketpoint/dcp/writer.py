@@ -29,8 +29,8 @@ from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, refuse_existing, refuse_hidden
-from bucketpoint.dcp.saving.comparison import compare, report, tally_of
 from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
+from bucketpoint.dcp.saving.moments import checksum_digests
 from bucketpoint.dcp.saving.object_layout import ObjectPlace
 from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
 from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
@@ -222,10 +222,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if log is not None:
             # The last moment at which no rank has sent data: ranks upload once they receive their plans from here.
             log.begin(str(session.url), session.token)
-        newest = functools.partial(newest_commit, self._storage_options, self._fs) if self._copies else None
-        said = self.earlier_saves.announcement(str(session.url), session.token, newest)
-        session.compared_with = said.url
-        return replace(said, span=begin_save(session.times, str(session.url))).put_on(plans, with_url=self._copies)
+        said = Announcement(session.token)
+        if self._copies:
+            newest = functools.partial(newest_commit, self._storage_options, self._fs)
+            said = self.earlier_saves.announcement(str(session.url), session.token, newest)
+        return replace(said, span=begin_save(session.times, str(session.url))).put_on(plans)
 
     @dcp_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -237,7 +238,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session.use_collectives and session.rank and current_lease() is None:
             end_save(session.times, session.times.stats(), str(session.url))
         future: Future[list[WriteResult]] = Future()
-        future.set_result(Results(results, plan, session.statement, session.tally, session.times.report()))
+        future.set_result(Results(results, plan, session.statement, session.times.report()))
         return future
 
     @dcp_call
@@ -253,8 +254,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.count_ranks(len(results))
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
-        changes, idle_rates = compare(session.token, results, session.compared_with) or (None, False)
-        facts = {} if changes is None else {"changes": changes.to_plain()}
+        said = reported(results, metadata)
         request = Commit(
             store=store,
             prefix=prefix,
@@ -263,7 +263,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
             log=self._log_of(session),
-            facts={"seconds": round(time.monotonic() - times.called, 3), **facts},
+            facts={"seconds": round(time.monotonic() - times.called, 3)},
             seen=session.seen,
             partial=session.ranks.alone,
             ranks=process_groups.ranks_expected() if len(results) == 1 else 1,
@@ -272,7 +272,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         committed = commit(
             request,
             metadata,
-            reported(results, metadata),
+            said,
             world_size=len(results) if session.use_collectives else world_size(),
             created=time.time(),
             endpoint=store.identity,
@@ -282,12 +282,12 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if current_lease() is None:
             end_save(times, times.stats(), url)
         self.earlier_saves.note_committed(session.token, url)
-        vars(metadata).update(changes=changes, committed=(committed.nbytes, committed.step, dict(committed.metrics)))
+        vars(metadata).update(committed=(committed.nbytes, committed.step, dict(committed.metrics)))
         if isinstance(metadata, PlannedMetadata):
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
         committed.log(url, times.committed - session.started, ranks=len(results))
-        if changes is not None:
-            report(changes, url, self.earlier_saves.watch(url), idle_rates=idle_rates)
+        if session.use_collectives:
+            self.earlier_saves.watch(url).look(url, checksum_digests(said))
 
     # -- AsyncStager --------------------------------------------------------------------------------------------------
 
@@ -410,8 +410,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         lease = current_lease()
         said = Announcement.received(plan.storage_data)
         session.times.link = said.span if said is not None else None
-        read = functools.partial(read_earlier_save, plan.items, self.transfer, self._open) if self._copies else None
-        last = self.earlier_saves.compared_with(str(session.url), said, read)
+        last = None
+        if self._copies:
+            read = functools.partial(read_earlier_save, plan.items, self.transfer, self._open)
+            last = self.earlier_saves.compared_with(str(session.url), said, read)
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             upload = RankUpload(
@@ -426,10 +428,12 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
                 announced=functools.partial(announce_uploads, self._log_of(session), session, store),
                 digests=self._copies,
             )
-            written = upload.write(plan.items, planner, last if self._copies else None, self._extensions)
+            written = upload.write(plan.items, planner, last, self._extensions)
             meter.finish()
         session.times.sent_bytes, session.times.copied_bytes = meter.done_bytes, written.copied_nbytes
-        session.tally = tally_of(said, plan.items, written, last, planner, self.groups)
-        self.earlier_saves.keep(said, str(session.url), written)
-        describe(logger, logging.DEBUG, f"rank {process_groups.this_rank()} uploaded", session.url, meter, session.started)
+        if self._copies:
+            self.earlier_saves.keep(said, str(session.url), written)
+        describe(
+            logger, logging.DEBUG, f"rank {process_groups.this_rank()} uploaded", session.url, meter, session.started
+        )
         return written.results

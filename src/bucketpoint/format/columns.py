@@ -29,8 +29,8 @@ _KNOWN = {
     names._CRC32C, names._TABLE_BLOCK_NBYTES, names._TABLE_OFFSET, names._OBJECT,
 }  # fmt: skip
 COLUMNS = 7
-PAYLOAD_NBYTES = 4
-"""Number of the column that holds the payload sizes."""
+OBJECT, PAYLOAD_NBYTES = 0, 4
+"""Numbers of the columns that hold the numbers of the objects, and the payload sizes."""
 
 ObjectFacts = tuple[str, int | None, str | None]
 """Path, size and ETag of a data object; size and ETag are None if no item carried them."""

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from bucketpoint.errors import MetadataError, NewerFormatError
-from bucketpoint.format.changes import Changes
 
 RECORD_VERSION = 1
 
@@ -37,7 +36,6 @@ class CommitRecord:
         kind: `full`, `weights`, `export` or `emergency`.
         metrics: values known at the save, NaN and infinite ones included.
         git_sha, config_hash: of the job's code and configuration, as the caller gave them.
-        changes: what changed since the checkpoint before, as `Changes.to_plain` has it; None if not recorded.
         covers: the checkpoint holds its tensors as a whole, see `uncovered`; None in records of versions before 0.3.
         host: host name and process id of the coordinator that committed, as `HOST-PID`; None if not recorded.
     """
@@ -61,7 +59,6 @@ class CommitRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     git_sha: str | None = None
     config_hash: str | None = None
-    changes: dict[str, Any] | None = None
     covers: bool | None = None
     host: str | None = None
 
@@ -101,18 +98,7 @@ class CommitRecord:
             raise NewerFormatError(f"The commit record has version {number}", url=url, remedy="Upgrade bucketpoint")
         if "metrics" in given:
             given["metrics"] = {name: float(content) for name, content in given["metrics"].items()}
-        if given.get("changes") is not None:
-            given["changes"] = checked_changes(given["changes"], url=url)
         return cls(**given)
-
-
-def checked_changes(value: Any, *, url: str | None = None) -> dict[str, Any]:
-    """Return what changed as the record has it, with known fields alone. Raises MetadataError if it is malformed."""
-    try:
-        return Changes.from_plain(value).to_plain()
-    except MetadataError as error:
-        error.url = url
-        raise
 
 
 _CHECK = "check"
@@ -151,8 +137,6 @@ def _fits(name: str, content: Any) -> bool:
         return isinstance(content, dict) and all(map(_is_metric, content.values()))
     if name == "covers":
         return content is None or type(content) is bool
-    if name == "changes":
-        return content is None or isinstance(content, dict)
     return content is None or isinstance(content, str)
 
 

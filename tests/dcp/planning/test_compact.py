@@ -29,12 +29,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 import bucketpoint.dcp.saving.commit as commit_module
 import bucketpoint.dcp.writer as writer_module
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, RemoteMetadata
 from bucketpoint.dcp.planning.results import NamedResults, PackedResults, Results, results_of
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.changes import Changes, PartChanges
 from bucketpoint.format.columns import pack, unpack
 from bucketpoint.format.item_info import read_item
 from bucketpoint.format.keys import parse_data_path
@@ -52,7 +50,7 @@ CHECKSUM_BYTES = 24
 RANK_BYTES = 1100
 """Allowed for each rank, 70 of them for the figures of its save."""
 
-OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created", "seconds", "changes"}
+OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created", "seconds"}
 
 
 class StoppedError(Exception):
@@ -492,34 +490,6 @@ def test_metadata_from_afar_says_where_it_is_and_survives_what_does_not_look_int
     for name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
         with pytest.raises(BucketpointError, match="s3://bucket/run"):
             getattr(remote, name)
-
-
-CHANGES = Changes("s3://bucket/run/1", {"model": PartChanges("model", 3, 30, 1, 10)})
-
-
-@pytest.mark.parametrize("committed_at", ["s3://bucket/run/2", None], ids=["several ranks", "one rank"])
-def test_metadata_carries_what_changed_to_other_ranks_and_processes(committed_at: str | None) -> None:
-    metadata = PlannedMetadata({}, committed_at=committed_at, changes=CHANGES)
-    arrived = crossed([crossed([metadata])[0]])[0]
-    assert type(arrived) is (Metadata if committed_at is None else RemoteMetadata)
-    for each in (metadata, arrived):
-        handle = SaveHandle("s3://bucket/run/2")
-        handle.set_result(each)
-        assert handle.changes == CHANGES
-
-
-def test_a_handle_tells_of_no_changes_where_saves_are_not_compared() -> None:
-    for metadata in (Metadata({}), PlannedMetadata({}), crossed([PlannedMetadata({})])[0], RemoteMetadata("s3://b/a")):
-        handle = SaveHandle("s3://bucket/run/2")
-        handle.set_result(metadata)
-        assert handle.changes is None
-
-
-def test_a_handle_raises_the_error_of_the_save_instead_of_telling_changes() -> None:
-    handle = SaveHandle("s3://bucket/run/2")
-    handle.set_exception(IncompleteSaveError("lost"))
-    with pytest.raises(IncompleteSaveError):
-        _ = handle.changes
 
 
 def test_a_save_of_one_process_returns_whole_metadata(tmp_path: Path) -> None:

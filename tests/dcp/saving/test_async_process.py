@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bucketpoint import Stager
+from bucketpoint import BucketpointError, BucketWriter, Stager
 from dcp.ranks import Ranks
 from dcp.saving import async_scenarios as scenarios
 
@@ -93,3 +94,9 @@ def test_a_checkpoint_process_that_was_killed_is_named_by_its_save_and_by_the_ne
     rank_to_break: Ranks, tmp_path: Any
 ) -> None:
     rank_to_break.run(scenarios.a_killed_checkpoint_process_is_named, str(tmp_path))
+
+
+def test_a_writer_names_the_callable_that_cannot_be_sent() -> None:
+    with pytest.raises(BucketpointError, match=r"progress cannot be sent.*function of a module"):
+        pickle.dumps(BucketWriter(progress=lambda _: None))
+    assert pickle.loads(pickle.dumps(BucketWriter(progress=print))).progress is print

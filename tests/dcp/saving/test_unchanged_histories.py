@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader
 
-from bucketpoint import BucketReader
+from bucketpoint import BucketpointError, BucketReader
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, Written
 from dcp.planning.test_compact import Job, StoppedError
 from dcp.saving.copied_saves import Run, Watch
 from dcp.states import assert_same, blank
@@ -241,3 +244,47 @@ def test_another_world_copies_what_lies_as_it_needs_it_and_sends_the_rest(
         assert_holds(f"{tmp_path}/run/step-{step}", whole(of_ranks(after, frozen())))
     # What was sent in the first save of the new world is copied in the next.
     assert all(job.copies)
+
+
+def test_saves_of_one_writer_on_several_threads_and_in_two_runs_hold_what_was_saved(tmp_path: Path) -> None:
+    runs = [Run(str(tmp_path / name)) for name in ("one", "two")]
+    writer = runs[0].writer()
+    failed: list[BaseException] = []
+
+    def save(thread: int) -> None:
+        draw = random.Random(thread)
+        try:
+            for number in range(6):
+                weights = {f"layer{layer}": torch.full((300_000,), float(draw.randrange(3))) for layer in range(3)}
+                state = {"model": weights, "step": number}
+                run, step = runs[number % 2 if thread else 0], 100 * thread + number
+                run.save(state, step, writer)
+                run.assert_holds(step, state)
+        except (BucketpointError, CheckpointException, AssertionError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_a_save_with_a_plan_that_dcp_has_kept_holds_what_was_saved(tmp_path: Path) -> None:
+    # DCP's planner sends no plan if it is the same again, and uses the kept one, with the announcement of that save.
+    run, caching = Run(str(tmp_path / "run")), DefaultSavePlanner(enable_plan_caching=True)
+    writer = run.writer()
+    for step, (planner, value) in enumerate([(None, 0.0), (caching, 1.0), (caching, 0.0), (None, 0.0)]):
+        state = {"model": {"w": torch.full((1 << 19,), value)}, "step": step}
+        dcp.save(state, checkpoint_id=run.url(step), storage_writer=writer, planner=planner, no_dist=True)
+        run.assert_holds(step, state)
+
+
+def test_a_save_keeps_its_id_when_a_later_one_comes_with_the_same() -> None:
+    saves, said = EarlierSaves(), Announcement("a")
+    for step in range(1, 5):
+        saves.keep(said, f"s3://bucket/run/step-{step}", Written())
+    found = saves.compared_with("s3://bucket/run/step-5", Announcement("b", "a"), lambda _: None)
+    assert found is not None
+    assert found.url == "s3://bucket/run/step-1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,6 @@ from bucketpoint.cli.options import trusted_option
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.summary import Difference, Summary, SummaryEntry
-    from bucketpoint.format.changes import PartChanges
 
 
 @command("diff")
@@ -63,7 +63,7 @@ def _document(a: Summary, b: Summary, changes: Difference, *, values: bool) -> d
             "differ": changes.values,
             "equal": changes.equal,
             "unknown": changes.unknown,
-            "parts": {name: _part_document(part) for name, part in changes.parts.items()},
+            "groups": {name: asdict(group) for name, group in changes.groups.items()},
         }
     return document
 
@@ -80,12 +80,12 @@ def _lines(a: Summary, b: Summary, changes: Difference, *, values: bool) -> Iter
     if changes.unknown:
         names = ", ".join(changes.unknown[:3]) + (", ..." if len(changes.unknown) > 3 else "")
         yield f"not compared, because a checksum is missing: {text.count(len(changes.unknown), 'key')} ({names})"
-    for name, part in changes.parts.items():
-        if part.changed_items:
-            differing = f"{text.size(part.changed_nbytes)} of {text.size(part.nbytes)} differ"
-            yield f"{name}: {differing}, in {part.changed_items:,} of {text.count(part.items, 'key')}"
+    for name, group in changes.groups.items():
+        if group.differing_keys:
+            differing = f"{text.size(group.differing_bytes)} of {text.size(group.bytes)} differ"
+            yield f"{name}: {differing}, in {group.differing_keys:,} of {text.count(group.keys, 'key')}"
         else:
-            yield f"{name}: equal, {text.size(part.nbytes)} in {text.count(part.items, 'key')}"
+            yield f"{name}: equal, {text.size(group.bytes)} in {text.count(group.keys, 'key')}"
     yield f"A {a.url}: {text.size(a.record.bytes)}, {text.count(len(a.entries), 'key')}"
     yield f"B {b.url}: {text.size(b.record.bytes)}, {text.count(len(b.entries), 'key')}"
     if not changes.same:
@@ -93,15 +93,6 @@ def _lines(a: Summary, b: Summary, changes: Difference, *, values: bool) -> Iter
         yield counts + (f", {len(changes.values)} with different values" if values else "")
     else:
         yield f"the same keys, dtypes and shapes{f', and {changes.equal} equal checksums' if values else ''}"
-
-
-def _part_document(part: PartChanges) -> dict[str, int]:
-    return {
-        "keys": part.items,
-        "bytes": part.nbytes,
-        "differing_keys": part.changed_items,
-        "differing_bytes": part.changed_nbytes,
-    }
 
 
 def _what(entry: SummaryEntry) -> str:

@@ -65,15 +65,12 @@ def _document(summary: Summary, whole: bool) -> dict[str, Any]:
         "keys": len(summary.entries),
         "tensors": record.tensors,
         "groups": summary.groups,
-        "changes": record.changes,
         "dtypes": {name: {"tensors": count, "bytes": nbytes} for name, (count, nbytes) in summary.by_dtype().items()},
         "entries" if whole else "largest": [entry_document(entry) for entry in _listed(summary, whole)],
     }
 
 
 def _lines(summary: Summary, whole: bool) -> Iterator[str]:
-    from bucketpoint.format.changes import Changes
-
     record = summary.record
     yield summary.url
     rows = [("saved", text.when(record.created if record.created is not None else summary.modified))]
@@ -89,9 +86,6 @@ def _lines(summary: Summary, whole: bool) -> Iterator[str]:
     rows.append(("groups", _joined(f"{name} {text.size(nbytes)}" for name, nbytes in summary.groups.items())))
     kinds = (f"{count:,} {name} ({text.size(nbytes)})" for name, (count, nbytes) in summary.by_dtype().items())
     rows.append(("tensors", f"{record.tensors:,}: {_joined(kinds)}" if record.tensors else "none"))
-    if record.changes is not None:
-        changes = Changes.from_plain(record.changes)
-        rows.append(("changed", f"{changes}" if changes.since is None else f"since {changes.since}: {changes}"))
     rows.append(("other keys", f"{len(summary.entries) - record.tensors:,}"))
     yield from text.table(rows)
     listed = _listed(summary, whole)

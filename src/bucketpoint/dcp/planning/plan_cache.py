@@ -26,7 +26,6 @@ from bucketpoint.dcp.planning.nested_state import INT_KEYS, IntKeys, plain_int_k
 from bucketpoint.dcp.planning.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.format.changes import Changes
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, ItemColumns, index_columns
 from bucketpoint.format.index.encode import IndexTemplate, make_index
 from bucketpoint.format.index.int_columns import over
@@ -150,7 +149,6 @@ class PlannedMetadata(Metadata):
         agreed: the plan to which the metadata belongs.
         known: layouts that the ranks of this save were told the coordinator knows.
         committed_at: URL of the checkpoint, once it is committed.
-        changes: what changed since the save before, once it is committed; None if it was not compared.
         committed: bytes, step and metrics of the checkpoint, once it is committed: a plain tuple, which is short when
             it is pickled for the other ranks.
     """
@@ -158,16 +156,15 @@ class PlannedMetadata(Metadata):
     agreed: CachedPlan | None = field(default=None, repr=False, compare=False)
     known: tuple[ItemColumns | None, ...] = field(default=(), repr=False, compare=False)
     committed_at: str | None = field(default=None, repr=False, compare=False)
-    changes: Changes | None = field(default=None, repr=False, compare=False)
     committed: Any = field(default=None, repr=False, compare=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.committed_at is not None:
-            return RemoteMetadata, (self.committed_at, self.changes, self.committed)
+            return RemoteMetadata, (self.committed_at, self.committed)
         attributes = vars(stock(self))
-        if self.changes is not None or self.committed is not None:
+        if self.committed is not None:
             # A checkpoint process returns this to the trainer, whose handle shows it.
-            attributes |= {"changes": self.changes, "committed": self.committed}
+            attributes["committed"] = self.committed
         return Metadata, (self.state_dict_metadata,), attributes
 
     def __copy__(self) -> PlannedMetadata:
@@ -184,15 +181,14 @@ def stock(metadata: Metadata) -> Metadata:
 
 
 class RemoteMetadata(Metadata):
-    """Stub that `dcp.save` returns on all ranks but the coordinator: it knows the URL, what changed, and the size."""
+    """Stub that `dcp.save` returns on all ranks but the coordinator: it knows the URL and the size."""
 
-    def __init__(self, url: str, changes: Changes | None = None, committed: Any = None) -> None:
+    def __init__(self, url: str, committed: Any = None) -> None:
         self.url = url
-        self.changes = changes
         self.committed = committed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteMetadata, (self.url, self.changes, self.committed)
+        return RemoteMetadata, (self.url, self.committed)
 
     def __repr__(self) -> str:
         return f"RemoteMetadata({self.url!r})"

@@ -57,11 +57,9 @@ class NamedResults(list[WriteResult]):
         results: Iterable[WriteResult],
         statement: Statement | None = None,
         descriptions: bytes = b"",
-        tally: Any = None,
     ) -> None:
         super().__init__(results)
         self.statement = statement
-        self.tally = tally
         self.report: bytes | None = None
         self.descriptions = descriptions
 
@@ -72,7 +70,6 @@ class Results(list[WriteResult]):
     On the coordinator the pickle becomes `PackedResults` if the order of the plan names the items, else `NamedResults`.
 
     Args:
-        tally: plain values that compare this save with the one before; None if nothing was compared.
         report: figures of the rank's save: see `SaveTimes.report`.
     """
 
@@ -81,12 +78,10 @@ class Results(list[WriteResult]):
         results: Sequence[WriteResult],
         plan: SavePlan,
         statement: Statement | None = None,
-        tally: Any = None,
         report: bytes | None = None,
     ) -> None:
         super().__init__(results)
         self.statement = statement
-        self.tally = tally
         self.report = report
         self._made_of = tuple(results)
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
@@ -95,18 +90,13 @@ class Results(list[WriteResult]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not unaltered(self, self._made_of):
-            return NamedResults, (list(self), self.statement, b"", *self._told), self._attributes
+            return NamedResults, (list(self), self.statement), self._attributes
         # The statement as plain values, because the names of its class are 50 bytes from each rank.
         stated = self.statement.fields if self.statement is not None else None
         if (packed := self._packed) is not None:
-            told = packed.objects, packed.layout, packed.checksums, stated, *self._told
+            told = packed.objects, packed.layout, packed.checksums, stated
             return _packed_arrived, told, self._attributes
-        return _named_arrived, (self._named, stated, *self._told), self._attributes
-
-    @property
-    def _told(self) -> tuple[Any, ...]:
-        # Nothing if there is none: a coordinator of an older version does not know the argument.
-        return () if self.tally is None else (self.tally,)
+        return _named_arrived, (self._named, stated), self._attributes
 
     @property
     def _attributes(self) -> dict[str, Any]:
@@ -129,7 +119,6 @@ class PackedResults:
     layout: ItemColumns | bytes
     checksums: bytes
     statement: Statement | None = None
-    tally: Any = None
     report: bytes | None = None
 
     def columns(self, count: int, known: ItemColumns | None) -> Columns:
@@ -173,14 +162,13 @@ def _packed_arrived(
     layout: ItemColumns | bytes,
     checksums: bytes,
     stated: tuple[Any, ...] | None,
-    tally: Any = None,
 ) -> PackedResults:
-    return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None, tally)
+    return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None)
 
 
-def _named_arrived(named: bytes, stated: tuple[Any, ...] | None, tally: Any = None) -> NamedResults:
+def _named_arrived(named: bytes, stated: tuple[Any, ...] | None) -> NamedResults:
     results, described = pickle.loads(zlib.decompress(named))
-    return NamedResults(results, Statement(*stated) if stated else None, described, tally)
+    return NamedResults(results, Statement(*stated) if stated else None, described)
 
 
 def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:

@@ -7,7 +7,6 @@ So it announces to each rank, with the rank's plan, an id for this save and the 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,17 +20,15 @@ from bucketpoint.catalog.catalog import latest_checkpoint
 from bucketpoint.catalog.run import parent_and_name
 from bucketpoint.checkpoint.digest_table import read_digests
 from bucketpoint.checkpoint.metadata_source import MetadataSource
-from bucketpoint.dcp.saving.stale import StaleWatch
+from bucketpoint.dcp.saving.moments import MomentsWatch
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format import keys
-from bucketpoint.format.changes import ItemChange
 from bucketpoint.format.index.decode import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import crc32c_of
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
@@ -66,13 +63,9 @@ class Announcement:
         """The values that are sent: the name of a class would be 50 bytes to each rank."""
         return (self.save, self.since, self.url) if self.span is None else (self.save, self.since, self.url, self.span)
 
-    def put_on(self, plans: Iterable[SavePlan], *, with_url: bool) -> list[SavePlan]:
-        """Return the ranks' plans with the announcement, except for those with which a planner sends other data.
-
-        Args:
-            with_url: some ranks may have to read the checkpoint. The URL is the largest part of the message.
-        """
-        fields = (self if with_url else replace(self, url=None)).fields
+    def put_on(self, plans: Iterable[SavePlan]) -> list[SavePlan]:
+        """Return the ranks' plans with the announcement, except for those with which a planner sends other data."""
+        fields = self.fields
         return [replace(plan, storage_data=fields) if plan.storage_data is None else plan for plan in plans]
 
     @classmethod
@@ -116,60 +109,14 @@ class EarlierSave:
 
     Attributes:
         id: as announced.
-        indices, nbytes, checksums: each item that the rank wrote, its stored bytes, and its CRC32C.
-        items: the items with digests; empty if the writer computes none.
+        items: the items with digests.
         objects: the objects in which these lie, by path.
     """
 
     id: str
     url: str
-    indices: Sequence[MetadataIndex] = ()
-    nbytes: Sequence[int] = ()
-    checksums: Sequence[int] = ()
-    items: Mapping[MetadataIndex, SavedItem] = field(default_factory=dict, repr=False)
-    objects: Mapping[str, ObjectInfo] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, save: str, url: str, written: Written) -> EarlierSave:
-        """Return what to keep of a save that this rank has just written."""
-        infos = [result.storage_data for result in written.results]
-        return cls(
-            save,
-            url,
-            [result.index for result in written.results],
-            array("q", [info.length for info in infos]),
-            array("q", map(_checksum, infos)),
-            written.items,
-            written.objects,
-        )
-
-    def changes_in(self, results: Sequence[WriteResult]) -> list[ItemChange]:
-        """Return for each result how the item's bytes changed since this save.
-
-        By the CRC32C: two different values have the same one once in 4 billion times, which is good enough for telling.
-        """
-        before: Sequence[tuple[int, int] | None] | Iterable[tuple[int, int]] = zip(
-            self.nbytes, self.checksums, strict=True
-        )
-        same = len(results) == len(self.indices) and all(
-            result.index is index for result, index in zip(results, self.indices, strict=True)
-        )
-        if not same:
-            known = dict(zip(self.indices, before, strict=True))
-            before = [known.get(result.index) for result in results]
-        return [
-            "new"
-            if was is None
-            else "same"
-            if was == (result.storage_data.length, _checksum(result.storage_data))
-            else "changed"
-            for result, was in zip(results, before, strict=True)
-        ]
-
-
-def _checksum(info: Any) -> int:
-    crc = crc32c_of(info)
-    return -1 if crc is None else crc
+    items: Mapping[MetadataIndex, SavedItem] = field(repr=False)
+    objects: Mapping[str, ObjectInfo] = field(repr=False)
 
 
 class EarlierSaves:
@@ -183,7 +130,7 @@ class EarlierSaves:
         self._lock = ProcessLock()
         self._kept: dict[str, list[EarlierSave]] = {}
         self._committed: dict[str, tuple[str, str]] = {}
-        self._watches: dict[str, StaleWatch] = {}
+        self._watches: dict[str, MomentsWatch] = {}
 
     def keep(self, said: Announcement | None, url: str, written: Written) -> None:
         """Keep a save whose objects this rank has uploaded, committed or not. Unannounced, it has no name.
@@ -192,7 +139,7 @@ class EarlierSaves:
         """
         if said is None:
             return
-        run, save = run_of(url), EarlierSave.of(said.save, url, written)
+        run, save = run_of(url), EarlierSave(said.save, url, written.items, written.objects)
         with self._lock:
             kept = self._kept.pop(run, [])
             known = any(each.id == save.id for each in kept)
@@ -210,28 +157,28 @@ class EarlierSaves:
                 del self._committed[old]
                 self._watches.pop(old, None)
 
-    def watch(self, url: str) -> StaleWatch:
-        """Return the memory of the changes in the run of a checkpoint, on the coordinator."""
+    def watch(self, url: str) -> MomentsWatch:
+        """Return the watch of the run of a checkpoint, on the coordinator."""
         with self._lock:
-            return self._watches.setdefault(run_of(url), StaleWatch())
+            return self._watches.setdefault(run_of(url), MomentsWatch())
 
-    def announcement(self, url: str, save: str, newest: Callable[[str], str | None] | None) -> Announcement:
-        """Return what the coordinator announces for the save with this id, the URL always included.
+    def announcement(self, url: str, save: str, newest: Callable[[str], str | None]) -> Announcement:
+        """Return what the coordinator announces for the save with this id.
 
         Args:
-            newest: finds the newest checkpoint of the run in the store, for the first save of a process; or None.
+            newest: finds the newest checkpoint of the run in the store, for the first save of a process.
         """
         since, last = self._committed.get(run_of(url)) or (None, None)
-        return Announcement(save, since, newest(url) if since is None and newest is not None else last)
+        return Announcement(save, since, newest(url) if since is None else last)
 
     def compared_with(
-        self, url: str, said: Announcement | None, read: Callable[[Announcement], EarlierSave | None] | None
+        self, url: str, said: Announcement | None, read: Callable[[Announcement], EarlierSave | None]
     ) -> EarlierSave | None:
         """Return the save that the coordinator has announced: from memory, or else as `read` finds it in the store."""
         if said is None:
             return None
         last = self._find(run_of(url), said)
-        return read(said) if last is None and read is not None and said.url is not None else last
+        return read(said) if last is None and said.url is not None else last
 
     def _find(self, run: str, said: Announcement) -> EarlierSave | None:
         """Return the save to compare with, and forget those before it. None if this process does not know it."""
@@ -314,13 +261,4 @@ def _read(
         for index, info in infos.items()
         if info.offset in digests.get(info.path, {})
     }
-    known = [(index, info) for index, info in infos.items() if info.crc32c is not None]
-    return EarlierSave(
-        said.since or url,
-        url,
-        [index for index, _ in known],
-        array("q", [info.length for _, info in known]),
-        array("q", [info.crc32c or 0 for _, info in known]),
-        items,
-        objects,
-    )
+    return EarlierSave(said.since or url, url, items, objects)

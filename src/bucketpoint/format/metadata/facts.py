@@ -18,7 +18,7 @@ from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
-from bucketpoint.format.record import CommitRecord, checked_changes
+from bucketpoint.format.record import CommitRecord
 
 FORMAT_VERSION = 1
 """Version of bucketpoint's part of the metadata. Raised only for changes that readers must know, not for additions."""
@@ -108,7 +108,6 @@ def make_record(
         items: number of items in the objects.
         covers: as in the record.
     """
-    changes = _typed(facts, "changes", dict)
     groups: dict[str, int] = {}
     for path, size in sizes.items():
         named = parse_data_path(path)
@@ -133,7 +132,6 @@ def make_record(
         metrics=_metrics(facts),
         git_sha=_typed(facts, "git_sha", str),
         config_hash=_typed(facts, "config_hash", str),
-        changes=None if changes is None else checked_changes(changes),
         covers=covers,
     )
 

@@ -1,0 +1,133 @@
+"""The alarm for an optimizer whose moments stand still: their checksums are compared from save to save of one run.
+
+It runs after the commit, on the coordinator, with the CRC32C that the upload of every item has computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bucketpoint.dcp.planning.plan_cache import RankResults
+from bucketpoint.format import keys
+from bucketpoint.format.columns import OBJECT, PAYLOAD_NBYTES, Columns
+from bucketpoint.format.groups import OPTIM
+from bucketpoint.format.item_info import read_item
+
+logger = logging.getLogger(__name__)
+
+_ELEMENT_BYTES = 8
+"""Largest size of one element: larger tensors of an optimizer are moments, others may be its counts of steps."""
+
+_ALARM = (
+    "no byte of the optimizer's moments (group %r) changed in %s, although training went on: they have not changed "
+    "since %s. The optimizer may no longer step, or the state that is saved may be a stale copy of its own. Check that "
+    "the optimizer whose state is saved is the one on which training calls step(); if it is meant to stand still, "
+    "ignore this warning"
+)
+
+_REST = ""
+"""What is not the moments of any group."""
+
+
+@dataclass
+class _Moments:
+    """The moments of one group of objects, as the last save with such a group had them.
+
+    Attributes:
+        digest: of their checksums.
+        rest: of the checksums of everything else in that save.
+        url: of that save.
+        changed: URL of the last save in which they changed; None if they have not.
+        told: the alarm was given, and they have not changed since.
+    """
+
+    digest: bytes
+    rest: bytes
+    url: str
+    changed: str | None = None
+    told: bool = False
+
+
+class MomentsWatch:
+    """The memory of one run's saves, on the coordinator. An alarm is given once, until the moments change again."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Moments] = {}
+
+    def look(self, url: str, digests: Mapping[str, bytes]) -> None:
+        """Compare a committed save with the last one, and warn of moments that stand still while training goes on.
+
+        Args:
+            digests: what `checksum_digests` returned.
+        """
+        rest = digests[_REST]
+        for group, digest in digests.items():
+            if group == _REST:
+                continue
+            last = self._groups.setdefault(group, _Moments(digest, rest, url))
+            if digest != last.digest:
+                last.changed, last.told = url, False
+            elif not last.told and _went_on(last.url, url, rest != last.rest):
+                last.told = True
+                logger.warning(_ALARM, group, url, last.changed or "the first save of this process")
+            last.digest, last.rest, last.url = digest, rest, url
+
+
+_NUMBER = re.compile(r"^(.*?)([0-9]+)$", re.DOTALL)
+
+
+def _went_on(last: str, url: str, changed: bool) -> bool:
+    """Return True if training went on between two saves.
+
+    Folders of one name with a number at the end (`step-400`, `step-500`) tell by the number. For others, and for a
+    checkpoint that is saved to the same URL again, anything else that `changed` tells.
+    """
+    before, now = (_NUMBER.match(each.rstrip("/").rpartition("/")[2]) for each in (last, url))
+    if last.rstrip("/") == url.rstrip("/") or before is None or now is None or before[1] != now[1]:
+        return changed
+    # Compared as text: a folder's name may have more digits than Python converts.
+    (older, newer) = (each[2].lstrip("0") for each in (before, now))
+    return (len(newer), newer) > (len(older), older)
+
+
+def checksum_digests(results: RankResults) -> dict[str, bytes]:
+    """Return a digest of the checksums of the moments in each group of objects, and of everything else."""
+    digests = {_REST: hashlib.blake2b(digest_size=16)}
+    for sent, columns in zip(results.sent, results.columns, strict=True):
+        for group, checksums in _of_items(sent) if columns is None else _of_columns(columns):
+            digests.setdefault(group, hashlib.blake2b(digest_size=16)).update(checksums)
+    return {group: digest.digest() for group, digest in digests.items()}
+
+
+def _of_columns(columns: Columns) -> Iterator[tuple[str, bytes]]:
+    """Yield the checksums of one rank's items by group, without an object for each item."""
+    checksums = np.frombuffer(columns.checksums, "<u4")
+    objects, sizes = (np.asarray(columns.layout.column(number)) for number in (OBJECT, PAYLOAD_NBYTES))
+    watched = [_watched(path) for path, _, _ in columns.objects]
+    groups = sorted({_REST, *watched})
+    numbers = np.array([groups.index(each) for each in watched])[objects] * (sizes > _ELEMENT_BYTES)
+    for number, group in enumerate(groups):
+        mine = checksums[numbers == number]
+        if mine.size:
+            yield group, mine.tobytes()
+
+
+def _of_items(results: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
+    """Yield the same for results that name their items."""
+    for result in results:
+        info = read_item(result.storage_data)
+        moment = (info.payload_nbytes or 0) > _ELEMENT_BYTES
+        yield _watched(info.path) if moment else _REST, (info.crc32c or 0).to_bytes(4, "little")
+
+
+def _watched(path: str) -> str:
+    """Return the group of an object if it is one of an optimizer, else `_REST`."""
+    named = keys.parse_data_path(path)
+    return named[2] if named is not None and OPTIM in named[2] else _REST
