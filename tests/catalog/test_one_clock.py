@@ -13,12 +13,13 @@ from bucketpoint.catalog.deletion.prune_worker import future_lines, prune_by
 from bucketpoint.catalog.deletion.pruner import prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.observer import Observer
+from bucketpoint.catalog.reconcile import reconcile
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.retention import Best, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import ObjectInfo
-from catalog.memory import MemoryStore, memory_catalog, save
+from catalog.memory import MemoryStore, memory_catalog, metadata_bytes, save
 from catalog.test_pruner import drop
 
 HOUR = 3600.0
@@ -53,6 +54,16 @@ def steps(catalog: Catalog) -> list[int]:
 
 def by_clock(catalog: Catalog, store: MemoryStore, wrong: float) -> Catalog:
     return replace(catalog, clock=lambda: store.now + wrong)
+
+
+def commit_without_a_record(catalog: Catalog, step: int, **facts: object) -> str:
+    """A save whose record is late, or whose coordinator was killed after the commit. Returns the token."""
+    token, url, store = keys.new_token(), catalog.url_of(step), catalog.store
+    SaveLog(catalog).begin(url, token)
+    data, content = metadata_bytes(token, created=catalog.clock(), **SaveLog(catalog).facts(url), **facts)
+    for path, body in {**content, ".metadata": data}.items():
+        store.put(catalog.key(f"step-{step}/{path}"), [memoryview(body)])
+    return token
 
 
 @WRONG
@@ -186,6 +197,45 @@ def test_reports_metrics_of_the_present_commit_though_its_job_has_a_clock_behind
     token = save(by_clock(catalog, store, -50 * HOUR), 200)
     notes.report(catalog, 200, {"loss": 0.1})
     assert [report.token for report in catalog.snapshot().notes.reports] == [token]
+
+
+def test_reports_metrics_of_the_present_commit_though_its_record_is_late(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 200)
+    token = commit_without_a_record(catalog, 200)
+    notes.report(catalog, 200, {"loss": 0.1})
+    assert [report.token for report in catalog.snapshot().notes.reports] == [token]
+    save(catalog, 300)
+    store.calls.clear()
+    notes.report(catalog, 300, {"loss": 0.1})
+    # Nothing is asked where no save is under way.
+    assert store.calls == {"list": 1, "put": 1}
+
+
+def test_reports_metrics_of_the_recorded_commit_while_another_save_of_the_step_has_not_committed(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    token = save(catalog, 200)
+    SaveLog(catalog).begin(catalog.url_of(200), keys.new_token())
+    notes.report(catalog, 200, {"loss": 0.1})
+    assert [report.token for report in catalog.snapshot().notes.reports] == [token]
+
+
+def test_a_commit_without_a_record_counts_from_the_stores_time_though_the_clock_of_its_job_is_behind(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    for step in (100, 200, 300):
+        save(catalog, step)
+        store.now += HOUR
+    # The coordinator was killed before it recorded the newest checkpoint.
+    token = commit_without_a_record(by_clock(catalog, store, -50 * HOUR), 200)
+    assert [step for step, _ in prune_by(catalog, policy(), holder="one").done.deleted] == [100]
+    assert {(row.step, row.id, row.created) for row in catalog.snapshot().rows()} >= {(200, token, store.now)}
+
+
+def test_a_copy_without_a_record_keeps_the_time_of_its_source(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 300)
+    commit_without_a_record(by_clock(catalog, store, -50 * HOUR), 200, copied_from="memory://store/run/step-100")
+    assert [row.created for row in reconcile(catalog, catalog.snapshot()).rows()] == [store.now - 50 * HOUR, store.now]
 
 
 def test_ranks_the_present_commit_though_its_job_has_a_clock_behind(store: MemoryStore, catalog: Catalog) -> None:

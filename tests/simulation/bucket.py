@@ -51,10 +51,11 @@ class Refusal(NamedTuple):
 
 @dataclass
 class Bucket:
-    """Objects and open uploads. `changed(op, key, before, after)` is told of each change."""
+    """Objects and open uploads. `changed` is told of each change, and `listed` of each page that somebody got."""
 
     clock: Callable[[], float]
     changed: Callable[[Any, str, Held | None, Held | None], None] = lambda op, key, before, after: None
+    listed: Callable[[Any, str, list[ObjectInfo], bool], None] = lambda op, prefix, page, first: None
     page: int = 4
     delete_page: int = 1000
     conditional_delete: bool = True
@@ -190,6 +191,8 @@ class View:
                 return page, len(found) > len(page)
 
             page, more = self._request("LIST", prefix, act)
+            if (found := here()) is not None:
+                self.bucket.listed(found[1].op, prefix, page, not after)
             yield from page
             after = page[-1].key if page else after
 

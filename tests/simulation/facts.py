@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.retention import RetentionPolicy
+from bucketpoint.stores import ObjectInfo
 
 
 class ViolationError(Exception):
@@ -37,6 +38,8 @@ class Op:
     """Ranks whose parts of the state its commit must hold."""
     at: float | None = None
     """The true time of its first change."""
+    seen: dict[str, dict[str, ObjectInfo]] = field(default_factory=dict)
+    """By prefix: what its last listing of a catalog's steps or notes has shown, if it is a prune."""
 
     def __str__(self) -> str:
         return f"{self.actor}: {self.kind} {self.text}".rstrip()

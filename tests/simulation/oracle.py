@@ -42,6 +42,8 @@ class Oracle:
     damaged: dict[str, int] = field(default_factory=dict)
     """Data keys that a person has deleted, and the number of that change."""
     deleted_by: dict[str, Op] = field(default_factory=dict)
+    when: dict[tuple[str, str], int] = field(default_factory=dict)
+    """By prefix and id: when it was committed."""
     committed: dict[str, float] = field(default_factory=dict)
     """By id: the value that was committed under it."""
     pins: dict[str, Pinned] = field(default_factory=dict)
@@ -90,6 +92,13 @@ class Oracle:
             root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
             self.rows_changed.setdefault(root, []).append((self.seq, op))
 
+    def listed(self, op: Any, prefix: str, page: list[ObjectInfo], first: bool) -> None:
+        """A page of a listing was received."""
+        if op is not None and op.kind == "prune" and prefix.endswith(("/steps/", "/notes/")):
+            if first:
+                op.seen[prefix] = {}
+            op.seen[prefix] |= {info.key: info for info in page}
+
     def _of(self, key: str) -> str:
         return " and ".join(sorted(self.named[key]))
 
@@ -129,6 +138,7 @@ class Oracle:
             if missing:
                 raise ViolationError("part", f"{op} committed {key} without {sorted(missing)}")
         self.live[key] = now
+        self.when[now.prefix, now.id] = now.seq
         for name in now.names:
             self.named.setdefault(name, set()).add(key)
         self.committed[now.id] = self._whole(op, now)
@@ -258,7 +268,7 @@ class Oracle:
         return [key for key in self.bucket.objects if key.startswith(above) and "/steps/" in key]
 
     def _noted(self, op: Op, key: str, held: Held) -> None:
-        """A tombstone: the policy must say so of the records that there are."""
+        """A tombstone: the policy must say so of the records and notes that its prune has seen."""
         tombstone = tombstone_of(key)
         if tombstone is None or not held.data or op.policy is None:
             return
@@ -271,14 +281,10 @@ class Oracle:
             return
         self.ordered[key] = (op.at or 0.0) + op.policy.prune.grace.total_seconds()
         root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
-        began = op.began if op.began is not None else self.seq
-        if any(seq > began and by.kind == "report" for seq, by in self.rows_changed.get(root, [])):
-            # The plan was made without the value that has come since.
-            return
         if root in self.unsure:
             return
-        rows = self.rows(root, began)
-        planned = plan(op.policy, rows)
+        seen = [info for listed in op.seen.values() for info in listed.values()]
+        planned = plan(op.policy, self.rows(root, seen, op.began if op.began is not None else self.seq))
         for entry in planned.entries:
             if entry.row.id == token:
                 held = entry.row.pinned or entry.row.leased or entry.row.restored_from
@@ -308,7 +314,9 @@ class Oracle:
         if not by_policy or others or given_up or root in self.unsure:
             return
         # Of a subset of these rows, such as the pruner may have decided on, a policy keeps at least as much.
-        for entry in plan(op.policy, self.rows(root, op.began)).entries:
+        objects = self.bucket.objects
+        there = [ObjectInfo(key, len(held.data), held.etag, held.modified) for key, held in objects.items()]
+        for entry in plan(op.policy, self.rows(root, there, op.began)).entries:
             held = entry.row.pinned or entry.row.leased or entry.row.restored_from
             if entry.row.id == token and not held and entry.action != "delete" and entry.action != action:
                 reasons = "; ".join(map(str, entry.reasons))
@@ -330,32 +338,33 @@ class Oracle:
         if (any(one.seq > op.asked for one in there) and op.kind == "report") or len(there) > 1:
             self.unsure.add(root)
 
-    def rows(self, root: str, since: int | None = None) -> list[Any]:
-        """The rows of a root: of its commits, and of those that a person removed or a save replaced after `since`."""
+    def rows(self, root: str, listed: Iterable[ObjectInfo], since: int) -> list[Any]:
+        """The rows that a listing shows: of commits, and of those that a person or a save took away after `since`.
+
+        Of several records of a folder that of the last commit counts, whatever they say.
+        """
         above = f"{root}/{catalog_keys.CATALOG}/step-N/"
-        objects = self.bucket.objects
-        infos = {
-            key[len(above) :]: ObjectInfo(key, len(held.data), held.etag, held.modified)
-            for key, held in objects.items()
-            if key.startswith(above)
-        }
+        infos = {info.key[len(above) :]: info for info in listed if info.key.startswith(above)}
         steps = [(name[6:], info) for name, info in sorted(infos.items()) if name.startswith("steps/")]
         notes = [(name[6:], info) for name, info in sorted(infos.items()) if name.startswith("notes/")]
-        # Whoever has a tombstone counts as well: what this one was ordered for is in no snapshot without it.
-        steps = [(name, info) for name, info in steps if "__tombstone__" not in name]
-        snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
         live = {one.id for one in self._of_root(root)}
+        counted: dict[str, set[tuple[int, str]]] = {}
+        for name, _ in steps:
+            commit = catalog_keys.CommitKey.parse(name)
+            if commit and (commit.token in live or self.gone.get((root, commit.token), self.seq) > since):
+                when = self.when.get((f"{root}/{commit.folder}", commit.token), 0)
+                counted.setdefault(commit.folder, set()).add((when, commit.token))
+        current = {(folder, max(commits)[1]) for folder, commits in counted.items()}
 
-        def counts(token: str) -> bool:
-            return token in live or self.gone.get((root, token), self.seq) > (since or 0)
+        def counts(name: str) -> bool:
+            commit = catalog_keys.CommitKey.parse(name)
+            # Whoever has a tombstone counts as well: what this one was ordered for is in no snapshot without it.
+            return (commit.folder, commit.token) in current if commit else "__tombstone__" not in name
 
-        for records in snapshot.doubtful():
-            current = next((record for record in records if counts(record.id)), records[0])
-            snapshot = snapshot.with_current(current, records)
+        steps = [(name, info) for name, info in steps if counts(name)]
+        snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
         rows = []
         for row in snapshot.rows():
-            if not counts(row.id):
-                continue
             reports = sorted(snapshot.notes.reports, key=lambda report: (report.time, report.key))
             of_it = [one for one in reports if one.step == row.step and self.measured.get(one.key) in (None, row.id)]
             rows.append(replace(row, metrics={one.name: one.value for one in of_it}))

@@ -58,7 +58,7 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
         dates_writes=made.dates_writes,
     )
     oracle = Oracle(bucket)
-    bucket.changed = oracle.changed
+    bucket.changed, bucket.listed = oracle.changed, oracle.listed
     view = scheduler.view = View(bucket)
     world = World(scheduler, bucket, oracle, view)
 

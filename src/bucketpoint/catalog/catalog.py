@@ -131,21 +131,12 @@ class Catalog:
         step = self.template.step_of(folder)
         if step is None:
             return None
-        listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
-        snapshot = self._steps_of(listed)
-        return next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
+        recorded = self.step(step).checkpoints
+        return next((checkpoint for checkpoint in recorded if checkpoint.folder == folder), None)
 
-    def token_of(self, step: int) -> str | None:
-        """Return the token of a step's recorded checkpoint; None if there is none.
-
-        One LIST, of that step's keys; and a small GET if the step was saved again by a job whose clock is behind.
-        """
-        listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
-        snapshot = self._steps_of(listed)
-        given_up = snapshot.given_up()
-        ids = {checkpoint.id for checkpoint in snapshot.checkpoints if checkpoint.name not in given_up}
-        # A step may have two folders, padded and not.
-        return ids.pop() if len(ids) == 1 else None
+    def step(self, step: int) -> Snapshot:
+        """List as `listed_steps` does, but one step alone. One LIST."""
+        return self._steps_of(self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""])))
 
     def committed(self, records: Sequence[Checkpoint]) -> Checkpoint | None:
         """Return the one of a folder's records that describes its `.metadata`, or None. One small GET."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.reconcile import metadata_record
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, GoneError, StoreError
 from bucketpoint.format import catalog_keys
@@ -48,13 +49,14 @@ def report(
 
     Args:
         at: time of the measurement in seconds since the epoch; now by default.
-        token: token of the commit; by default that of the step's present checkpoint, which costs one LIST.
+        token: token of the commit; by default that of the step's present checkpoint, which costs one LIST, and a GET
+            of `.metadata` if a save of the step is under way.
 
     Raises:
         BucketpointError: a name is empty or too long, or a value is no number.
     """
     checked = checked_metrics(metrics)
-    token = token or catalog.token_of(step)
+    token = token or _present_token(catalog, step)
     head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(catalog.clock() if at is None else at)]
     head += catalog_keys.named_token(token) if token else ()
     batch: list[str] = []
@@ -67,6 +69,19 @@ def report(
         batch += pair
     if batch:
         _put(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
+
+
+def _present_token(catalog: Catalog, step: int) -> str | None:
+    """Return the token of a step's checkpoint; None if there is none, or if nobody knows of it."""
+    snapshot = catalog.step(step)
+    tokens = {checkpoint.folder: checkpoint.id for checkpoint in snapshot.checkpoints}
+    for folder in {attempt.folder for attempt in snapshot.attempts}:
+        # An attempt may have committed without a record, as the record is late or its coordinator died.
+        if (record := metadata_record(catalog, folder)) is not None and record.token is not None:
+            tokens[folder] = record.token
+    present = {token for _, token in tokens.items() - snapshot.given_up()}
+    # A step may have two folders, padded and not.
+    return present.pop() if len(present) == 1 else None
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Records for checkpoints that have none: of dead coordinators, of other writers, or of a lost catalog."""
+"""Records of commits: those that saves write, and those that are made from `.metadata` where there are none."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
-from bucketpoint.catalog.save_log import write_record
-from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
+from bucketpoint.catalog.snapshot import FUTURE_S, Checkpoint, Snapshot
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.metadata.plain import read_record
+from bucketpoint.format.catalog_keys import CommitKey
+from bucketpoint.format.groups import OTHER
+from bucketpoint.format.metadata.facts import extra, record_of
+from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo
 
@@ -26,7 +28,7 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     catalog.store.delete(snapshot.misleading)
     healed = bool(snapshot.misleading)
     for attempt in snapshot.attempts:
-        record = metadata_record(catalog, attempt.folder)
+        record = metadata_record(catalog, attempt.folder, new=True)
         # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace. That may be one
         # of a plain writer, on which no policy decides until somebody adopts it.
         if record is None or record.token != attempt.token:
@@ -102,14 +104,42 @@ def _write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord
     return False
 
 
-def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
-    """Make the record of a folder's commit from its `.metadata`; None if there is none that can be read."""
+def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> str:
+    """Write the record of a commit under the key that encodes the same facts, and return the key."""
+    mark = catalog_keys.mark_of(record.metadata_etag)
+    token = record.token or ""
+    # Bytes without a known group, as in the objects of other writers, must count as well.
+    groups = {**record.groups, OTHER: record.groups.get(OTHER, 0) + record.bytes - sum(record.groups.values())}
+    name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, groups).name()
+    key = catalog.own_key(catalog_keys.STEPS, name)
+    # The key encodes the whole commit: an object that exists under it already says the same.
+    catalog.create(key, replace(record, step=step).to_json())
+    return key
+
+
+def metadata_record(catalog: Catalog, folder: str, *, new: bool = False) -> CommitRecord | None:
+    """Make the record of a folder's commit from its `.metadata`; None if there is none that can be read.
+
+    Args:
+        new: the save under way has made it. Its record then has the same time as the one that the save writes.
+    """
     try:
         data, info = get_metadata(catalog.store, catalog.metadata_key(folder))
-        record = read_record(data, metadata_etag=info.etag)
+        metadata = read_metadata(data)
+        record = named(record_of(metadata, data, metadata_etag=info.etag), data, info)
+        # A copy has the time of its source.
+        return dated(record, info) if new and "copied_from" not in extra(metadata) else record
     except (ObjectNotFoundError, CheckpointDeletedError, MetadataError, UnsafeDataError):
         return None
-    return named(record, data, info)
+
+
+def dated(record: CommitRecord, committed: ObjectInfo) -> CommitRecord:
+    """Give a record the store's time of the commit if the clock of the machine that saved is behind.
+
+    Rules that look at times would take the checkpoint for an old one.
+    """
+    behind = (committed.modified or 0.0) - (record.created or 0.0) > FUTURE_S
+    return replace(record, created=committed.modified) if behind else record
 
 
 def named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.notes import process_name, report
+from bucketpoint.catalog.reconcile import write_record
 from bucketpoint.catalog.run_owner import ensure
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, UploadKey
-from bucketpoint.format.groups import OTHER
+from bucketpoint.format.catalog_keys import AttemptKey, UploadKey
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.retention.row import FULL, KINDS
 
@@ -117,19 +117,6 @@ class SaveLog:
 
     def _attempt(self, folder: str, step: int, token: str) -> str:
         return self.catalog.own_key(catalog_keys.STEPS, AttemptKey(step, token, folder).name())
-
-
-def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> str:
-    """Write the record of a commit under the key that encodes the same facts, and return the key."""
-    mark = catalog_keys.mark_of(record.metadata_etag)
-    token = record.token or ""
-    # Bytes without a known group, as in the objects of other writers, must count as well.
-    groups = {**record.groups, OTHER: record.groups.get(OTHER, 0) + record.bytes - sum(record.groups.values())}
-    name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, groups).name()
-    key = catalog.own_key(catalog_keys.STEPS, name)
-    # The key encodes the whole commit: an object that exists under it already says the same.
-    catalog.create(key, replace(record, step=step).to_json())
-    return key
 
 
 def read_record(catalog: Catalog, key: str) -> CommitRecord | None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.reconcile import metadata_record
-from bucketpoint.catalog.save_log import write_record
+from bucketpoint.catalog.reconcile import metadata_record, write_record
 from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot
 from bucketpoint.catalog.tombstones import schedule_deletion
 from bucketpoint.format import catalog_keys

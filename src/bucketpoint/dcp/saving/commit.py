@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.catalog.snapshot import FUTURE_S
+from bucketpoint.catalog.reconcile import dated
 from bucketpoint.dcp.planning.plan_cache import RankResults, stock
 from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commit
 from bucketpoint.errors import (
@@ -139,11 +139,8 @@ def commit(
         known = {**facts, "writer": __version__}
         etag = info.etag
         record = make_record(metadata, known, data, sizes, items=items, metadata_etag=etag, covers=True)
-        if info.modified is not None and info.modified - created > FUTURE_S:
-            # This machine's clock is behind: rules that look at times would take the checkpoint for an old one.
-            record = dataclasses.replace(record, created=info.modified)
         # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
-        _write_record(request, record, again=again)
+        _write_record(request, dated(record, info), again=again)
     return Committed(items, len(objects), sum(sizes.values()), facts.get("step"), facts.get("metrics", {}))
 
 
