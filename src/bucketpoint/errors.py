@@ -187,12 +187,6 @@ class CheckpointDeletedError(CheckpointNotFoundError):
     remedy_default = f"Load another checkpoint: {LISTED}"
 
 
-class GoneError(BucketpointError):
-    """The error for a checkpoint that a pruner has begun to delete or thin, so that it cannot be kept any more."""
-
-    remedy_default = "Keep another checkpoint: `bucketpoint ls ROOT` lists those that are left"
-
-
 class CheckpointExistsError(BucketpointError):
     """A checkpoint is already committed at this URL, and overwrite=False."""
 

@@ -17,8 +17,8 @@ from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
 from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.tombstones import undo
-from bucketpoint.errors import GoneError, TransientStoreError
+from bucketpoint.catalog.tombstones import GoneError, undo
+from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row
 from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, save

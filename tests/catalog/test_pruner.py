@@ -16,8 +16,8 @@ from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, note_restored, pin, report
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
-from bucketpoint.catalog.tombstones import undo
-from bucketpoint.errors import AccessDeniedError, GoneError, PreconditionFailedError
+from bucketpoint.catalog.tombstones import GoneError, undo
+from bucketpoint.errors import AccessDeniedError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row

@@ -18,8 +18,7 @@ from bucketpoint.catalog.deletion.pruner import Order
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.save_log import SaveLog, read_record
-from bucketpoint.catalog.tombstones import BEGUN, state_of, undo
-from bucketpoint.errors import GoneError
+from bucketpoint.catalog.tombstones import BEGUN, GoneError, state_of, undo
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.stores import ObjectInfo

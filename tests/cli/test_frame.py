@@ -15,6 +15,7 @@ import click
 import pytest
 
 from bucketpoint import errors
+from bucketpoint.catalog.tombstones import GoneError
 from bucketpoint.cli import text
 from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
@@ -237,11 +238,11 @@ def test_exits_with_the_code_of_an_interruption(program: Program, monkeypatch: p
         (errors.CredentialsError, 4),
         (errors.CheckpointExistsError, 5),
         (errors.CommitConflictError, 5),
+        (GoneError, 5),
         (errors.EndpointError, 6),
         (errors.ThrottledError, 6),
         (errors.CorruptDataError, 1),
         (errors.UnsafeDataError, 1),
-        (errors.GoneError, 1),
     ],
 )
 def test_exits_with_the_code_of_each_kind_of_error(kind: type[errors.BucketpointError], code: int) -> None:

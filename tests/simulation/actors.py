@@ -22,13 +22,13 @@ from bucketpoint.catalog.deletion.prune_worker import prune_by, worker_of
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.tombstones import undo
+from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.convert.pipeline import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.dcp.error_boundary import as_ours
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, GoneError, StoreError
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import SavingRanks

@@ -15,8 +15,8 @@ from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.reconcile import metadata_record
-from bucketpoint.catalog.tombstones import undo
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, GoneError, StoreError
+from bucketpoint.catalog.tombstones import GoneError, undo
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
 

@@ -14,7 +14,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_steps
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone
-from bucketpoint.errors import GoneError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.errors import CommitConflictError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import NoteKey
 
@@ -23,6 +23,12 @@ BEGUN = "begun"
 
 _WAITING_BYTES = BEGUN_BYTES // 2
 """Most bytes of a waiting tombstone, so that the size of a tombstone tells its state: the reason is cut."""
+
+
+class GoneError(CommitConflictError):
+    """The error for a checkpoint that is being deleted or thinned, and cannot be recovered: a deletion is a commit."""
+
+    remedy_default = "It is too late to keep this checkpoint: `bucketpoint ls ROOT` lists those that are left"
 
 
 def schedule_deletion(

@@ -32,7 +32,6 @@ _BY_KIND: tuple[tuple[type[errors.BucketpointError], int], ...] = (
     (errors.CommitConflictError, IN_THE_WAY),
     (errors.OtherRunError, IN_THE_WAY),
     (errors.PreconditionFailedError, IN_THE_WAY),
-    (errors.GoneError, FOUND),
     (errors.CorruptDataError, FOUND),
     (errors.MetadataError, FOUND),
     (errors.UnsafeDataError, FOUND),
