@@ -54,11 +54,8 @@ def store_on(service: Service) -> Store:
     return open_store(service.url("x"), storage_options=service.options)[0]
 
 
-# Bodies
-
-
 @pytest.mark.parametrize("server", ["minio", "minio_tls", "gcs"])
-def test_a_part_leaves_and_arrives_without_a_copy(server: str, request: pytest.FixtureRequest) -> None:
+def test_a_body_leaves_and_arrives_without_a_copy(server: str, request: pytest.FixtureRequest) -> None:
     store = store_on(Service.on(request.getfixturevalue(server)))
     content = bytearray(os.urandom(MIB)) * 24
     crc = checksums.crc32c(content)
@@ -67,10 +64,13 @@ def test_a_part_leaves_and_arrives_without_a_copy(server: str, request: pytest.F
     received = bytearray(len(content))
     tracemalloc.start()
     try:
-        upload = store.create_multipart("big")
-        part = store.put_part("big", upload, 1, views(content), crc32c=crc)
+        if server == "gcs":  # the emulator has no parts
+            store.put("big", views(content), crc32c=crc)
+        else:
+            upload = store.create_multipart("big")
+            part = store.put_part("big", upload, 1, views(content), crc32c=crc)
+            store.complete_multipart("big", upload, [part])
         sent_peak = tracemalloc.get_traced_memory()[1]
-        store.complete_multipart("big", upload, [part])
         tracemalloc.reset_peak()
         store.read_into("big", 0, views(received))
         received_peak = tracemalloc.get_traced_memory()[1]
