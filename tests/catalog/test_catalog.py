@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.catalog import Catalog, newest_folder
 from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
 from bucketpoint.catalog.reconcile import adopt, reconcile
@@ -19,10 +19,11 @@ from bucketpoint.catalog.save_log import SaveLog, read_record
 from bucketpoint.catalog.snapshot import CLOCKS_S
 from bucketpoint.catalog.tombstones import schedule_deletion, undo
 from bucketpoint.errors import BucketpointError, InvalidURLError, OtherRunError, PolicyError
+from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import CommitKey, StepTemplate
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import Layout
-from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
+from catalog.memory import START, MemoryStore, commit_without_a_record, killed, memory_catalog, metadata_bytes, save
 
 HOUR = 3600.0
 names = st.text("abz/_-.% \N{FIRE}\N{LATIN SMALL LETTER A WITH DIAERESIS}", min_size=1, max_size=8)
@@ -399,6 +400,21 @@ def test_a_checkpoint_that_a_tombstone_will_delete_is_the_last_to_be_restored() 
     assert [found.step for found in catalog.candidates()] == [200, 100, 300]
     undo(catalog, 300)
     assert [found.step for found in catalog.candidates()] == [300, 200, 100]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_save_over_a_checkpoint_that_was_given_up_is_the_newest_though_the_tombstone_stays(recorded: bool) -> None:
+    store = MemoryStore()
+    catalog = memory_catalog(store)
+    for step in (100, 200, 300):
+        save(catalog, step)
+    schedule_deletion(catalog, catalog.steps().checkpoints[-1], "delete", due=store.now + 3600)
+    SaveLog(catalog).begin(catalog.url_of(300), keys.new_token())
+    assert [found.step for found in catalog.candidates()] == [200, 100, 300]
+    assert newest_folder(store, "run") == "step-200"
+    save(catalog, 300) if recorded else commit_without_a_record(catalog, 300)
+    assert [found.step for found in catalog.candidates()] == [300, 200, 100]
+    assert newest_folder(store, "run") == "step-300"
 
 
 @given(st.from_regex(r"[^{}/]{0,12}\{step(:0[1-9][0-9]?d)?\}[^{}/]{0,12}", fullmatch=True), st.integers(0, 10**15))

@@ -19,7 +19,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.retention import Best, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import ObjectInfo
-from catalog.memory import MemoryStore, memory_catalog, metadata_bytes, save
+from catalog.memory import MemoryStore, commit_without_a_record, memory_catalog, save
 from catalog.test_pruner import drop
 
 HOUR = 3600.0
@@ -54,16 +54,6 @@ def steps(catalog: Catalog) -> list[int]:
 
 def by_clock(catalog: Catalog, store: MemoryStore, wrong: float) -> Catalog:
     return replace(catalog, clock=lambda: store.now + wrong)
-
-
-def commit_without_a_record(catalog: Catalog, step: int, **facts: object) -> str:
-    """A save whose record is late, or whose coordinator was killed after the commit. Returns the token."""
-    token, url, store = keys.new_token(), catalog.url_of(step), catalog.store
-    SaveLog(catalog).begin(url, token)
-    data, content = metadata_bytes(token, created=catalog.clock(), **SaveLog(catalog).facts(url), **facts)
-    for path, body in {**content, ".metadata": data}.items():
-        store.put(catalog.key(f"step-{step}/{path}"), [memoryview(body)])
-    return token
 
 
 @WRONG

@@ -181,11 +181,10 @@ class Catalog:
         """
         snapshot = self.steps()
         # A run that was rolled back discards its highest steps, and must not go on from them after a restart.
-        going = snapshot.going()
-        leaving = {folder for folder, _ in going}
+        leaving = self.leaving(snapshot)
         # Among equal steps, a checkpoint with a record comes first: it is known to be committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
-            (checkpoint.name not in going, checkpoint.step, True, checkpoint)
+            (checkpoint.folder not in leaving, checkpoint.step, True, checkpoint)
             for checkpoint in snapshot.checkpoints
             if checkpoint.kind == kind
         ]
@@ -195,6 +194,24 @@ class Catalog:
             checkpoint = self.unrecorded(one, kind) if isinstance(one, str) else one
             if checkpoint is not None:
                 yield checkpoint
+
+    def leaving(self, snapshot: Snapshot) -> set[str]:
+        """Return the folders whose present checkpoint a tombstone will delete.
+
+        One small GET for each tombstone in a folder without a record, or with one that a save under way may have
+        replaced: the tombstone of the checkpoint before stays until a pruner finds the new record.
+        """
+        going, begun = snapshot.going(), {attempt.folder for attempt in snapshot.attempts}
+        recorded = {one.folder: one.id for one in snapshot.checkpoints if one.folder not in begun}
+
+        def is_present(folder: str, token: str, mark: str) -> bool:
+            if folder in recorded:
+                return recorded[folder] == token
+            info = self.metadata_info(folder)
+            return info is None or catalog_keys.mark_of(info.etag) == mark
+
+        stones = [stone for stone in snapshot.notes.tombstones if stone.name in going]
+        return {stone.folder for stone in stones if is_present(stone.folder, stone.id, stone.mark)}
 
     @staticmethod
     def _without_record(snapshot: Snapshot, folders: Iterable[str]) -> list[str]:
@@ -389,15 +406,16 @@ def latest_checkpoint(
 def newest_folder(store: Store, prefix: str) -> str | None:
     """Return the folder below a prefix that `latest_checkpoint` names, or None."""
     folders = []
-    going: set[str] = set()
+    leaving: set[str] = set()
     for folder in store.list_folders(prefix + "/" if prefix else ""):
         name = folder.rstrip("/").rsplit("/", 1)[-1]
         match = _STEP.fullmatch(name)
         if match:
             folders.append((int(match.group(1)), name))
         elif name == catalog_keys.CATALOG:
-            going = {one for one, _ in Catalog(store.url, store, prefix).steps().going()}
-    for _, _, name in sorted(((name not in going, step, name) for step, name in folders), reverse=True):
+            catalog = Catalog(store.url, store, prefix)
+            leaving = catalog.leaving(catalog.steps())
+    for _, _, name in sorted(((name not in leaving, step, name) for step, name in folders), reverse=True):
         if is_whole(committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA))):
             return name
     return None
