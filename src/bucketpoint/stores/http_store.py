@@ -8,9 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.errors import Action, CorruptDataError, StoreError
-from bucketpoint.stores.base import Buffers, CopiesInside, ObjectInfo, RangeReply, Store
+from bucketpoint.stores.base import Buffers, Capabilities, CopiesInside, ObjectInfo, RangeReply, Store
 from bucketpoint.stores.http_body import Receiver, discard
 from bucketpoint.stores.retry import READ_ATTEMPTS, RetryPolicy, run
+
+CAPABILITIES = Capabilities(
+    conditional_put=True,
+    checksums=True,
+    multipart=True,
+    pinned_reads=True,
+    streams_ranges=True,
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+    # https://cloud.google.com/storage/quotas
+    min_part_bytes=5 << 20,
+    max_part_bytes=5 << 30,
+    max_parts=10_000,
+)
+"""Capabilities of Amazon S3 and of GCS, whose XML API has the multipart uploads of S3 with the same limits."""
 
 
 @dataclass(frozen=True)

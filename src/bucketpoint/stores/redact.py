@@ -53,7 +53,7 @@ def hide(text: str, options: Mapping[str, Any]) -> str:
 
 def holds_password(url: str) -> bool:
     """Return True if a URL, or one chained to it, has a password before the host, even one with slashes."""
-    return next(_with_passwords(url), None) is not None
+    return any(_with_passwords(url))
 
 
 def without_password(url: str) -> str:

@@ -34,9 +34,8 @@ class StreamUpload(io.RawIOBase):
         self._store = store
         self._key = key
         self._meter = meter
-        self._part_bytes = max(options.lease_bytes, limits.min_part_bytes, -(-largest_nbytes // limits.max_parts))
-        if not limits.multipart:
-            self._part_bytes = sys.maxsize
+        part_bytes = max(options.lease_bytes, limits.min_part_bytes, -(-largest_nbytes // limits.max_parts))
+        self._part_bytes = part_bytes if limits.multipart else sys.maxsize
         slots = max(options.max_inflight_bytes // self._part_bytes, 1)
         self._slots = threading.Semaphore(min(slots, options.connections + 1))
         self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)

@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from bucketpoint.stores import http_store
 from bucketpoint.stores.base import (
     Buffers,
     Capabilities,
@@ -35,18 +36,8 @@ T = TypeVar("T")
 _MAX_GENERATION = (1 << 63) - 1
 
 # https://cloud.google.com/storage/quotas
-CAPABILITIES = Capabilities(
-    conditional_put=True,
-    checksums=True,
-    multipart=True,
-    pinned_reads=True,
-    streams_ranges=True,
-    min_part_bytes=5 << 20,
-    max_part_bytes=5 << 30,
-    max_parts=10_000,
-    max_put_bytes=5 << 40,
-    conditional_delete=True,  # https://cloud.google.com/storage/docs/request-preconditions
-)
+# https://cloud.google.com/storage/docs/request-preconditions
+CAPABILITIES = replace(http_store.CAPABILITIES, max_put_bytes=5 << 40, conditional_delete=True)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from bucketpoint.errors import (
     StoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores import retry
+from bucketpoint.stores import http_store, retry
 from bucketpoint.stores.base import (
     Buffers,
     Capabilities,
@@ -47,18 +47,8 @@ SILENT_COPY_BYTES = 1 << 30
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 MAX_DELETE_KEYS = 1_000
 
-CAPABILITIES = Capabilities(
-    conditional_put=True,
-    checksums=True,
-    multipart=True,
-    pinned_reads=True,
-    streams_ranges=True,
-    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-    min_part_bytes=5 << 20,
-    max_part_bytes=5 << 30,
-    max_parts=10_000,
-    max_put_bytes=5 << 30,  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
-)
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
+CAPABILITIES = replace(http_store.CAPABILITIES, max_put_bytes=5 << 30)
 """Capabilities of Amazon S3. `S3Store.capabilities` removes those that another service lacks: see `s3.services`."""
 
 _LIST_MARKS = {"ContinuationToken": "NextContinuationToken"}
