@@ -137,6 +137,9 @@ class Receiver:
                 connection is closed.
         """
         nbytes = sum(view.nbytes for view in buffers)
+        if nbytes > self._left:
+            # The connection is closed, or serves another request.
+            raise BrokenBody("the body has ended, or was dropped")
         try:
             if not self._begun:
                 self._begun, self._wire = True, _Wire.of(self._body, self._left)
