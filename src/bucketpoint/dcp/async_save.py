@@ -171,8 +171,10 @@ class SaveHandle(Future[Metadata]):
     def _ended(self, upload: Future[Any]) -> None:
         error = upload.exception()
         if error is not None:
-            if self._group is not None and not isinstance(error, CheckpointException):
-                # DCP has not raised it on all ranks: wake those that wait for this one, on connections not used again.
+            # DCP raises its own error on all ranks, unless it found no group any more and went on alone.
+            together = isinstance(error, CheckpointException) and process_groups.is_known(self._group)
+            if self._group is not None and not together:
+                # Wake the ranks that wait for this one, on connections that are not used again.
                 error = meshes.given_up(self._group, error, self.url)
             error = as_ours(error, self.url, ranks=self._ranks)
         if self._lease is not None:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import utils as dcp_utils
 
 from bucketpoint.dcp import process_groups
@@ -94,15 +95,7 @@ class Mesh:
             The members, by their places in the group, whose connections to this rank were closed before.
         """
         self.lost = True
-        if not process_groups.is_known(self.group):
-            return []
-        with contextlib.suppress(RuntimeError):
-            backend, here, size = process_groups.backend_of(self.group), self.group.rank(), self.group.size()
-            # Of a large group only these are certain to be connected: gloo's barrier has sent to them.
-            near = [(here + (1 << power)) % size for power in range((size - 1).bit_length())]
-            others = [peer for peer in range(size) if peer != here]
-            return process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
-        return []
+        return _disconnected(self.group)
 
     def end(self, error: BaseException, url: str | None) -> BucketpointError:
         """Close the connections after an error that this rank had alone. Return the one that explains it, on all ranks.
@@ -136,6 +129,17 @@ class Mesh:
         self.lost = True
         self.leave()
         self.group = None
+
+
+def _disconnected(group: Any) -> list[int]:
+    """Close the connections of a group, and return what `Mesh.cut` does."""
+    with contextlib.suppress(RuntimeError):
+        backend, here, size = process_groups.backend_of(group), group.rank(), group.size()
+        # Of a large group only these are certain to be connected: gloo's barrier has sent to them.
+        near = [(here + (1 << power)) % size for power in range((size - 1).bit_length())]
+        others = [peer for peer in range(size) if peer != here]
+        return process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
+    return []
 
 
 def _or_world(group: Any) -> Any:
@@ -190,12 +194,15 @@ def group_beside(parent: Any) -> Any:
         return mesh.group
 
 
-def given_up(group: Any, error: BaseException, url: str | None) -> BucketpointError:
-    """Close the connections of a group of `group_beside` after an error of this rank alone. Return ours for it."""
+def given_up(group: Any, error: BaseException, url: str | None) -> BaseException:
+    """Close the connections of a group of `group_beside` after an error of this rank alone. Return what explains it."""
     mesh = next((mesh for mesh in list(_by_ranks.values()) if mesh.group is group), None)
     if mesh is not None and process_groups.is_known(group):
         return mesh.end(error, url)
-    if isinstance(error, BucketpointError):
+    # The other ranks may wait in a collective of the save, which this rank has left. A group that torch has destroyed
+    # keeps its connections while anything refers to it, as the save does.
+    _disconnected(group)
+    if isinstance(error, BucketpointError | CheckpointException):
         return error
     gone = process_groups.group_gone("The process group was destroyed during the save", url)
     gone.__cause__ = error
