@@ -13,11 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import BucketWriter, LoadPlanner, StagingOptions
 from bucketpoint.dcp import meeting
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
+from bucketpoint.manager import manager as managing
 from bucketpoint.manager import ranks
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.ranks import Ranks
@@ -165,19 +167,6 @@ def make_different_calls(rank: int, world: int, root: str) -> Any:
     return outcome, committed(root)
 
 
-def interrupt_one_rank(rank: int, world: int, root: str) -> Any:
-    """Ctrl-C on the last rank, while it makes its part of a save."""
-    with CheckpointManager(root, policy=policy()) as manager:
-        try:
-            manager.save(1, {"own": Stateful(KeyboardInterrupt() if rank == world - 1 else torch.ones(1))})
-        except KeyboardInterrupt:
-            outcome = "interrupted"
-        except BucketpointError as error:
-            outcome = error.message
-        manager.save(2, state(2, world))
-    return outcome, committed(root)
-
-
 class Interrupted(LoadPlanner):
     def create_local_plan(self) -> Any:
         raise KeyboardInterrupt
@@ -204,6 +193,37 @@ def interrupt_a_load(rank: int, world: int, root: str, where: str) -> Any:
             outcome = str(error)
         manager.save(2, state(2, world))
     return outcome, committed(root)
+
+
+def lose_a_rank_as_a_save_begins(rank: int, world: int, root: str, how: str) -> Any:
+    """The last rank is interrupted as it begins a save, or copies its state for longer than the others wait."""
+
+    def copies_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(2 * TIMEOUT_S)
+        return run_copies(*args, **options)
+
+    def begins(*args: Any, **options: Any) -> Any:
+        begin_together(*args, **options)
+        raise KeyboardInterrupt
+
+    run_copies, begin_together, interrupt = stager.run_copies, managing.begin_together, KeyboardInterrupt()
+    patch = {
+        "state": mock.patch.object(Stateful, "state_dict", side_effect=interrupt),
+        "copies": mock.patch.object(stager, "run_copies", side_effect=interrupt),
+        "begins": mock.patch.object(dcp, "async_save", side_effect=interrupt),
+        "has begun": mock.patch.object(managing, "begin_together", begins),
+        "is late": mock.patch.object(stager, "run_copies", copies_slowly),
+    }[how]
+    own = {"own": Stateful(torch.ones(4))}
+    with CheckpointManager(root, policy=impatient()) as manager:
+        with patch if rank == world - 1 else contextlib.nullcontext():
+            try:
+                first = said(lambda: manager.save(1, own))
+            except KeyboardInterrupt:
+                first = "interrupted"
+        outcomes = [said(lambda step=step: manager.save(step, own)) for step in (2, 3)]
+    status = manager.status()
+    return first, (outcomes, status.committed, status.failed), committed(root)
 
 
 @contextlib.contextmanager

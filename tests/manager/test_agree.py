@@ -69,9 +69,24 @@ def test_refuses_different_calls_on_the_ranks(ranks: Ranks, root: str) -> None:
     assert ranks.run(scenarios.make_different_calls, root) == [(refused, ["step-2"])] * 2
 
 
-def test_tells_the_other_ranks_of_one_that_was_interrupted(ranks: Ranks, root: str) -> None:
-    told = ("Rank 1 failed: KeyboardInterrupt: ", ["step-2"])
-    assert ranks.run(scenarios.interrupt_one_rank, root) == [told, ("interrupted", ["step-2"])]
+@pytest.mark.parametrize(
+    ("how", "first", "last", "steps"),
+    [
+        ("state", "Rank 1 failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
+        ("copies", "Rank 1 failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
+        ("begins", "There: save(1) failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
+        ("has begun", "done", "interrupted", (1, 2, 3)),
+        ("is late", "rank 1 never came", "rank 0 has given up", (1, 2, 3)),
+    ],
+)
+def test_saves_on_together_after_one_rank_was_lost_as_a_save_began(
+    ranks: Ranks, root: str, how: str, first: str, last: str, steps: tuple[int, ...]
+) -> None:
+    outcomes = ranks.run(scenarios.lose_a_rank_as_a_save_begins, root, how)
+    for expected, (said, later, committed) in zip((first, last), outcomes, strict=True):
+        assert expected in said
+        assert later == (["done", "done"], len(steps), 3 - len(steps))
+        assert committed == [f"step-{step}" for step in steps]
 
 
 @pytest.mark.parametrize(("where", "kind"), [("plan", "KeyboardInterrupt"), ("state", "SystemExit")])

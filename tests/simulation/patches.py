@@ -198,10 +198,12 @@ def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
     return failed
 
 
-def _begin_together(ranks: Any, what: str, state: Any, url: str, **named: Any) -> Any:
+def _begin_together(ranks: Any, what: str, state: Any, url: str, *, begun: Any, **named: Any) -> Any:
     found = here()
     assert found is not None
-    return found[1].async_save(state, checkpoint_id=url, **named)
+    handle = found[1].async_save(state, checkpoint_id=url, **named)
+    begun(handle)
+    return handle
 
 
 class _NoExit:

@@ -322,17 +322,23 @@ def async_save(
         handle._on_commit = on_commit
     alone = group is None or not use_collectives or dist.get_world_size(group) == 1
     watched = WatchedStager(stager, handle, alone, ranks)
-    begun = dcp.async_save(
-        watched.state_of(state_dict),
-        checkpoint_id=checkpoint_id,
-        storage_writer=writer,
-        planner=planner if planner is not None else SavePlanner.with_plans(plans),
-        process_group=group,
-        async_checkpointer_type=async_checkpointer_type,
-        async_stager=watched,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-    )
+    try:
+        begun = dcp.async_save(
+            watched.state_of(state_dict),
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner if planner is not None else SavePlanner.with_plans(plans),
+            process_group=group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=watched,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    except BaseException as error:
+        if not alone:
+            # The save of the others would wait for this rank, and then meet its next one.
+            meshes.given_up(group, error, handle.url)
+        raise
     handle._refused = watched.refused
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion

@@ -116,7 +116,7 @@ class CheckpointManager:
         self._triggers = Triggers(save, self._ranks)
         self.pruning = PruneWorker(self.catalog, self.policy)
         """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
-        self._running: Running | None = None
+        self._running = Running.none()
         self._replacing = Replacing(self.catalog, self.pruning)
         self._standing = Standing()
         self.skipped = 0
@@ -214,24 +214,21 @@ class CheckpointManager:
         except BaseException:
             self._replacing.failed()
             raise
+
+        def begun(handle: SaveHandle) -> None:
+            self._triggers.saved()
+            self._running = Running(step, handle, kind == FULL)
+            handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self.catalog, self._running))
+
         try:
-            handle = begin_together(self._ranks, call, state, url, **saving)
-        except Exception as error:  # noqa: BLE001 (the state's own errors, in a process alone)
+            return begin_together(self._ranks, call, state, url, begun=begun, **saving)
+        except BaseException as error:  # noqa: BLE001 (the state's own errors, in a process alone; and interrupts)
             self._not_saved(step, error)
             return None
-        except BaseException:
-            self._replacing.failed()
-            raise
-        self._triggers.saved()
-        self._running = Running(step, handle, kind == FULL)
-        handle.add_done_callback(functools.partial(note_end, weakref.ref(self), self.catalog, self._running))
-        return handle
 
     def _make_room(self, step: int, call: str) -> bool:
         """Return True if a save may begin: the last one has ended, and is not to raise. All ranks: the same answer."""
         running, how = self._running, self.policy.save.in_flight
-        if running is None:
-            return True
         timeout_s = how.timeout.total_seconds()
         pressing = step == self._triggers.pressing
         when_busy = "wait" if pressing else how.when_busy
@@ -239,15 +236,16 @@ class CheckpointManager:
             running.wait(timeout_s)
         error = running.handle.failure()
         fatal = error is not None and not self._warns(error)
-        here = [not running.handle.done(), error is not None, running.received, fatal]
+        here = [not running.handle.done(), error is not None, running.received, fatal, running.step]
         # Each rank may have waited for the save as long as it may, before it waits for the others.
         limit_s = 3 * timeout_s if when_busy == "wait" else None
-        busy, failed, received, raises = self._ranks.most(list(map(int, here)), call, limit_s=limit_s)
+        # A rank that was interrupted may have no save where the others have one.
+        busy, failed, received, raises, running.step = self._ranks.most(list(map(int, here)), call, limit_s=limit_s)
         if failed or not busy:
             # On other ranks the save may still be on its way to the same failure. And a save that has ended may not
             # have noted its outcome yet, which must not come after what the next save notes.
             running.wait(timeout_s)
-            self._running = None
+            self._running = Running.none()
             # An error would end a pressing job without its last checkpoint. That of the save before is logged.
             if raises and not received and not pressing:
                 raise running.receive()
@@ -265,13 +263,17 @@ class CheckpointManager:
             remedy="Save less often, or set save: {in_flight: {when_busy: skip}}",
         )
 
-    def _not_saved(self, step: int, error: Exception) -> None:
-        """Count a save that failed before it was under way, and raise its error unless the policy warns."""
-        self._replacing.failed()
-        self._standing.lost()
+    def _not_saved(self, step: int, error: BaseException) -> None:
+        """Raise the error of a save unless the policy warns. Count the save, unless it is under way: its end does."""
+        if self._running.step != step:
+            self._replacing.failed()
+            self._standing.lost()
+            self._warn(step, error)
+        elif isinstance(error, Exception):
+            # All ranks raise it, so that none needs to raise the end of the save.
+            self._running.receive()
         if not self._warns(error):
             raise error
-        self._warn(step, error)
 
     def _warns(self, error: BaseException) -> bool:
         """Return True if training goes on after this error of a save."""
@@ -330,14 +332,15 @@ class CheckpointManager:
             return which if isinstance(which, str) else whole_step(which)
 
         which = self._ranks.together(call, checked)
-        if rollback and self._running is not None:
+        if rollback:
             # The running save may commit a newer step, which must then be given up too.
-            timeout_s = self.policy.save.in_flight.timeout.total_seconds()
-            self._running.wait(timeout_s)
-            if self._ranks.most([int(not self._running.handle.done())], call, limit_s=3 * timeout_s)[0]:
+            timeout_s, running = self.policy.save.in_flight.timeout.total_seconds(), self._running
+            running.wait(timeout_s)
+            (busy,) = self._ranks.most([-1 if running.handle.done() else running.step], call, limit_s=3 * timeout_s)
+            if busy >= 0:
                 raise BucketpointError(
-                    f"The run cannot be rolled back while the save of step {self._running.step} is still running",
-                    url=self._running.handle.url,
+                    f"The run cannot be rolled back while the save of step {busy} is still running",
+                    url=self.catalog.url_of(busy),
                     remedy="Wait for the save to end, and call restore again",
                 )
         reading = {"planner": planner, "trusted": self._trusted, **self._store_arguments}
@@ -385,7 +388,7 @@ class CheckpointManager:
         step = whole_step(step)
         if self._ranks.is_coordinator:
             known, running = notes.checked_metrics(metrics), self._running
-            if running is not None and running.step == step and running.hold_back(known):
+            if running.step == step and running.hold_back(known):
                 return
             try:
                 notes.report(self.catalog, step, known)
@@ -405,7 +408,7 @@ class CheckpointManager:
         """
         step = whole_step(step)
         if self._ranks.is_coordinator:
-            if self._running is None or self._running.step != step or self._running.failed:
+            if self._running.step != step or self._running.failed:
                 notes.refuse_missing(self.catalog, step)
             notes.pin(self.catalog, step, reason=reason)
 
@@ -435,8 +438,6 @@ class CheckpointManager:
                 not warn.
         """
         running = self._running
-        if running is None:
-            return True
         if not running.wait(timeout):
             return False
         # The save is forgotten only when all ranks agree on its end, in `_make_room`: each rank may wait for another
@@ -459,24 +460,22 @@ class CheckpointManager:
         if self._closed:
             return
         running = self._running
-        if running is not None:
-            # Ctrl-C here leaves the manager open, so that the next close waits again and raises the save's error.
-            running.wait(self._left_s())
+        # Ctrl-C here leaves the manager open, so that the next close waits again and raises the save's error.
+        running.wait(self._left_s())
         self._closed = True
         try:
             if not self.wait(0.0):
-                assert running is not None
                 raise BucketpointError(
                     f"Step {running.step} was not committed within {self._grace_s} s of SIGTERM",
                     url=running.handle.url,
                     remedy="Give the job more time between SIGTERM and SIGKILL (grace_s), or save more often",
                 )
-            if running is not None and not running.failed and self.stop_asked and self._ranks.is_coordinator:
+            if running.step >= 0 and not running.failed and self.stop_asked and self._ranks.is_coordinator:
                 logger.warning("SIGTERM: step %d is committed", running.step)
             self.pruning.drain(self._left_s())
         finally:
             self._triggers.close()
-            if running is None or running.handle.done():
+            if running.handle.done():
                 self._stager.close()
                 self._uploads.close()
             self._ranks.close()
@@ -499,9 +498,8 @@ class CheckpointManager:
     def _leave_to_parent(self) -> None:
         # The save under way, the collectives and the records of a fork's manager are the parent's.
         self._closed = True
-        if self._running is not None:
-            self._running = replace(self._running, settled=threading.Event())
-            self._running.settled.set()
+        self._running = replace(self._running, settled=threading.Event())
+        self._running.settled.set()
 
     def _left_s(self) -> float | None:
         """Return the seconds until the scheduler's SIGKILL; None for no limit."""

@@ -203,7 +203,7 @@ class Ranks:
             except (Exception, CheckpointException):
                 raise
             except BaseException as error:
-                self._leave_others(what, error)
+                self.leave_others(what, error)
                 raise
 
     # -- on a group ---------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Ranks:
                 failure = BucketpointError(f"{what} cannot go on: the job's key-value store does not answer: {error}")
                 self._give_up()
                 raise failure from error
-            self._leave_others(what, error)
+            self.leave_others(what, error)
             raise
 
     def _wait(self, work: Any, here: Meeting, limit_s: float) -> None:
@@ -328,10 +328,10 @@ class Ranks:
                 said = True
                 here.log_missing(waited)
 
-    def _leave_others(self, what: str, error: BaseException) -> None:
-        """Give the group up after an interrupt, and tell the others, which wait for this rank or will."""
+    def leave_others(self, what: str, error: BaseException) -> None:
+        """Give the group up after an error of this rank alone. The others, which wait for it or will, raise it, too."""
         if self.group is not None:
-            self._note_end(BucketpointError(f"{what} was interrupted by {type(error).__name__}"))
+            self._note_end(as_failure(error, self.global_rank, what=what))
             self._give_up()
 
     def _note_end(self, failure: BucketpointError) -> None:

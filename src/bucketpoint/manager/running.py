@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.catalog import notes
@@ -65,6 +66,14 @@ class Running:
     _metrics: list[Mapping[str, float]] | None = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @classmethod
+    def none(cls) -> Running:
+        """Return a save that has ended, in place of none."""
+        none = cls(-1, SaveHandle(None))
+        none.handle.set_result(Metadata({}))
+        none.settled.set()
+        return none
+
     @property
     def failed(self) -> bool:
         """True if the save failed, as far as this rank knows yet."""
@@ -106,17 +115,25 @@ class Running:
 
 
 def begin_together(
-    ranks: Ranks, what: str, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], url: str, **options: Any
+    ranks: Ranks,
+    what: str,
+    state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+    url: str,
+    *,
+    begun: Callable[[SaveHandle], None] = lambda handle: None,
+    **options: Any,
 ) -> SaveHandle:
     """Begin a save on all ranks, or raise on all of them the error of the one that could not make or copy its state.
 
     Args:
         what: the call, as a program spells it.
         state: the state, or a function that makes it.
+        begun: called with the handle as soon as the save is under way on this rank, whatever happens on the others.
         options: as for `async_save`.
 
     Raises:
-        BucketpointError: a rank could not make or copy its state. No save is under way on any rank.
+        BucketpointError: a rank could not make or copy its state, and no save is under way on any rank; or a rank did
+            not come in time, or was interrupted.
     """
 
     def made() -> dict[str, Any]:
@@ -124,14 +141,19 @@ def begin_together(
         return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in given.items()}
 
     plain = ranks.together(what, made)
-    handle = begin_save(plain, checkpoint_id=url, process_group=ranks.members, **options)
+    try:
+        handle = begin_save(plain, checkpoint_id=url, process_group=ranks.members, **options)
+        begun(handle)
+    except BaseException as error:
+        ranks.leave_others(what, error)
+        raise
     (failed,) = ranks.most([int(handle._unstaged() is not None)], what)
     if not failed:
         return handle
     # It fails as soon as the ranks meet in it.
     handle.wait(ranks.limit_s)
     handle._note_told()
-    raise handle.failure() or BucketpointError("The state of a rank could not be copied", url=url)
+    raise handle._unstaged() or handle.failure() or BucketpointError("The state of a rank could not be copied", url=url)
 
 
 def may_be_warned(error: BaseException, *, committed: bool) -> bool:

@@ -49,14 +49,14 @@ class Standing:
         self.committed = self.failed = 0
         self._failed_in_a_row = 0
 
-    def status(self, running: Running | None, pruning: PruneWorker, *, skipped: int) -> ManagerStatus:
+    def status(self, running: Running, pruning: PruneWorker, *, skipped: int) -> ManagerStatus:
         """Return the status now.
 
         Args:
-            running: the last save, if it may be under way.
+            running: the last save.
         """
         newest, now, failure = self.newest, time.monotonic(), pruning.failure
-        under_way = running if running is not None and not running.handle.done() else None
+        under_way = None if running.handle.done() else running
         return ManagerStatus(
             newest_step=newest[0] if newest is not None else None,
             newest_age_s=now - newest[1] if newest is not None else None,

@@ -591,7 +591,8 @@ def test_threads_beside_training_stand_back_if_they_are_told_to_and_blocking_one
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "put", put)
         dcp.async_save(Training().state, checkpoint_id=f"{root}/a", storage_writer=writer, no_dist=True).result(WAIT_S)
-        assert set(niceness) == {own if nice is None else nice}
+        # This process may have been started with a higher one.
+        assert set(niceness) == {max(own, nice or own)}
         niceness.clear()
         dcp.save(Training().state, checkpoint_id=f"{root}/b", storage_writer=writer, no_dist=True)
         assert set(niceness) == {own}

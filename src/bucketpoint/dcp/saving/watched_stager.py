@@ -50,7 +50,7 @@ class WatchedStager(AsyncStager):
             return {
                 name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state_dict.items()
             }
-        except Exception as error:
+        except BaseException as error:
             if self._alone:
                 raise
             self.refused = error
@@ -65,7 +65,7 @@ class WatchedStager(AsyncStager):
             if self.refused is not None:
                 raise self.refused
             staged = self._stager.stage(state_dict)
-        except Exception as error:
+        except BaseException as error:
             if self._alone:
                 raise
             self.refused = error
