@@ -23,6 +23,10 @@ class GCSServer:
     pid: int = 0
     kind: str = "fake"
 
+    def attempts(self, number: int) -> dict[str, Any]:
+        """The storage options for so many attempts of each request."""
+        return {"max_attempts": number}
+
     @property
     def options(self) -> dict[str, Any]:
         """`storage_options` in the style of gcsfs. A new dict each time: callers may change it."""

@@ -253,7 +253,7 @@ def test_what_cannot_be_reached_is_one_failure_and_no_more(minio: S3Server) -> N
     for store in (
         store_of(minio, bucket + "-not"),
         store_of(minio, bucket, secret="wrong"),
-        store_of(minio, bucket, client_kwargs={"endpoint_url": "http://127.0.0.1:1"}, max_attempts=1),
+        store_of(minio, bucket, client_kwargs={"endpoint_url": "http://127.0.0.1:1"}, **minio.attempts(1)),
     ):
         found = examine(store, "runs")
         assert [(one.check, one.status) for one in found.findings] == [("connect", "fail")]

@@ -59,7 +59,7 @@ def test_no_such_bucket(service: Service) -> None:
 
 
 def test_unreachable_endpoint(service: Service) -> None:
-    options = {**service.at(f"http://127.0.0.1:{free_port()}").options, "max_attempts": 1}
+    options = {**service.at(f"http://127.0.0.1:{free_port()}").options, **service.server.attempts(1)}
     assert isinstance(failing_save(service.url("a"), options), bp.EndpointError)
     assert isinstance(failing_load(service.url("a"), options), bp.EndpointError)
 

@@ -121,14 +121,15 @@ ALLOWED = Answer(body=b"<DeleteResult/>")
 
 @pytest.mark.parametrize(
     ("status", "code", "said"),
-    [(501, "NotImplemented", "by sse_kms_key_id"), (404, "kms:KeyNotFound", "Check the encryption key")],
+    [(501, "NotImplemented", "by SSEKMSKeyId"), (404, "kms:KeyNotFound", "Check the encryption key")],
 )
 def test_a_write_that_no_right_would_allow_is_told_with_its_own_remedy(status: int, code: str, said: str) -> None:
     def answer(request: Seen, number: int) -> Answer:
         return error(status, code) if request.method == "PUT" else ALLOWED
 
     with scripted(answer) as server:
-        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush", "sse_kms_key_id": "the-key"}
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        options |= {"request_kwargs": {"SSEKMSKeyId": "the-key"}}
         found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
     put = next(one for one in found.findings if one.check == "put")
     assert put.status == "fail"

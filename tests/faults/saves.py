@@ -156,7 +156,7 @@ def save_beside(rank: int, world: int, place: Place, value: int, executor: str) 
 
     The executor HELPER is a thread with a helper process, COPY a thread of which saves copy what did not change.
     """
-    writer = place.writer(max_attempts=2, background="process" if executor == "HELPER" else "auto")
+    writer = place.writer(**place.server.attempts(2), background="process" if executor == "HELPER" else "auto")
     future = dcp.async_save(
         place.state(value, own=rank),
         storage_writer=writer,

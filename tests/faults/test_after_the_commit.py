@@ -31,7 +31,7 @@ def test_what_an_overwrite_replaced_is_swept_though_its_save_died(
     proxy.play(Script((dies_at,)))
     with contextlib.suppress(dcp.CheckpointException):
         # Cut off at the commit, it cannot know whether that arrived. Its store does not come back, so it need not wait.
-        place.through(proxy.url).save(NEW, max_attempts=1, retry_deadline_s=1)
+        place.through(proxy.url).save(NEW, **server.attempts(1), retry_deadline_s=1)
     seen = proxy.exchanges
     assert "kill" in {one.fault for one in seen}
     assert place.load() == NEW

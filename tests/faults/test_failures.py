@@ -143,7 +143,7 @@ class Afflicted(DefaultSavePlanner):
 
 
 def save_with(rank: int, world: int, place: Place, planner: SavePlanner) -> None:
-    dcp.save(state(world, NEW, own=rank), storage_writer=place.writer(max_attempts=1), planner=planner)
+    dcp.save(state(world, NEW, own=rank), storage_writer=place.writer(**place.server.attempts(1)), planner=planner)
 
 
 def check(

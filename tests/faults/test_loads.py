@@ -36,6 +36,7 @@ from kit import (
     Stall,
     always,
 )
+from kit.servers import s3_attempts
 from kit.tally import Tally
 from services import Server, Service
 
@@ -114,7 +115,8 @@ class Outcome:
 def load(url: str, options: dict[str, Any], transfer: TransferOptions = OPTIONS, mode: str = "off") -> Outcome:
     # Of another dtype than was saved, so that not everything is received in place.
     target = state(0, of=torch.float64)
-    reader = BucketReader(url, storage_options={**options, "max_attempts": 3}, transfer=transfer, cooperative=mode)
+    tries = {"max_attempts": 3} if url.startswith("gs:") else s3_attempts(3)
+    reader = BucketReader(url, storage_options={**options, **tries}, transfer=transfer, cooperative=mode)
     try:
         dcp.load(target, storage_reader=reader, no_dist=mode == "off")
     except dcp.CheckpointException as failure:

@@ -42,6 +42,11 @@ Command = Callable[[Path, int], list[str]]
 """Builds a server's command line from its directory and its port."""
 
 
+def s3_attempts(number: int) -> dict[str, Any]:
+    """Return the storage options of S3 for so many attempts of each request."""
+    return {"config_kwargs": {"retries": {"total_max_attempts": number}}}
+
+
 @dataclass(frozen=True)
 class S3Server:
     """A running server: settings to reach it, and direct access for tests, past the code under test."""
@@ -53,6 +58,10 @@ class S3Server:
     ca: Path | None = None
     region: str = REGION
     pid: int = 0
+
+    def attempts(self, number: int) -> dict[str, Any]:
+        """Return the storage options for so many attempts of each request."""
+        return s3_attempts(number)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def test_each_role_is_refused_all_that_is_not_its_work(
     """Every request that a store makes, on each kind of object, in the run and in another one beside it."""
     bucket, roles = place
     client = minio.client()
-    store, _ = open_store(f"s3://{bucket}/x", storage_options={**roles[role], "max_attempts": 1})
+    store, _ = open_store(f"s3://{bucket}/x", storage_options={**roles[role], **minio.attempts(1)})
     for prefix in (RUN, PREFIX, f"{PREFIX}-other", "teams"):
         for path in (DATA, METADATA, NOTE):
             key = f"{prefix}/{path}"

@@ -11,6 +11,7 @@ from typing import Any
 from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import client as s3_client
+from kit.servers import s3_attempts
 from stores.scripted import Answer, ScriptedServer, Seen
 from stores.scripted import error as s3_error
 
@@ -24,9 +25,10 @@ def views(*chunks: bytes | bytearray) -> list[memoryview]:
     return [memoryview(chunk) for chunk in chunks]
 
 
-def s3_at(server: ScriptedServer, **options: Any) -> S3Store:
-    chosen = {"max_attempts": 3, **options}
-    return S3Store("bucket", S3Options(endpoint_url=server.endpoint, access_key="a", secret_key="hush", **chosen))
+def s3_at(server: ScriptedServer, *, max_attempts: int = 3, **options: Any) -> S3Store:
+    config = {**s3_attempts(max_attempts)["config_kwargs"], **options.pop("config_kwargs", {})}
+    given = {"endpoint_url": server.endpoint, "access_key": "a", "secret_key": "hush", "config_kwargs": config}
+    return S3Store("bucket", S3Options(**given, **options))
 
 
 def gcs_at(server: ScriptedServer, **options: Any) -> GCSStore:

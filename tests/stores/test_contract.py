@@ -46,7 +46,7 @@ from bucketpoint.stores.gcs import api as gcs_bucket
 from bucketpoint.stores.s3 import store as s3_store
 from fsspec_backends import SERVED, Backend, backend
 from gcs_server import GCSServer
-from kit.servers import S3Server, free_port
+from kit.servers import S3Server, free_port, s3_attempts
 
 pytestmark = pytest.mark.contract
 
@@ -693,7 +693,7 @@ class TestS3:
         assert s3.keys(store.bucket) == ["big"]
 
     def test_unreachable_endpoint(self, free_endpoint: str) -> None:
-        options = S3Options(endpoint_url=free_endpoint, access_key="a", secret_key="b", max_attempts=1)
+        options = S3Options(endpoint_url=free_endpoint, access_key="a", secret_key="b", **s3_attempts(1))
         with pytest.raises(EndpointError, match="s3://bucket/k"):
             S3Store("bucket", options).get("k")
 

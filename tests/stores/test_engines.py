@@ -7,6 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -219,7 +220,7 @@ def test_threads_that_arrive_together_make_one_client(engine: Engine, monkeypatc
 
     monkeypatch.setattr(engine.clients, "build_client", counting)
     with scripted(lambda request, number: engine.written) as server:
-        options = engine.at(server, user_agent=os.urandom(4).hex()).options
+        options = engine.at(server, retry_deadline_s=random.uniform(100, 200)).options
         start = threading.Barrier(6)
 
         def arrive(_: int) -> Any:

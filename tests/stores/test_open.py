@@ -31,6 +31,7 @@ from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import FsspecStore, LocalStore, ObjectInfo, S3Store, accepts_url, as_url, open_store, parse_url
 from bucketpoint.stores.registry import GCS_SCHEMES
 from bucketpoint.stores.s3.client import client_for
+from kit.servers import s3_attempts
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
     lambda key: not key.endswith("/") and "\0" not in key and not key[-1].isspace()
@@ -482,7 +483,7 @@ def test_what_only_resembles_an_access_point_stays_as_it_is(url: str) -> None:
 
 
 def test_a_copy_from_an_access_point_names_it_as_amazon_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"key": "k", "secret": "s", "region": "us-west-2", "max_attempts": 1}
+    options = {"key": "k", "secret": "s", "region": "us-west-2", **s3_attempts(1)}
     point = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
     store, _ = open_store(f"s3://{point}", storage_options=options)
     assert isinstance(store, S3Store)

@@ -31,7 +31,7 @@ from bucketpoint.stores import S3Options, S3Store, retry
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3.errors import RULE_BY_TYPE, RULES
 from bucketpoint.transfer import TaskGroup, retry_transient
-from kit.servers import S3Server
+from kit.servers import S3Server, s3_attempts
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
 OK = Answer(headers={"ETag": '"e"'})
@@ -49,6 +49,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def store_at(server: ScriptedServer | str, **options: Any) -> S3Store:
     endpoint = server if isinstance(server, str) else server.endpoint
     return S3Store("bucket", S3Options(endpoint_url=endpoint, access_key="a", secret_key="hush", **options))
+
+
+def unshared() -> dict[str, Any]:
+    """Options of which no other test has the client."""
+    return {"config_kwargs": {"user_agent_extra": os.urandom(4).hex()}}
 
 
 def put(store: S3Store) -> None:
@@ -114,7 +119,7 @@ def test_a_store_that_throttles_for_ever_is_given_up_at_the_deadline() -> None:
 
 def test_the_users_number_of_attempts_counts_every_kind() -> None:
     with scripted(lambda request, number: error(503, "SlowDown")) as server, pytest.raises(ThrottledError):
-        put(store_at(server, max_attempts=3))
+        put(store_at(server, **s3_attempts(3)))
     assert len(server.seen) == 3
 
 
@@ -132,7 +137,7 @@ def test_waits_for_a_dead_endpoint_only_if_it_has_answered_before(
 ) -> None:
     monkeypatch.setattr(retry, "UNSEEN_S", 0.0)
     with scripted(lambda request, number: OK) as server:
-        seen, unseen = store_at(server), store_at(server, user_agent="another client")
+        seen, unseen = store_at(server), store_at(server, connections=7)
         put(seen)
         seen.close()
     with pytest.raises(EndpointError, match="Could not connect"):
@@ -382,7 +387,7 @@ def test_expired_credentials_are_asked_for_again(
 
     write("gone", "gone")
     bucket = minio.make_bucket()
-    store = S3Store(bucket, S3Options(endpoint_url=minio.endpoint, user_agent=os.urandom(4).hex()))
+    store = S3Store(bucket, S3Options(endpoint_url=minio.endpoint, **unshared()))
     client = s3_client.client_for(store.options)
     with pytest.raises(CredentialsError, match="attempt 3"):
         put(store)
@@ -417,7 +422,7 @@ def test_threads_whose_credentials_expire_together_make_one_new_client(
 
     monkeypatch.setattr(s3_client, "build_client", counting)
     with scripted(script) as server:
-        store = S3Store("b", S3Options(endpoint_url=server.endpoint, user_agent=os.urandom(4).hex()))
+        store = S3Store("b", S3Options(endpoint_url=server.endpoint, **unshared()))
         s3_client.client_for(store.options)
         path.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = hush\n")
         with ThreadPoolExecutor(6) as pool:

@@ -56,7 +56,7 @@ BODY = bytes(range(256)) * 4096
 
 def store_at(server: S3Server, proxy: FaultProxy, **options: Any) -> S3Store:
     """One attempt for each request, so that what a fault does is seen and not survived."""
-    options = {**server.at(proxy.url).options, "max_attempts": 1, **options}
+    options = {**server.at(proxy.url).options, **server.attempts(1), **options}
     return S3Store(server.make_bucket(), S3Options.from_storage_options(options))
 
 
@@ -236,7 +236,7 @@ def test_after_a_kill_nothing_passes_until_another_script_is_played(minio: S3Ser
 
 def test_the_default_retries_survive_every_transient_fault_once(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, mixed(0.3, seed=5))
-    store = store_at(minio, proxy, max_attempts=6)
+    store = store_at(minio, proxy, **minio.attempts(6))
     for number in range(30):
         put(store, f"{number}", BODY[:1000])
     proxy.play(Script())
@@ -256,7 +256,7 @@ def test_a_store_is_reached_by_its_own_name_through_a_forward_proxy(minio: S3Ser
 
 def test_a_forward_proxy_serves_no_other_host(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy("http://elsewhere.invalid", always(Delay(0)))
-    options = {**minio.options, "config_kwargs": {"proxies": {"http": proxy.url}}, "max_attempts": 1}
+    options = {**minio.options, "config_kwargs": {"proxies": {"http": proxy.url}, **minio.attempts(1)["config_kwargs"]}}
     with pytest.raises(BucketpointError):
         put(S3Store("bucket", S3Options.from_storage_options(options)))
 

@@ -1,16 +1,114 @@
-"""`HttpStore`: the reads and copies that `S3Store` and `GCSStore` have in common."""
+"""Options, reads and copies that S3 and GCS share: `StoreOptions` and `HttpStore`."""
 
 from __future__ import annotations
 
+import difflib
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from bucketpoint.errors import Action, CorruptDataError, StoreError
+from typing_extensions import Self
+
+from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError
 from bucketpoint.stores.base import Buffers, Capabilities, CopiesInside, ObjectInfo, RangeReply, Store
+from bucketpoint.stores.client_cache import frozen
 from bucketpoint.stores.http_body import Receiver, discard
-from bucketpoint.stores.retry import READ_ATTEMPTS, RetryPolicy, run
+from bucketpoint.stores.retry import DEADLINE_S, READ_ATTEMPTS, RetryPolicy, run
+
+DEFAULT_CONNECTIONS = 32
+"""Connections kept open: some more than a 10 Gbit/s link needs at the 50 MB/s that one connection to S3 carries."""
+
+DEFAULT_MAX_ATTEMPTS = 6
+"""Attempts of one request. botocore's default of 3 is used up within seconds, too soon for a store that restarts."""
+
+_TUNING = (
+    "asynchronous batch_size listings_expiry_time loop max_paths skip_instance_cache use_listings_cache version_aware"
+)
+"""Options of fsspec's filesystems that are ignored: they mean nothing without listing caches and an event loop."""
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Settings of the connection to a bucket, with the names of this class and those of the fsspec library for it.
+
+    Attributes:
+        service_name: the service in messages.
+        aliases: options by the names that only the fsspec library has for them.
+        tuning: further options that only tune the fsspec library, and are ignored.
+        replaced: what to pass in place of each option of earlier versions.
+        further: where arguments go that are no option, for the remedy of an unknown one.
+        endpoint_url: another endpoint than the service's own.
+        connections: connections kept open in the pool.
+        retry_deadline_s: seconds for all attempts of one request together.
+    """
+
+    service_name: ClassVar[str]
+    tuning: ClassVar[str]
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    replaced: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    further: ClassVar[str] = ""
+
+    endpoint_url: str | None = field(default=None, repr=False)
+    connections: int = DEFAULT_CONNECTIONS
+    retry_deadline_s: float = DEADLINE_S
+
+    def __post_init__(self) -> None:
+        self._check_positive("connections")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and value < 1:
+            raise BucketpointError(f"{name} must be at least 1, not {value}")
+
+    @classmethod
+    def from_storage_options(cls, storage_options: Mapping[str, Any] | None = None) -> Self:
+        """Make options from a dict with the option names of the fsspec library, of this class, or both.
+
+        Raises:
+            BucketpointError: an option is not known, is given under two names, or has a value that is not valid.
+        """
+        known = {option.name for option in fields(cls)}
+        values: dict[str, Any] = {}
+        unknown: list[str] = []
+        for name, value in (storage_options or {}).items():
+            target = cls.aliases.get(name, name)
+            if name in f"{_TUNING} {cls.tuning}".split():
+                continue
+            if target not in known:
+                unknown.append(name)
+            elif value is None:
+                continue
+            elif target in values:
+                raise BucketpointError(f"the storage option {name} is given twice, under two names")
+            else:
+                values[target] = value
+        if unknown:
+            raise BucketpointError(
+                f"unknown storage options for {cls.service_name}: {', '.join(sorted(unknown))}",
+                remedy=cls._remedy(sorted(unknown), sorted({*known, *cls.aliases})),
+            )
+        return cls(**values)
+
+    @classmethod
+    def _remedy(cls, unknown: Sequence[str], known: Sequence[str]) -> str:
+        parts = [f"Pass {cls.replaced[name]} in place of {name}." for name in unknown if name in cls.replaced]
+        others = [name for name in unknown if name not in cls.replaced]
+        near = [match for name in others for match in difflib.get_close_matches(name, known, n=1)]
+        if near:
+            parts.append(f"Did you mean {', '.join(near)}?")
+        if others:
+            parts.append(cls.further or f"These are known: {', '.join(known)}")
+        return " ".join(parts).rstrip(".")
+
+    def replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def cache_key(self) -> tuple[Any, ...]:
+        """Return a hashable value that is equal for options that can share one client, in this environment."""
+        return tuple(frozen(getattr(self, option.name)) for option in fields(self))
+
 
 CAPABILITIES = Capabilities(
     conditional_put=True,

@@ -102,15 +102,10 @@ def json_of(request: Seen) -> dict[str, Any]:
 
 def test_the_names_of_gcsfs_are_taken_and_what_only_tunes_it_is_ignored() -> None:
     theirs = {"project": "p", "token": "anon", "requester_pays": True, "endpoint_url": "http://127.0.0.1:1"}
-    tuning = {
-        "access": "full_control",
-        "block_size": 1,
-        "consistency": "none",
-        "cache_timeout": 1,
-        "version_aware": True,
-    }
-    more = {"check_connection": False, "default_location": "EU", "asynchronous": False, "loop": None, "batch_size": 2}
-    found = GCSOptions.from_storage_options({**theirs, **tuning, **more})
+    tuning = (
+        "access block_size consistency cache_timeout version_aware check_connection default_location asynchronous loop"
+    )
+    found = GCSOptions.from_storage_options({**theirs, **dict.fromkeys(tuning.split(), 1)})
     assert found == GCSOptions(project="p", token="anon", requester_pays=True, endpoint_url="http://127.0.0.1:1")
     assert GCSOptions.from_storage_options(None) == GCSOptions()
 

@@ -27,7 +27,7 @@ from bucketpoint.stores import ObjectInfo, S3Options, S3Store, http_body
 from bucketpoint.stores.s3 import body as s3_body
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import store as s3_store
-from kit.servers import S3Server
+from kit.servers import S3Server, s3_attempts
 from stores.engines import s3_at as store_at
 from stores.engines import views
 from stores.scripted import Answer, Seen, error, scripted
@@ -284,7 +284,7 @@ def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
 
 
 def test_an_untrusted_certificate_is_an_endpoint_error(minio_tls: S3Server) -> None:
-    options = S3Options(endpoint_url=minio_tls.endpoint, access_key="a", secret_key="b", max_attempts=1)
+    options = S3Options(endpoint_url=minio_tls.endpoint, access_key="a", secret_key="b", **s3_attempts(1))
     with pytest.raises(EndpointError, match="AWS_CA_BUNDLE"):
         S3Store("bucket", options).get("k")
 
@@ -328,7 +328,9 @@ def test_a_bundle_of_certificates_is_read_once_for_all_connections(
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", counting)
     store = S3Store(
         minio_tls.make_bucket(),
-        S3Options.from_storage_options({**minio_tls.options, "user_agent": os.urandom(4).hex()}),
+        S3Options.from_storage_options(
+            {**minio_tls.options, "config_kwargs": {"user_agent_extra": os.urandom(4).hex()}}
+        ),
     )
     loads.clear()
     store.put("k", views(b"x"))

@@ -16,7 +16,7 @@ from botocore.config import Config
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
 from bucketpoint.stores import ObjectInfo, S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from kit.servers import KMS_KEY, S3Server
+from kit.servers import KMS_KEY, S3Server, s3_attempts
 from stores.scripted import Answer, Seen, scripted
 
 CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
@@ -78,56 +78,23 @@ def config_of(**options: Any) -> Any:
 
 
 def test_the_names_of_s3fs_and_ours_reach_the_same_options() -> None:
+    both = {"anon": True, "endpoint_url": "http://e", "profile": "p", "use_ssl": False, "requester_pays": True}
+    both |= {"client_kwargs": {"region_name": "r"}, "config_kwargs": {"connect_timeout": 1}}
+    acl = {"ACL": "private"}
     theirs = S3Options.from_storage_options(
-        {
-            "anon": True,
-            "key": "k",
-            "secret": "s",
-            "token": "t",
-            "endpoint_url": "http://e",
-            "profile": "p",
-            "use_ssl": False,
-            "requester_pays": True,
-            "client_kwargs": {"region_name": "r"},
-            "config_kwargs": {"connect_timeout": 1},
-            "s3_additional_kwargs": {"ACL": "private"},
-        }
+        {**both, "key": "k", "secret": "s", "token": "t", "s3_additional_kwargs": acl}
     )
-    ours = S3Options(
-        anon=True,
-        access_key="k",
-        secret_key="s",
-        session_token="t",
-        endpoint_url="http://e",
-        profile="p",
-        use_ssl=False,
-        requester_pays=True,
-        client_kwargs={"region_name": "r"},
-        config_kwargs={"connect_timeout": 1},
-        request_kwargs={"ACL": "private"},
-    )
-    assert theirs == ours
+    assert theirs == S3Options(**both, access_key="k", secret_key="s", session_token="t", request_kwargs=acl)
     assert S3Options.from_storage_options({"username": "k", "password": "s"}).access_key == "k"
     assert S3Options.from_storage_options(None) == S3Options()
-    assert S3Options.from_storage_options({"region": "r", "tags": {"a": "b"}}).tags == {"a": "b"}
 
 
 def test_options_that_only_tune_s3fs_are_accepted_and_ignored() -> None:
-    tuning = {
-        "default_block_size": 1 << 20,
-        "default_fill_cache": False,
-        "default_cache_type": "none",
-        "version_aware": False,
-        "cache_regions": True,
-        "asynchronous": False,
-        "loop": None,
-        "max_concurrency": 4,
-        "fixed_upload_size": True,
-        "skip_instance_cache": True,
-        "use_listings_cache": False,
-        "listings_expiry_time": 1,
-    }
-    assert S3Options.from_storage_options(tuning) == S3Options()
+    tuning = (
+        "default_block_size default_fill_cache default_cache_type version_aware cache_regions asynchronous loop "
+        "max_concurrency fixed_upload_size skip_instance_cache use_listings_cache listings_expiry_time"
+    )
+    assert S3Options.from_storage_options(dict.fromkeys(tuning.split(), 1)) == S3Options()
 
 
 def test_unknown_options_are_all_named() -> None:
@@ -137,6 +104,19 @@ def test_unknown_options_are_all_named() -> None:
         S3Options.from_storage_options({"key": "a", "username": "b"})
     with pytest.raises(BucketpointError, match="client_kwargs"):
         S3Options.from_storage_options({"client_kwargs": "region"})
+
+
+@pytest.mark.parametrize("name", S3Options.replaced)
+def test_an_option_of_earlier_versions_is_told_with_what_replaces_it(name: str) -> None:
+    with pytest.raises(BucketpointError) as caught:
+        S3Options.from_storage_options({name: "hush", "region": "eu-west-1"})
+    assert "hush" not in str(caught.value)
+    _, given, end = (caught.value.remedy or "").partition(f"Pass {S3Options.replaced[name]}")
+    assert given
+    assert end == f" in place of {name}"
+    option, value = S3Options.replaced[name].partition(", or")[0].split("=", 1)
+    example = value.replace("&...", "").replace("...", '"2"' if name == "max_attempts" else '"path"')
+    s3_client.build_client(S3Options.from_storage_options({option: eval(example)}))
 
 
 def test_unknown_request_parameters_and_config_settings_are_named() -> None:
@@ -151,7 +131,6 @@ def test_options_pickle_compare_and_hide_what_is_secret() -> None:
         "key": "AKIAHUSH1",
         "secret": "hush2",
         "token": "hush3",
-        "sse_customer_key": "hush4",
         "client_kwargs": {"aws_secret_access_key": "hush5"},
         "config_kwargs": {"proxies": {"https": "http://me:hush6@proxy"}},
         "s3_additional_kwargs": {"SSECustomerKey": "hush7"},
@@ -205,7 +184,7 @@ def test_the_endpoint_comes_from_options_or_the_standard_environment(monkeypatch
 def test_the_environment_alone_is_enough(s3_tls: S3Server, bucket_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_tls.env.items():
         monkeypatch.setenv(name, value)
-    store = S3Store(bucket_tls, S3Options(user_agent="env"))
+    store = S3Store(bucket_tls, S3Options(connections=8))
     store.put("k", views(b"x"))
     assert store.get("k")[0] == b"x"
 
@@ -225,11 +204,11 @@ def test_credentials_come_from_a_profile_or_from_client_kwargs(s3: S3Server, buc
 @pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
 def test_a_ca_bundle_may_be_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
     options = S3Options(endpoint_url=s3_tls.endpoint, access_key=s3_tls.key, secret_key=s3_tls.secret)
-    S3Store(bucket_tls, options.replace(ca_bundle=str(s3_tls.ca))).put("k", views(b"x"))
+    S3Store(bucket_tls, options.replace(client_kwargs={"verify": str(s3_tls.ca)})).put("k", views(b"x"))
     insecure = options.replace(client_kwargs={"verify": False}, insecure_tls=True)
     assert S3Store(bucket_tls, insecure).get("k")[0] == b"x"
     with pytest.raises(EndpointError):
-        S3Store(bucket_tls, options.replace(ca_bundle="/no/such/bundle.pem")).get("k")
+        S3Store(bucket_tls, options.replace(client_kwargs={"verify": "/no/such/bundle.pem"})).get("k")
 
 
 def test_the_client_keeps_our_defaults_and_the_users_settings_win(
@@ -243,7 +222,6 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
 
     chosen = config_of(
         connections=7,
-        max_attempts=2,
         config_kwargs={"connect_timeout": 3, "s3": {"addressing_style": "path"}, "proxies": {"https": "http://p"}},
     )
     assert (chosen.connect_timeout, chosen.max_pool_connections) == (3, 7)
@@ -252,7 +230,6 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
     given = config_of(client_kwargs={"config": Config(read_timeout=5, s3={"addressing_style": "path"})})
     assert (given.read_timeout, given.connect_timeout) == (5, 10)
     assert given.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
-    assert config_of(addressing_style="virtual").s3["addressing_style"] == "virtual"
 
 
 def test_attempts_are_made_in_one_place_however_their_number_is_given(
@@ -264,7 +241,6 @@ def test_attempts_are_made_in_one_place_however_their_number_is_given(
         return client.policy.attempts, client.policy.counts_throttled
 
     assert policy() == (6, False)
-    assert policy(max_attempts=2) == (2, True)
     assert policy(config_kwargs={"retries": {"max_attempts": 3, "mode": "adaptive"}}) == (4, True)
     assert policy(config_kwargs={"retries": {"total_max_attempts": 3}}) == (3, True)
     assert policy(client_kwargs={"config": Config(retries={"total_max_attempts": 7})}) == (7, True)
@@ -272,7 +248,7 @@ def test_attempts_are_made_in_one_place_however_their_number_is_given(
     assert policy() == (9, True)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "4")
     assert policy() == (4, True)
-    assert policy(max_attempts=2) == (2, True)
+    assert policy(**s3_attempts(2)) == (2, True)
     assert s3_client.build_client(S3Options(retry_deadline_s=7)).policy.deadline_s == 7
     with pytest.raises(BucketpointError, match="retry_deadline_s"):
         policy(retry_deadline_s=0)
@@ -292,11 +268,14 @@ def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:
             client.call("GetObject", Bucket="bucket", Key="k")
         return seen[0]
 
+    def style(name: str) -> dict[str, Any]:
+        return {"config_kwargs": {"s3": {"addressing_style": name}}}
+
     assert url() == "https://bucket.s3.eu-west-1.amazonaws.com/k"
-    assert url(addressing_style="path") == "https://s3.eu-west-1.amazonaws.com/bucket/k"
+    assert url(**style("path")) == "https://s3.eu-west-1.amazonaws.com/bucket/k"
     assert url(endpoint_url="http://127.0.0.1:9000") == "http://127.0.0.1:9000/bucket/k"
-    assert url(endpoint_url="https://store.example", addressing_style="virtual") == "https://bucket.store.example/k"
-    assert url(endpoint_url="https://store.example", addressing_style="path") == "https://store.example/bucket/k"
+    assert url(endpoint_url="https://store.example", **style("virtual")) == "https://bucket.store.example/k"
+    assert url(endpoint_url="https://store.example", **style("path")) == "https://store.example/bucket/k"
 
 
 # What is sent
@@ -312,11 +291,8 @@ def test_a_checksum_goes_with_every_body_unless_it_is_switched_off() -> None:
 
 
 def test_the_user_agent_names_us_and_the_user() -> None:
-    for request in sent_by_each_operation(
-        user_agent="my-trainer/7", config_kwargs={"user_agent_extra": "x/1"}
-    ).values():
+    for request in sent_by_each_operation(config_kwargs={"user_agent_extra": "x/1"}).values():
         assert "bucketpoint/" in request.headers["user-agent"]
-        assert "my-trainer/7" in request.headers["user-agent"]
         assert "x/1" in request.headers["user-agent"]
 
 
@@ -334,9 +310,8 @@ def test_anonymous_requests_are_not_signed() -> None:
 
 
 def test_storage_class_tags_and_acl_go_with_what_writes_and_with_nothing_else() -> None:
-    sent = sent_by_each_operation(
-        storage_class="STANDARD_IA", tags={"team": "a&b", "run": "7 x"}, s3_additional_kwargs={"ACL": "private"}
-    )
+    given = {"StorageClass": "STANDARD_IA", "Tagging": "team=a%26b&run=7+x", "ACL": "private"}
+    sent = sent_by_each_operation(request_kwargs=given)
     for name in ("put", "create"):
         assert sent[name].headers["x-amz-storage-class"] == "STANDARD_IA"
         assert dict(parse_qsl(sent[name].headers["x-amz-tagging"])) == {"team": "a&b", "run": "7 x"}
@@ -349,17 +324,12 @@ def test_storage_class_tags_and_acl_go_with_what_writes_and_with_nothing_else() 
 
 
 def test_kms_encryption_goes_with_what_writes() -> None:
-    for options in (
-        {"sse_kms_key_id": "the-key"},
-        {"sse": "aws:kms", "sse_kms_key_id": "the-key"},
-        {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "the-key"}},
-    ):
-        sent = sent_by_each_operation(**options)
-        for name in ("put", "create", "copy"):
-            assert sent[name].headers["x-amz-server-side-encryption"] == "aws:kms"
-            assert sent[name].headers["x-amz-server-side-encryption-aws-kms-key-id"] == "the-key"
-        for name in ("part", "read", "head", "list"):
-            assert not [header for header in sent[name].headers if "encryption" in header]
+    sent = sent_by_each_operation(request_kwargs={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "the-key"})
+    for name in ("put", "create", "copy"):
+        assert sent[name].headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert sent[name].headers["x-amz-server-side-encryption-aws-kms-key-id"] == "the-key"
+    for name in ("part", "read", "head", "list"):
+        assert not [header for header in sent[name].headers if "encryption" in header]
 
 
 def test_a_customer_key_goes_with_reads_writes_parts_and_both_sides_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +337,8 @@ def test_a_customer_key_goes_with_reads_writes_parts_and_both_sides_of_a_copy(mo
     monkeypatch.setattr(s3_client, "_refuse_key_in_clear", lambda *_: None)
     key = b"0123456789abcdef0123456789abcdef"
     encoded = base64.b64encode(key).decode()
-    for options in ({"sse_customer_key": key}, {"s3_additional_kwargs": {"SSECustomerKey": key.decode()}}):
-        sent = sent_by_each_operation(**options)
+    for given in (key, key.decode()):
+        sent = sent_by_each_operation(s3_additional_kwargs={"SSECustomerKey": given})
         for name in ("put", "create", "part", "read", "head", "copy"):
             assert sent[name].headers["x-amz-server-side-encryption-customer-key"] == encoded
             assert sent[name].headers["x-amz-server-side-encryption-customer-algorithm"] == "AES256"
@@ -385,16 +355,17 @@ def test_the_expected_bucket_owner_is_said_with_every_request() -> None:
 
 
 def test_a_customer_key_is_never_sent_in_clear_not_even_to_this_machine() -> None:
+    keyed = {"SSECustomerKey": b"x" * 32}
     for host in ("10.0.0.1", "127.0.0.1:9", "localhost:9", "[::1]:9"):
         with pytest.raises(EndpointError, match="SSE-C"):
-            S3Store("b", S3Options(endpoint_url=f"http://{host}", sse_customer_key=b"x" * 32)).get("k")
+            S3Store("b", S3Options(endpoint_url=f"http://{host}", request_kwargs=keyed)).get("k")
 
 
 def test_an_object_under_a_customer_key_is_read_and_copied_with_it_and_with_no_other(
     s3_tls: S3Server, bucket_tls: str
 ) -> None:
     options = S3Options.from_storage_options(s3_tls.options)
-    keyed = S3Store(bucket_tls, options.replace(sse_customer_key=os.urandom(32)))
+    keyed = S3Store(bucket_tls, options.replace(request_kwargs={"SSECustomerKey": os.urandom(32)}))
     upload = keyed.create_multipart("k")
     part = keyed.put_part("k", upload, 1, views(b"content"))
     keyed.complete_multipart("k", upload, [part])
@@ -402,7 +373,7 @@ def test_an_object_under_a_customer_key_is_read_and_copied_with_it_and_with_no_o
     data = bytearray(3)
     keyed.read_into("copy", 1, views(data))
     assert data == b"ont"
-    for other in (options, options.replace(sse_customer_key=os.urandom(32))):
+    for other in (options, options.replace(request_kwargs={"SSECustomerKey": os.urandom(32)})):
         with pytest.raises((StoreError, AccessDeniedError)):
             S3Store(bucket_tls, other).get("k")
 
@@ -410,12 +381,14 @@ def test_an_object_under_a_customer_key_is_read_and_copied_with_it_and_with_no_o
 def test_sse_s3_and_sse_kms_are_applied_by_the_server(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     options = S3Options.from_storage_options(minio.options)
-    S3Store(bucket, options.replace(sse="AES256")).put("s3", views(b"x"))
-    S3Store(bucket, options.replace(sse_kms_key_id=KMS_KEY)).put("kms", views(b"x"))
+    kms = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": KMS_KEY}
+    for key, given in {"s3": {"ServerSideEncryption": "AES256"}, "kms": kms}.items():
+        S3Store(bucket, options.replace(request_kwargs=given)).put(key, views(b"x"))
     assert minio.client().head_object(Bucket=bucket, Key="s3")["ServerSideEncryption"] == "AES256"
     assert minio.client().head_object(Bucket=bucket, Key="kms")["ServerSideEncryption"] == "aws:kms"
 
 
 def test_tags_are_on_the_object(s3: S3Server, bucket: str) -> None:
-    S3Store(bucket, S3Options.from_storage_options({**s3.options, "tags": {"team": "ml"}})).put("k", views(b"x"))
+    options = {**s3.options, "request_kwargs": {"Tagging": "team=ml"}}
+    S3Store(bucket, S3Options.from_storage_options(options)).put("k", views(b"x"))
     assert s3.client().get_object_tagging(Bucket=bucket, Key="k")["TagSet"] == [{"Key": "team", "Value": "ml"}]

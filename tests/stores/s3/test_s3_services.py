@@ -84,7 +84,7 @@ def test_each_service_is_addressed_as_it_wants_to_be(name: str) -> None:
     options = S3Options(endpoint_url="https://s3.us-east-1.amazonaws.com", access_key="a", secret_key="b", service=name)
     style = s3_client.build_client(options).api.meta.config.s3.get("addressing_style")
     assert style == s3_services.SERVICES[name].addressing
-    chosen = s3_client.build_client(options.replace(addressing_style="virtual"))
+    chosen = s3_client.build_client(options.replace(config_kwargs={"s3": {"addressing_style": "virtual"}}))
     assert chosen.api.meta.config.s3["addressing_style"] == "virtual"
 
 
@@ -311,17 +311,16 @@ def test_a_store_that_refuses_conditions_is_told_with_the_option_that_does_witho
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"sse": "AES256"}, "by sse in storage_options"),
-        ({"sse_kms_key_id": "the-key"}, "by sse_kms_key_id in storage_options"),
-        ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}, "by sse in storage_options"),
+        ({"ServerSideEncryption": "AES256", "SSEKMSKeyId": "the-key"}, "by SSEKMSKeyId in request_kwargs"),
+        ({"ServerSideEncryption": "aws:kms"}, "by ServerSideEncryption in request_kwargs"),
     ],
 )
-def test_a_service_without_encryption_is_told_with_the_option_that_asks_for_it(
+def test_a_service_without_encryption_is_told_with_the_parameter_that_asks_for_it(
     options: dict[str, Any], named: str
 ) -> None:
     with scripted(lambda request, number: error(501, "NotImplemented")) as server:
         where = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
-        store = S3Store("bucket", S3Options.from_storage_options({**where, **options}))
+        store = S3Store("bucket", S3Options.from_storage_options({**where, "s3_additional_kwargs": options}))
         for write in (lambda: store.put("k", views(b"x")), lambda: store.create_multipart("k")):
             with pytest.raises(UnsupportedRequestError) as caught:
                 write()
@@ -356,7 +355,7 @@ def test_a_fault_of_the_key_is_no_missing_checkpoint(status: int, code: str) -> 
             lambda: bucketpoint.load({"w": torch.zeros(1)}, "s3://bucket/run/step-1", storage_options=options),
             lambda: bucketpoint.latest_checkpoint("s3://bucket/run", storage_options=options),
         ):
-            with pytest.raises(StoreError, match="sse_kms_key_id in storage_options") as caught:
+            with pytest.raises(StoreError, match="SSEKMSKeyId in request_kwargs") as caught:
                 load()
             assert type(caught.value) is StoreError
             assert code in str(caught.value)
@@ -366,9 +365,9 @@ def test_a_fault_of_the_key_is_no_missing_checkpoint(status: int, code: str) -> 
         assert type(caught.value) is StoreError
 
 
-def test_a_key_that_the_service_does_not_know_is_named_by_its_option(minio: S3Server) -> None:
-    store = store_of(minio, sse_kms_key_id=f"{KMS_KEY}-not")
-    with pytest.raises(StoreError, match="sse_kms_key_id in storage_options") as caught:
+def test_a_key_that_the_service_does_not_know_is_named_by_its_parameter(minio: S3Server) -> None:
+    store = store_of(minio, request_kwargs={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": f"{KMS_KEY}-not"})
+    with pytest.raises(StoreError, match="SSEKMSKeyId in request_kwargs") as caught:
         store.put("k", views(b"x"))
     assert type(caught.value) is StoreError
 

@@ -21,7 +21,8 @@ from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
 from bucketpoint.stores.gcs.answer import GCSReply, received
 from bucketpoint.stores.gcs.errors import OPERATIONS, failure_of, failures, translate, translated
-from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS, GCSOptions
+from bucketpoint.stores.gcs.options import GCSOptions
+from bucketpoint.stores.http_store import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.stores.redact import clean, hide
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 

@@ -20,11 +20,12 @@ from botocore.exceptions import CredentialRetrievalError
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
+from bucketpoint.stores.http_store import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
 from bucketpoint.stores.s3.errors import OPERATIONS
 from bucketpoint.stores.s3.exchange import S3Exchange
-from bucketpoint.stores.s3.options import DEFAULT_MAX_ATTEMPTS, S3Options
+from bucketpoint.stores.s3.options import S3Options
 from bucketpoint.stores.s3.services import S3Service
 
 DEFAULT_REGION = "us-east-1"
@@ -198,7 +199,6 @@ def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
         "aws_secret_access_key": options.secret_key,
         "aws_session_token": options.session_token,
         "region_name": options.region,
-        "verify": options.ca_bundle,
     }
     given = {name: value for name, value in options.client_kwargs.items() if name not in ("config", "service_name")}
     _refuse_no_verification(options)
@@ -222,14 +222,13 @@ def _refuse_no_verification(options: S3Options) -> None:
         return
     values = {
         'client_kwargs["verify"]': options.client_kwargs.get("verify"),
-        "ca_bundle": options.ca_bundle,
         **{name: os.environ.get(name) for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")},
     }
     for name, value in values.items():
         if value is not None and (not value or (isinstance(value, str) and not value.strip())):
             raise EndpointError(
                 f"{name} is {value!r}, which would switch off the verification of TLS certificates",
-                remedy="Name a file of certificates (ca_bundle=), or pass insecure_tls=True as well",
+                remedy="Name a file of certificates there, or pass insecure_tls=True as well",
             )
 
 
@@ -237,7 +236,7 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
     given, service = dict(options.config_kwargs), options.service
     s3 = {
         "payload_signing_enabled": sign_payload,
-        "addressing_style": options.addressing_style or (service and s3_services.named(service).addressing),
+        "addressing_style": service and s3_services.named(service).addressing,
         **_own_s3_settings(options),
     }
     given.pop("s3", None)
@@ -253,7 +252,7 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
         **given,
         "retries": {"mode": "standard", "total_max_attempts": 1},
         "s3": {name: value for name, value in s3.items() if value is not None},
-        "user_agent_extra": user_agent(options.user_agent, given.get("user_agent_extra")),
+        "user_agent_extra": user_agent(given.get("user_agent_extra")),
     }
     if options.anon:
         settings["signature_version"] = botocore.UNSIGNED
@@ -280,7 +279,6 @@ def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
     All attempts are made by `retry`, none by boto3.
     """
     sources = {
-        "max_attempts": options.max_attempts,
         "config_kwargs": _configured_attempts(options),
         "AWS_MAX_ATTEMPTS": os.environ.get("AWS_MAX_ATTEMPTS"),
         "max_attempts of the AWS profile": core.get_scoped_config().get("max_attempts"),

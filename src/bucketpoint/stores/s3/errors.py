@@ -68,7 +68,7 @@ FAILURES = (
 
 
 _KEY = (
-    "Check the encryption key (sse_kms_key_id in storage_options, or the bucket's default key): it must exist in this "
+    "Check the encryption key (SSEKMSKeyId in request_kwargs, or the bucket's default key): it must exist in this "
     "region, be enabled, and allow these credentials to encrypt and decrypt"
 )
 
@@ -183,8 +183,8 @@ _UNKNOWN_REQUEST = (
     '{"conditional_puts": false} or {"checksums": false} in storage_options'
 )
 _CONDITIONS = frozenset({"IfNoneMatch", "IfMatch", "CopySourceIfMatch"})
-_ENCRYPTION = {"SSECustomerKey": "sse_customer_key", "SSEKMSKeyId": "sse_kms_key_id", "ServerSideEncryption": "sse"}
-"""Parameters that ask for encryption, and the storage options that set them. The most particular ones come first."""
+_ENCRYPTION = ("SSECustomerKey", "SSEKMSKeyId", "ServerSideEncryption")
+"""Parameters that ask for encryption. The most particular ones come first."""
 
 # Order matters: the first match wins, so subclasses come before their base classes.
 RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
@@ -323,11 +323,11 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
         return f"This request needs the permission {right}. {more}"
     if rule.kind is not UnsupportedRequestError:
         return None
-    option = next((option for parameter, option in _ENCRYPTION.items() if parameter in asked), None)
+    parameter = next((parameter for parameter in _ENCRYPTION if parameter in asked), None)
     # Where a condition is refused, the data before it was stored with the same encryption.
-    if option is None or not _CONDITIONS.isdisjoint(asked):
+    if parameter is None or not _CONDITIONS.isdisjoint(asked):
         return _UNKNOWN_REQUEST
     return (
-        f"The request asks for encryption by {option} in storage_options, and the service does not support it: leave "
-        "the option out, or set the service up for encryption"
+        f"The request asks for encryption by {parameter} in request_kwargs, and the service does not support it: leave "
+        "the parameter out, or set the service up for encryption"
     )
