@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,3 +133,107 @@ def test_an_error_of_the_store_itself_is_what_it_says() -> None:
     quota = Answer(403, {}, b"<Error><Code>QuotaExceeded</Code></Error>")
     with scripted(lambda request, number: quota) as server, pytest.raises(StoreError, match="raise the quota"):
         s3(server.endpoint).put("k", views(b"x"))
+
+
+def _json(content: object) -> Answer:
+    return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
+
+
+def _xml(content: str) -> Answer:
+    return Answer(200, {"Content-Type": "application/xml"}, content.encode())
+
+
+_OBJECT = {"kind": "storage#object", "name": "k", "generation": "7"}
+_MORE = "<IsTruncated>true</IsTruncated>"
+_PAGE = "<ListBucketResult><Contents>{}</Contents></ListBucketResult>"
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "answer"),
+    [
+        (s3, "list", _xml(_PAGE.format("<Size>1</Size>"))),
+        (s3, "list", _xml(_PAGE.format("<Key>k</Key>"))),
+        (s3, "list", _xml(_PAGE.format("<Key>k</Key><Size>many</Size>"))),
+        (s3, "list", _xml(_PAGE.format("<Key>k</Key><Size>1</Size><LastModified>late</LastModified>"))),
+        (s3, "head", Answer(200, {"ETag": '"e"', "Last-Modified": "late"})),
+        (s3, "head", Answer(200, {"ETag": '"e"'}, chunked=True)),
+        (s3, "create", _xml("<InitiateMultipartUploadResult/>")),
+        (gcs, "head", _json({**_OBJECT, "size": "many"})),
+        (gcs, "head", _json({**_OBJECT, "timeCreated": 7})),
+        (gcs, "list", _json({"kind": "storage#objects", "items": [7]})),
+        (gcs, "list", Answer(200, {}, b'{"kind":' + b"[" * 100_000)),
+        (gcs, "head", Answer(403, {}, b"[" * 100_000)),
+        (gcs, "copy", _json({"done": False})),
+        (gcs, "delete", Answer(200, {"Content-Type": "multipart/mixed; boundary=b"}, b"--b--")),
+    ],
+)
+def test_names_a_malformed_answer(make: Callable[[str], HttpStore], call: str, answer: Answer) -> None:
+    with scripted(lambda request, number: answer) as server:
+        store: Any = make(server.endpoint)
+        store = replace(store, options=replace(store.options, max_attempts=1))
+        if call == "delete":
+            assert [failure.key for failure in store.delete(["k"])] == ["k"]
+            return
+        with pytest.raises(StoreError) as caught:
+            CALLS[call](store)
+    assert caught.value.url is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "act", "answers"),
+    [
+        (gcs, "list", [_json({"kind": "storage#objects", "nextPageToken": token}) for token in "AB"]),
+        (gcs, "copy", [_json({"done": False, "rewriteToken": "A", "totalBytesRewritten": "5"})]),
+        (
+            s3,
+            "list",
+            [
+                _xml(f"<ListBucketResult><IsTruncated>true</IsTruncated>{mark}</ListBucketResult>")
+                for mark in (
+                    "<NextContinuationToken>A</NextContinuationToken>",
+                    "<NextContinuationToken>B</NextContinuationToken>",
+                )
+            ],
+        ),
+        (
+            gcs,
+            "uploads",
+            [_xml(f"<ListMultipartUploadsResult>{_MORE}<NextKeyMarker>k</NextKeyMarker></ListMultipartUploadsResult>")],
+        ),
+    ],
+)
+def test_ends_requests_that_lead_in_a_circle(make: Callable[[str], HttpStore], act: str, answers: list[Answer]) -> None:
+    def script(request: Any, number: int) -> Answer:
+        assert number < 10
+        return answers[number % len(answers)]
+
+    calls = {**CALLS, "uploads": lambda store: list(store.list_multipart("run/"))}
+    with scripted(script) as server, pytest.raises(StoreError, match="does not tell what follows"):
+        calls[act](make(server.endpoint))
+
+
+@pytest.mark.parametrize(("make", "headers"), [(s3, {"ETag": '"e"'}), (gcs, {"x-goog-generation": "7"})])
+def test_asks_again_for_a_range_that_was_mixed_up_with_another(
+    make: Callable[[str], HttpStore], headers: dict[str, str]
+) -> None:
+    def script(request: Any, number: int) -> Answer:
+        start = int(request.headers["range"].partition("=")[2].partition("-")[0]) + (0 if number else 3)
+        return Answer(
+            206, {**headers, "Content-Range": f"bytes {start}-{start + 2}/9"}, b"abcdefghi"[start : start + 3]
+        )
+
+    target = bytearray(3)
+    with scripted(script) as server:
+        store = make(server.endpoint)
+        retry.retry_transient(lambda: store.read_into("k", 3, [memoryview(target)]))
+        assert len(server.seen) == 2
+    assert target == b"def"
+
+
+@pytest.mark.parametrize(("make", "headers"), [(s3, {"ETag": '"e"'}), (gcs, {"x-goog-generation": "7"})])
+def test_reads_no_more_than_was_asked_for_of_a_whole_object(
+    make: Callable[[str], HttpStore], headers: dict[str, str]
+) -> None:
+    with scripted(lambda request, number: Answer(200, headers, b"x" * 100_000)) as server:
+        data, info = make(server.endpoint).get("k", first=10)
+    assert (data, info.size) == (b"x" * 10, 100_000)

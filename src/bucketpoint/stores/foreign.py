@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import re
 import ssl
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from bucketpoint.errors import Action, EndpointError, StoreError
@@ -171,6 +171,21 @@ def root_of(body: bytes) -> str | None:
     """Return the name of the root element of an XML document, without its namespace; None if this is none."""
     match = _ROOT.match(body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf"))
     return match[1].decode() if match else None
+
+
+def follow(mark: str | tuple[object, ...] | None, seen: set[Hashable], operation: str, url: str) -> None:
+    """Record that the next request is for what follows `mark`, such as the next page of a listing.
+
+    Raises:
+        StoreError: there is no mark, or it was already followed: the requests would never end.
+    """
+    if not mark or mark in seen:
+        raise StoreError(
+            f"the reply to {operation} does not tell what follows it, or repeats an earlier one",
+            url=url,
+            remedy=_REMEDY,
+        )
+    seen.add(mark)
 
 
 def causes(error: BaseException, depth: int = 6) -> Iterator[BaseException]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import http.client
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from email.utils import parsedate_to_datetime
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import Self
 
-from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError
+from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, TransientStoreError
 from bucketpoint.stores.base import Buffers, Capabilities, CopiesInside, ObjectInfo, RangeReply, Store
 from bucketpoint.stores.client_cache import frozen
 from bucketpoint.stores.http_body import Receiver, discard
@@ -132,7 +136,7 @@ class Reply:
     info: ObjectInfo
     body: Any
     length: int | None
-    partial: bool
+    part: ContentRange | None
 
 
 @dataclass(frozen=True)
@@ -162,14 +166,18 @@ class HttpStore(Store, CopiesInside):
                 raise
             # The range of an empty object is invalid: it has no first byte.
             return self._get(key, max_bytes, None)
-        size = reply.length or 0
+        self._refuse_other_part(reply, 0, key)
+        length = reply.length or 0
+        # A store, or a proxy, may ignore the range, and send the whole object.
+        size = length if first is None else min(length, first)
         if max_bytes is not None and size > max_bytes:
             discard(reply.body)
             raise CorruptDataError(
                 f"the object has {reply.info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
-        data = bytearray(size)
-        self._received(lambda: Receiver(reply.body, size).receive([memoryview(data)]), key)
+        data, receiver = bytearray(size), Receiver(reply.body, length)
+        self._received(lambda: receiver.receive([memoryview(data)]), key)
+        receiver.drop()
         return bytes(data), reply.info
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
@@ -180,9 +188,10 @@ class HttpStore(Store, CopiesInside):
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
         reply = self._open(key, f"bytes={offset}-{offset + nbytes - 1}", if_match)
         body, length = reply.body, reply.length
-        if not reply.partial and (offset or length != nbytes):
+        if reply.part is None and (offset or length != nbytes):
             discard(body)
             raise StoreError("the store ignored the range of a read", url=self._url(key))
+        self._refuse_other_part(reply, offset, key)
         if length is not None and length != nbytes:
             discard(body)
             raise CorruptDataError(
@@ -191,6 +200,15 @@ class HttpStore(Store, CopiesInside):
             )
 
         return _OpenRange(self, key, Receiver(body, nbytes))
+
+    def _refuse_other_part(self, reply: Reply, offset: int, key: str) -> None:
+        """Refuse a reply to another read, which a proxy or a cache may give: not all bytes have a checksum."""
+        start = None if reply.part is None else reply.part.start
+        if start not in (None, offset):
+            discard(reply.body)
+            raise TransientStoreError(
+                f"the reply holds the bytes from {start}, and those from {offset} were asked for", url=self._url(key)
+            )
 
     def _received(self, act: Callable[[], None], key: str) -> None:
         try:
@@ -230,7 +248,27 @@ class _OpenRange:
         self.receiver.drop()
 
 
-def whole_size(content_range: Any, received: int) -> int:
-    """Return the size of the whole object from the Content-Range of a reply: `bytes 0-9/1234` (RFC 9110, 14.4)."""
-    whole = str(content_range or "").rpartition("/")[2]
-    return int(whole) if whole.isdecimal() else received
+LENGTH = re.compile(r"[0-9]{1,18}")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
+
+
+class ContentRange(NamedTuple):
+    """The part of an object that a reply with status 206 holds; None for what its Content-Range does not name."""
+
+    start: int | None
+    whole: int | None
+
+    @classmethod
+    def of(cls, status: int, header: str | None) -> ContentRange | None:
+        """Parse a header such as `bytes 0-9/1234` (RFC 9110, 14.4). Returns None for a reply with the whole object."""
+        if status != http.client.PARTIAL_CONTENT:
+            return None
+        match = _CONTENT_RANGE.fullmatch(header or "")
+        return cls(int(match[1]), int(match[2])) if match else cls(None, None)
+
+
+def http_seconds(header: str | None) -> float | None:
+    """Convert the time in a header to seconds since the epoch. Returns None if there is none, or a malformed one."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return parsedate_to_datetime(header).timestamp() if header else None
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.stores.base import Part
+from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.fsspec.drivers import Driver, WriteReply, check, write_reply
 from bucketpoint.stores.http_body import encoded_crc
 
@@ -93,6 +94,7 @@ class S3FS(Driver):
     def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
         where = _bucket_and_key(fs, path)
         marker: dict[str, str] = {}
+        seen: set[Hashable] = set()
         while True:
             page = fs.call_s3("list_multipart_uploads", Bucket=where["Bucket"], Prefix=where["Key"], **marker)
             for upload in page.get("Uploads", []):
@@ -100,7 +102,8 @@ class S3FS(Driver):
                 yield f"{where['Bucket']}/{upload['Key']}", str(upload["UploadId"]), started
             if not page.get("IsTruncated"):
                 return
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            marker = {name: page.get(f"Next{name}") or "" for name in ("KeyMarker", "UploadIdMarker")}
+            follow("".join(marker.values()), seen, "ListMultipartUploads", path)
 
 
 class GCSFS(Driver):

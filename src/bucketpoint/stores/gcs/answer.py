@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bucketpoint.stores.base import ObjectInfo
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
 from bucketpoint.stores.gcs.errors import OPERATIONS
 
@@ -73,7 +75,35 @@ def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str 
     if expected is not None:
         try:
             named: Any = reply.json()
-        except ValueError:
-            return "its body is not JSON"
-        return None if isinstance(named, dict) and expected in named else f"it has no {expected}"
+            # Described here, where an answer can still be refused, and again by the caller.
+            for resource in (named, named.get("resource", {}), *named.get("items", ())):
+                described(resource, "")
+            "".join(named.get("prefixes", ()))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return "its body is not JSON of GCS"
+        return None if expected in named else f"it has no {expected}"
     return "its body is a web page" if root is not None or "html" in headers.get("content-type", "") else None
+
+
+def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
+    """Return the description of an object from its resource. The ETag is the generation, which every write changes."""
+    generation = resource.get("generation")
+    return ObjectInfo(
+        str(resource.get("name") or key),
+        int(resource.get("size") or 0),
+        None if generation is None else str(generation),
+        seconds(resource.get("timeCreated")),
+    )
+
+
+def seconds(moment: str | None) -> float | None:
+    """Convert an RFC 3339 time in UTC, with any number of fractional digits, to seconds since the epoch.
+
+    Returns None for anything else.
+    """
+    whole, _, digits = (moment or "").rstrip("Z").partition(".")
+    try:
+        parsed = datetime.datetime.fromisoformat(f"{whole}+00:00")
+    except ValueError:
+        return None
+    return parsed.timestamp() + (float(f"0.{digits}") if digits.isdecimal() else 0.0)

@@ -6,8 +6,7 @@ https://cloud.google.com/storage/docs/json_api/v1
 from __future__ import annotations
 
 import contextlib
-import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -16,7 +15,8 @@ from bucketpoint.errors import Action, BucketNotFoundError, CorruptDataError, Ob
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, DeleteFailure, ObjectInfo
 from bucketpoint.stores.client_cache import FirstEnvironment
-from bucketpoint.stores.gcs.answer import GCSReply
+from bucketpoint.stores.foreign import follow
+from bucketpoint.stores.gcs.answer import GCSReply, described
 from bucketpoint.stores.gcs.body import (
     BINARY,
     batch_answers,
@@ -188,12 +188,14 @@ class Bucket:
                 "fields": f"kind,nextPageToken,prefixes,items({OBJECT_FIELDS})",
             }
         )
+        seen: set[Hashable] = set()
         while True:
             page = self.call("objects.list", prefix, "GET", self.path(), query=wanted).json()
             yield page
             if not page.get("nextPageToken"):
                 return
             wanted["pageToken"] = page["nextPageToken"]
+            follow(str(wanted["pageToken"]), seen, "objects.list", f"{self.url}/{prefix}")
 
     def delete(self, keys: Sequence[str], generations: Mapping[str, str] | None = None) -> list[DeleteFailure]:
         """Delete many objects, 100 per request. Missing objects count as deleted.
@@ -258,23 +260,3 @@ class Bucket:
             # A call without an answer may have been executed or not: treat it like one that the service failed at.
             status, answer = answers.get(number, (503, b""))
             yield key, status, answer
-
-
-def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
-    """Return the description of an object from its resource. The ETag is the generation, which every write changes."""
-    generation = resource.get("generation")
-    return ObjectInfo(
-        str(resource.get("name") or key),
-        int(resource.get("size") or 0),
-        None if generation is None else str(generation),
-        seconds(resource.get("timeCreated")),
-    )
-
-
-def seconds(moment: str | None) -> float | None:
-    """Convert an RFC 3339 time in UTC, with any number of fractional digits, to seconds since the epoch."""
-    if not moment:
-        return None
-    whole, _, digits = moment.rstrip("Z").partition(".")
-    parsed = datetime.datetime.fromisoformat(f"{whole}+00:00")
-    return parsed.timestamp() + (float(f"0.{digits}") if digits.isdecimal() else 0.0)

@@ -6,6 +6,7 @@ import email
 import email.policy
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from bucketpoint.stores.base import Buffers
 from bucketpoint.stores.http_body import Pieces
 
 BINARY = "application/octet-stream"
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def with_metadata(metadata: Mapping[str, Any], body: Buffers) -> tuple[str, Pieces]:
@@ -51,11 +54,11 @@ def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]
     for part in email.message_from_bytes(head + body, policy=email.policy.HTTP).iter_parts():
         payload = part.get_payload(decode=True)
         number = str(part.get("Content-ID", "")).strip().rstrip(">").rpartition("+")[2]
-        if not isinstance(payload, bytes) or not number.isdecimal():
+        if not isinstance(payload, bytes) or not _NUMBER.fullmatch(number):
             continue
         top, _, content = payload.partition(b"\r\n\r\n")
         words = top.split(b" ", 2)
-        if len(words) > 1 and words[1].isdigit():
+        if len(words) > 1 and len(words[1]) == 3 and words[1].isdigit():
             found[int(number)] = int(words[1]), content
     return found
 

@@ -282,5 +282,5 @@ def _details(body: bytes) -> tuple[str, str]:
         error: Any = json.loads(body)["error"]
         reasons = error.get("errors") or [{}]
         return str(reasons[0].get("reason") or ""), str(error.get("message") or "")
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return "", ""

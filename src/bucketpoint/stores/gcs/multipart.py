@@ -8,7 +8,7 @@ https://cloud.google.com/storage/docs/multipart-uploads
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -16,8 +16,9 @@ from awscrt import checksums
 
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, UploadNotFoundError
 from bucketpoint.stores.base import Buffers, ObjectInfo, OpenUpload, Part
-from bucketpoint.stores.gcs.answer import GCSReply
-from bucketpoint.stores.gcs.api import Bucket, described, seconds
+from bucketpoint.stores.foreign import follow
+from bucketpoint.stores.gcs.answer import GCSReply, described, seconds
+from bucketpoint.stores.gcs.api import Bucket
 from bucketpoint.stores.gcs.body import BINARY
 from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S
 from bucketpoint.stores.gcs.errors import failure_of
@@ -94,6 +95,7 @@ def abort(bucket: Bucket, key: str, upload_id: str) -> None:
 def open_uploads(bucket: Bucket, prefix: str) -> Iterator[OpenUpload]:
     """Yield the open uploads. See https://cloud.google.com/storage/docs/xml-api/get-bucket-uploads."""
     start: dict[str, Any] = {}
+    seen: set[Hashable] = set()
     while True:
         reply = _call(bucket, "list multipart uploads", None, "GET", {"uploads": "", "prefix": prefix, **start})
         root = _parsed(reply, "list multipart uploads", bucket)
@@ -106,6 +108,7 @@ def open_uploads(bucket: Bucket, prefix: str) -> Iterator[OpenUpload]:
             "key-marker": root.findtext("{*}NextKeyMarker") or "",
             "upload-id-marker": root.findtext("{*}NextUploadIdMarker") or "",
         }
+        follow("".join(start.values()), seen, "list multipart uploads", bucket.url)
 
 
 def _fits(reported: Any, parts: Sequence[Part]) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import http.client
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
@@ -22,14 +20,16 @@ from bucketpoint.stores.base import (
     Part,
 )
 from bucketpoint.stores.client_cache import FirstEnvironment
+from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.gcs import multipart as gcs_multipart
-from bucketpoint.stores.gcs.api import Bucket, described
+from bucketpoint.stores.gcs.answer import described
+from bucketpoint.stores.gcs.api import Bucket
 from bucketpoint.stores.gcs.body import BINARY, Incoming
 from bucketpoint.stores.gcs.client import close_client
 from bucketpoint.stores.gcs.errors import translated
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.http_body import crc_of
-from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
+from bucketpoint.stores.http_store import LENGTH, ContentRange, HttpStore, Reply, http_seconds
 
 T = TypeVar("T")
 
@@ -103,10 +103,11 @@ class GCSStore(HttpStore):
             self.head(key)
             replaced = PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         else:
-            length = reply.headers.get("Content-Length")
-            received = None if length is None else int(length)
-            partial = reply.status_code == http.client.PARTIAL_CONTENT
-            return Reply(_info(key, reply, received or 0), Incoming(reply.raw), received, partial)
+            length = reply.headers.get("Content-Length", "")
+            received = int(length) if LENGTH.fullmatch(length) else None
+            part = ContentRange.of(reply.status_code, reply.headers.get("Content-Range"))
+            whole = received if part is None or part.whole is None else part.whole
+            return Reply(_info(key, reply, whole or 0), Incoming(reply.raw), received, part)
         raise replaced
 
     def head(self, key: str) -> ObjectInfo:
@@ -145,6 +146,7 @@ class GCSStore(HttpStore):
         chosen = self.options.storage_class
         body = b"" if chosen is None else json.dumps({"storageClass": chosen, "contentType": BINARY}).encode()
         path = f"{other._requests.path(source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
+        seen: set[Hashable] = set()
         while True:
             reply = bucket.call(
                 "objects.rewrite",
@@ -159,7 +161,9 @@ class GCSStore(HttpStore):
             if reply.get("done"):
                 return described(reply.get("resource") or {}, target)
             # The service rewrites a large object that changes location or storage class in several requests.
-            query["rewriteToken"] = reply["rewriteToken"]
+            query["rewriteToken"] = token = reply.get("rewriteToken")
+            mark = token and (token, reply.get("totalBytesRewritten"))
+            follow(mark, seen, "objects.rewrite", other._url(source.key))
 
     def create_multipart(self, key: str) -> str:
         return gcs_multipart.create(self._requests, key)
@@ -213,12 +217,8 @@ class GCSStore(HttpStore):
         translated(act, "objects.get", self._url(key))
 
 
-def _info(key: str, reply: Any, received: int) -> ObjectInfo:
+def _info(key: str, reply: Any, size: int) -> ObjectInfo:
     """Describe an object from the headers of a read."""
-    modified = reply.headers.get("Last-Modified")
     return ObjectInfo(
-        key,
-        whole_size(reply.headers.get("Content-Range"), received),
-        reply.headers.get("x-goog-generation"),
-        parsedate_to_datetime(modified).timestamp() if modified else None,
+        key, size, reply.headers.get("x-goog-generation"), http_seconds(reply.headers.get("Last-Modified"))
     )

@@ -16,6 +16,7 @@ import botocore.loaders
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import CredentialRetrievalError
+from botocore.parsers import ResponseParserError
 
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
@@ -34,6 +35,19 @@ READ_TIMEOUT_S = 60
 
 # CopyObject accepts these parameters only with a directive to replace the values of the source object.
 _NOT_WITHOUT_DIRECTIVE = {"Tagging": "TaggingDirective", "Metadata": "MetadataDirective"}
+
+
+_NEEDED = {
+    "HeadObject": {"ContentLength"},
+    "CreateMultipartUpload": {"UploadId"},
+    "CopyObject": {"CopyObjectResult"},
+    "UploadPartCopy": {"CopyPartResult"},
+    "CopyPartResult": {"ETag"},
+    "Contents": {"Key", "Size"},
+    "CommonPrefixes": {"Prefix"},
+    "Uploads": {"Key", "UploadId"},
+}
+"""Fields of the reply to an operation, or of an element of a reply. botocore accepts a reply without them."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +77,20 @@ class S3Client:
     def call(self, operation: str, **parameters: Any) -> Any:
         method = getattr(self.api, botocore.xform_name(operation))
         given = {**self.parameters[operation], **parameters}
-        return give_up_when_cut(lambda: method(**given), operation)
+        reply = give_up_when_cut(lambda: method(**given), operation)
+        for part, names in _NEEDED.items():
+            for entry in [reply] if part == operation else _entries(reply.get(part)):
+                if not names <= entry.keys():
+                    raise ResponseParserError(f"{part} has no {', '.join(sorted(names - entry.keys()))}")
+        return reply
 
     def close(self) -> None:
         """Close idle connections. The client stays usable."""
         self.api.close()
+
+
+def _entries(part: Any) -> list[Any]:
+    return part if isinstance(part, list) else [part] if isinstance(part, dict) else []
 
 
 class _S3Clients(ClientCache[S3Client]):

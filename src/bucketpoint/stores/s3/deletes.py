@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 import botocore.exceptions
@@ -25,6 +24,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Capabilities, Store
+from bucketpoint.stores.http_store import http_seconds
 from bucketpoint.stores.s3.client import S3Client
 from bucketpoint.stores.s3.errors import FAILURES, translate
 from bucketpoint.stores.s3.services import S3Service
@@ -59,8 +59,7 @@ def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: st
             request = AWSRequest("DELETE", signed_url, headers={**headers, "User-Agent": api.meta.config.user_agent})
             reply = client.exchange(request.prepare(), _OPERATION)
             content = {"status_code": reply.status_code, "headers": reply.headers, "body": reply.content}
-            date = reply.headers.get("Date")
-            when = parsedate_to_datetime(date).timestamp() if date else time.time()
+            when = http_seconds(reply.headers.get("Date")) or time.time()
             if reply.status_code < 300:
                 return True
             answer = botocore.parsers.create_parser("rest-xml").parse(content, model.output_shape)

@@ -62,6 +62,8 @@ FAILURES = (
     http.client.HTTPException,
     OSError,
     RecursionError,
+    # From botocore's parser, for a malformed number or time in a reply.
+    ValueError,
     ForeignAnswer,
 )
 """Exceptions that a request can raise."""
@@ -205,6 +207,7 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (boto.InvalidProxiesConfigError, ErrorRule(EndpointError, _FATAL)),
     (boto.IncompleteReadError, ErrorRule(TransientStoreError, _RETRY)),
     (botocore.parsers.ResponseParserError, ErrorRule(TransientStoreError, _RETRY)),
+    (ValueError, ErrorRule(TransientStoreError, _RETRY)),
     (BrokenBody, ErrorRule(TransientStoreError, _RETRY)),
     (boto.HTTPClientError, ErrorRule(TransientStoreError, _OUTAGE)),
     (urllib3.exceptions.HTTPError, ErrorRule(TransientStoreError, _OUTAGE)),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import botocore.exceptions
 
+from bucketpoint.stores.http_store import http_seconds
 from bucketpoint.stores.s3.client import client_for
 from bucketpoint.stores.s3.errors import translate
 from bucketpoint.stores.s3.store import S3Store
@@ -80,13 +80,10 @@ def lifecycle(store: S3Store) -> list[LifecycleRule]:
 def clock(store: S3Store) -> Clock | None:
     """Compare this machine's clock with the Date header of a reply; None if there is no header. Raises StoreError."""
     before = time.time()
-    date = _headers(store).get("date")
+    theirs = http_seconds(_headers(store).get("date"))
     after = time.time()
-    if not date:
-        return None
     # The header is truncated to whole seconds: on average it is half a second behind.
-    theirs = parsedate_to_datetime(date).timestamp() + 0.5
-    return Clock((before + after) / 2 - theirs, (after - before) / 2 + 0.5)
+    return None if theirs is None else Clock((before + after) / 2 - theirs - 0.5, (after - before) / 2 + 0.5)
 
 
 def server_header(store: S3Store) -> str | None:

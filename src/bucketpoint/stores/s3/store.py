@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import http.client
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -16,7 +14,6 @@ import botocore
 from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
-    StoreError,
     UploadNotFoundError,
 )
 from bucketpoint.stores import http_store, retry
@@ -30,8 +27,9 @@ from bucketpoint.stores.base import (
     Store,
 )
 from bucketpoint.stores.client_cache import FirstEnvironment
+from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.http_body import crc_of, encoded_crc
-from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
+from bucketpoint.stores.http_store import ContentRange, HttpStore, Reply, http_seconds
 from bucketpoint.stores.s3.body import OutgoingBody
 from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, is_renewable, renew_client
 from bucketpoint.stores.s3.deletes import signed_delete, tried
@@ -138,7 +136,9 @@ class S3Store(HttpStore):
             # S3 answers If-Match on a missing key with 404. For the caller the condition did not hold.
             gone = PreconditionFailedError(error.message, url=error.url)
         else:
-            return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")), _answered(reply))
+            # The service's time: the reply does not contain the object's own.
+            date = reply["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
+            return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")), http_seconds(date))
         raise gone
 
     def _look(self, key: str, if_none_match: bool, if_match: str | None) -> None:
@@ -158,9 +158,9 @@ class S3Store(HttpStore):
         given = {"Range": wanted, "IfMatch": None if if_match is None else _quoted(if_match)}
         reply = self._call("GetObject", key, Key=key, **{name: value for name, value in given.items() if value})
         length = reply.get("ContentLength")
-        info = _info(key, reply, whole_size(reply.get("ContentRange"), int(length or 0)))
-        partial = reply["ResponseMetadata"]["HTTPStatusCode"] == http.client.PARTIAL_CONTENT
-        return Reply(info, reply["Body"], length, partial)
+        part = ContentRange.of(reply["ResponseMetadata"]["HTTPStatusCode"], reply.get("ContentRange"))
+        whole = length if part is None or part.whole is None else part.whole
+        return Reply(_info(key, reply, whole), reply["Body"], length, part)
 
     def head(self, key: str) -> ObjectInfo:
         reply = self._call("HeadObject", key, Key=key)
@@ -348,16 +348,14 @@ class S3Store(HttpStore):
 
     def _pages(self, operation: str, prefix: str, marks: dict[str, str], **parameters: Any) -> Iterator[Any]:
         """Yield the pages of a listing. `marks` maps the parameters of the next request to fields of the last page."""
+        seen: set[Hashable] = set()
         while True:
             page = self._call(operation, prefix, **parameters)
             yield page
             if not page.get("IsTruncated"):
                 return
             following = {name: page[field] for name, field in marks.items() if page.get(field)}
-            if not following or all(parameters.get(name) == value for name, value in following.items()):
-                raise StoreError(
-                    f"the reply to {operation} does not say where the next page begins", url=self._url(prefix)
-                )
+            follow(tuple(following.items()), seen, operation, self._url(prefix))
             parameters.update(following)
 
     def _client(self) -> S3Client:
@@ -367,14 +365,6 @@ class S3Store(HttpStore):
 def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
     modified = entry.get("LastModified")
     return ObjectInfo(key, int(size or 0), _unquoted(entry.get("ETag")), modified.timestamp() if modified else None)
-
-
-def _answered(reply: dict[str, Any]) -> float | None:
-    """Return the service's time of a reply to a write: the reply does not contain the object's own time."""
-    date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    with contextlib.suppress(ValueError):
-        return parsedate_to_datetime(date).timestamp() if date else None
-    return None
 
 
 def _checksum(crc32c: int | None) -> dict[str, str]:
