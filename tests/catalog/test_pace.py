@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.deletion.delete import put_marker
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.deletion.throttle import LONGEST_REST_S, PAGE, REST_AT_MOST_S, RESTS, Throttle, paced
+from bucketpoint.errors import TransientStoreError
+from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores import Capabilities, proven_deletes
 from catalog.memory import MemoryStore, memory_catalog, save
@@ -158,6 +161,28 @@ def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "1"
     assert [one.step for one in catalog.steps().checkpoints] == [19]
+
+
+def test_removes_a_marker_again_when_the_answer_is_lost() -> None:
+    sent: list[str] = []
+
+    class Signing(MemoryStore):
+        def expiring_delete(self, key: str, seconds: int) -> Any:
+            def send() -> bool:
+                sent.append(key)
+                if len(sent) < 2:
+                    raise TransientStoreError("the answer is lost")
+                return True
+
+            return send
+
+    catalog = memory_catalog(Signing())
+    there = catalog.store.put("run/step-1/.metadata", [memoryview(b"x")])
+    able = replace(catalog.store.capabilities, conditional_delete=False, expiring_delete=True)
+    remove = put_marker(catalog, able, there, DeletionMarker("abcdefabcdef", 1.0, "by a test", ("abcdefabcdef",), ()))
+    assert remove is not None
+    assert remove()
+    assert len(sent) == 2
 
 
 def test_a_paced_store_finds_out_about_deletions_as_the_store_itself_does() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import sys
 import threading
 from collections import Counter
@@ -166,12 +167,33 @@ class TestLinks:
         store.abort_multipart(upload.key, upload.upload_id)
         assert not folder.exists()
 
-    def test_waits_for_no_pipe_and_lists_none(self, store: LocalStore) -> None:
+    def test_waits_for_no_pipe_and_lists_none(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
         os.mkfifo(Path(store.root, "pipe"))
-        for read in READS[:5]:
-            with pytest.raises(ObjectNotFoundError):
-                read(store, "pipe")
+        with socket.socket(socket.AF_UNIX) as listening, monkeypatch.context() as patch:
+            # The path of a socket is short.
+            patch.chdir(store.root)
+            listening.bind("socket")
+        for name in ("pipe", "socket"):
+            for read in READS[:5]:
+                with pytest.raises(ObjectNotFoundError):
+                    read(store, name)
+            for exclusive in (False, True):
+                with pytest.raises(StoreError, match=r"has the name of the object.*Move it away") as caught:
+                    store.put(name, views(b"x"), if_none_match=exclusive)
+                assert type(caught.value) is StoreError
         assert list(store.list("")) == []
+
+    @pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EACCES", "EIO"])
+    def test_names_a_remedy_when_the_filesystem_refuses_a_write(
+        self, number: str, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*_: object) -> None:
+            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+
+        monkeypatch.setattr(os, "fsync", refused)
+        with pytest.raises(StoreError) as caught:
+            store.put("k", views(b"x"))
+        assert caught.value.remedy
 
     def test_stays_below_the_root_while_a_folder_is_replaced_by_a_link(self, store: LocalStore, secret: Path) -> None:
         step, aside, over = Path(store.root, "step"), Path(store.root, "aside"), threading.Event()

@@ -379,6 +379,13 @@ def test_reads_an_odd_url_rightly_or_refuses_it_with_a_remedy(
 FOLDERS = ("dir/s3//x", "./s3//x", "./s3:x", "/s3//x", "data//x", "s3/x", "s3//", "c:x", "dir/s3:x")
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "memory"])
+def test_refuses_half_a_character_in_the_name_of_an_object_but_not_of_a_file(scheme: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidURLError, match=r"half a character.*Write the name in UTF-8"):
+        open_store(f"{scheme}://bucket/r\udc80n")
+    assert open_store(f"{tmp_path}/r\udc80n")[0].url.endswith("r\udc80n")
+
+
 @pytest.mark.parametrize(
     "url", ["s3://bucket/home/s3:/x", "a:b/c", "./data:x/y", "c:/x", "memory://s3:/x", "run:/x", *FOLDERS]
 )

@@ -29,6 +29,7 @@ from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, Object
 from bucketpoint.stores.local_folders import (
     HIDDEN,
     NEW,
+    REMEDIES,
     TEMPORARY,
     LinkError,
     beneath,
@@ -208,7 +209,7 @@ class LocalStore:
             try:
                 failure = self._deleted(key)
             except StoreError as error:
-                failure = DeleteFailure(key, type(error).__name__, error.message)
+                failure = DeleteFailure(key, type(error).__name__, error.message, error.remedy)
             failures += [] if failure is None else [failure]
         return failures
 
@@ -222,7 +223,7 @@ class LocalStore:
             if error.errno in _PASSING:
                 raise self._failure(error, "delete", key) from None
             code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-            return DeleteFailure(key, code, error.strerror or "")
+            return DeleteFailure(key, code, error.strerror or "", REMEDIES.get(error.errno or 0))
         prune(self.root, split(key)[0])
         return None
 
@@ -382,6 +383,7 @@ class LocalStore:
                 os.link(partial, name, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
                 return
             except FileExistsError:
+                self._refuse_no_file(key, above, name)
                 if if_none_match:
                     raise exists from None
             except OSError as error:
@@ -404,6 +406,16 @@ class LocalStore:
                     url=self._url(key),
                     remedy=_NO_RENAMES,
                 ) from None
+
+    def _refuse_no_file(self, key: str, above: int, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+                raise StoreError(
+                    "put failed: a folder, a pipe, a device or a socket has the name of the object",
+                    url=self._url(key),
+                    remedy="Move it away, or save to another folder",
+                )
 
     @contextlib.contextmanager
     def _above(self, key: str) -> Iterator[tuple[int, str]]:
@@ -484,7 +496,7 @@ class LocalStore:
         self, error: OSError, operation: str, key: str, missing: type[StoreError] = ObjectNotFoundError
     ) -> StoreError:
         kind: type[StoreError] = TransientStoreError if error.errno in _PASSING else StoreError
-        reason, remedy = error.strerror or type(error).__name__, None
+        reason, remedy = error.strerror or type(error).__name__, REMEDIES.get(error.errno or 0)
         if isinstance(error, LinkError):
             remedy = _NO_FOLDER_LINKS if error.is_folder else _NO_FILE_LINKS
         elif isinstance(error, LockedError):
@@ -495,7 +507,7 @@ class LocalStore:
         elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             kind, reason = missing, "no such file"
         elif isinstance(error, PermissionError):
-            kind, remedy = AccessDeniedError, ""
+            kind = AccessDeniedError
         return kind(f"{operation} failed: {reason}", url=self._url(key), remedy=remedy)
 
 

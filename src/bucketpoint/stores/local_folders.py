@@ -38,6 +38,22 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """Answers of filesystems that cannot sync folders, such as some on FUSE."""
 
 
+_SPACE = "Delete checkpoints (`bucketpoint prune`), or save to another folder"
+REMEDIES = {
+    errno.ENOSPC: f"Free space on the disk. {_SPACE}",
+    errno.EDQUOT: f"The quota of the user or the project is used up. {_SPACE}",
+    errno.EROFS: "Mount the filesystem for writing, or pass another folder",
+    errno.EFBIG: "Raise the limit on the size of a file (`ulimit -f`), or save objects of fewer bytes",
+    errno.ENAMETOOLONG: "Pass a shorter path: a name has at most 255 bytes",
+    errno.EIO: "Check the disk, or the connection to the file server (`dmesg`)",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "Give this user the right to it: to write and to enter for a trainer, to read and to enter for a reader",
+    ),
+}
+"""Remedies for failures of the filesystem, by number."""
+
+
 class LinkError(OSError):
     """A name below the root is a symbolic link that is not followed, because it may lead out of the root."""
 
@@ -79,6 +95,8 @@ def open_file(name: str, above: int, *, follow: bool = False) -> int:
     try:
         fd = os.open(name, _READ | (0 if follow else os.O_NOFOLLOW), dir_fd=above)
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise FileNotFoundError(errno.ENOENT, "a socket, not a file", name) from None
         if follow or error.errno not in _IS_LINK:
             raise
         raise LinkError(name) from None

@@ -44,6 +44,8 @@ _INSTALL = {
 
 _BUCKETS = tuple(dict.fromkeys((*S3_SCHEMES, *_INSTALL)))
 
+_HALVES = re.compile("[\ud800-\udfff]")
+
 # RFC 3986, section 3.1, but with at least two characters: one letter is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
@@ -100,6 +102,11 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     if local is not None:
         return local[1].lower(), text[local.end() :], ""
     match = _SCHEME.match(text)
+    # The name of a file may be any bytes, which Python shows as such characters.
+    if match is not None and match[1].lower() not in _LOCAL_SCHEMES and _HALVES.search(text):
+        raise InvalidURLError(
+            "the URL holds half a character: it was not read as UTF-8, or cut", remedy="Write the name in UTF-8"
+        )
     if match is None or match[2] == "::":
         if not text:
             raise InvalidURLError("the URL is empty", remedy="Pass something like s3://bucket/prefix")

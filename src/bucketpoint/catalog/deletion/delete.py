@@ -24,6 +24,7 @@ from bucketpoint.format.item_info import data_paths
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
 from bucketpoint.format.metadata.plain import read_metadata, read_record
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
+from bucketpoint.transfer import retry_transient
 
 SIGNED_S = 300
 """Seconds for which a signed deletion of a marker is valid. More than deleting some thousand objects takes."""
@@ -104,7 +105,8 @@ def put_marker(
     etag = catalog.write(there.key, marker.encode(), if_match=there.etag).etag
     if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
         return lambda: store.delete_if(there.key, etag)
-    return signed
+    # Sent again if its answer is lost: the service refuses it once it has expired.
+    return None if signed is None else lambda: retry_transient(signed)
 
 
 def _uncommit(

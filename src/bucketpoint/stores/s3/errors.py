@@ -100,6 +100,11 @@ RULES: dict[RuleKey, ErrorRule] = {
         "Check the bucket's name: S3 allows 3 to 63 lower-case letters, digits, hyphens and dots",
     ),
     **answers("NoSuchKey NoSuchVersion NotFound 404", ObjectNotFoundError),
+    **answers(
+        "KeyTooLongError InvalidURI XMinioInvalidObjectName XMinioInvalidResourceName",
+        StoreError,
+        "Pass a shorter URL (a key has at most 1,024 bytes, on MinIO 255 between two slashes), without //, . and ..",
+    ),
     # Lifecycle rules move objects to such classes: the checkpoint is whole, and can be read once it is restored.
     **answers("InvalidObjectState", StoreError, _ARCHIVED),
     # MinIO, for an object under retention.
