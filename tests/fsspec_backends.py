@@ -14,12 +14,17 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.local import LocalFileSystem
 
 import azurite
 
 IN_PROCESS = ("memory", "file", "dir", "async")
 SERVED = tuple(name for name in ("s3fs", "gcsfs", "adlfs") if importlib.util.find_spec(name))
 """Those whose library is here: `make test-fsspec` has all of them."""
+
+
+class OtherFiles(LocalFileSystem):
+    """Files through fsspec: those of `LocalFileSystem` itself are read and written without it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def backend(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
     elif name == "file":
         yield Backend(name, fsspec.filesystem("file"), str(tmp_path), left_behind=lambda: _files(tmp_path))
     elif name == "dir":
-        fs = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
+        fs = fsspec.filesystem("dir", path=str(tmp_path), fs=OtherFiles())
         yield Backend(name, fs, "inside", left_behind=lambda: _files(tmp_path))
     elif name == "s3fs":
         library: Any = importlib.import_module("s3fs")

@@ -250,6 +250,14 @@ def read_through(store: FsspecStore, cuts: list[tuple[int, int]], content: bytes
     return into
 
 
+def test_a_replacement_that_is_deleted_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore(MemoryFileSystem(), f"/deleted-{os.urandom(4).hex()}")
+    etag = store.put("k", [memoryview(b"first")]).etag
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda fs, path, data: fs.rm_file(path))
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", [memoryview(b"second")], if_match=etag)
+
+
 def test_a_listing_of_memory_beside_writers_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [RuntimeError("dictionary changed size during iteration")] * 3
     find = MemoryFileSystem.find

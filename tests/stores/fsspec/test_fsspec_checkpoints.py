@@ -27,11 +27,7 @@ pytestmark = pytest.mark.contract
 MIB = 1 << 20
 
 
-# Files are no matter of fsspec here: a `LocalStore` serves them.
-LOCAL = ("dir",)
-"""Filesystems over local folders: they are served by the store of local folders, with its guarantees."""
-
-
+# A `LocalStore` serves "file".
 @pytest.fixture(params=[name for name in (*IN_PROCESS, *SERVED) if name != "file"])
 def found(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     with backend(request.param, request, tmp_path) as one:
@@ -75,7 +71,7 @@ def test_what_was_saved_comes_back_and_an_overwrite_replaces_it(
     assert same({**state(), "step": 4}, load(found, url))
     # Said once, and only where a commit has no condition to rely on.
     told = sum("no conditional writes" in record.getMessage() for record in caplog.records)
-    assert told == (not found.creates and found.name not in LOCAL)
+    assert told == (not found.creates)
     with pytest.raises(CheckpointException) as caught:
         save(found, url, state(), overwrite=False)
     assert isinstance(next(iter(caught.value.failures.values()))[0], CheckpointExistsError)
@@ -103,5 +99,5 @@ def test_a_flipped_bit_is_found(found: Backend) -> None:
         load(found, url)
     failure = next(iter(caught.value.failures.values()))[0]
     assert isinstance(failure, CorruptDataError)
-    # In memory and in folders loads are pinned to what was committed.
-    assert ("was replaced" if found.name in ("memory", *LOCAL) else "Checksum mismatch") in str(failure)
+    # In memory loads are pinned to what was committed.
+    assert ("was replaced" if found.name == "memory" else "Checksum mismatch") in str(failure)

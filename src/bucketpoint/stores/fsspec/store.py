@@ -164,7 +164,7 @@ class FsspecStore:
                 reply = self.driver.create(*target, crc32c)
             else:
                 reply = self.driver.write(*target, crc32c)
-            return self._written(key, len(data), reply, crc32c)
+            return self._written(key, len(data), reply, crc32c, looked=conditional and not native)
 
     @_given_up
     def create_unseen(self, key: str, data: bytes) -> None:
@@ -354,9 +354,14 @@ class FsspecStore:
         if if_match is not None and (present is None or present.etag != if_match):
             raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
 
-    def _written(self, key: str, size: int, reply: WriteReply, crc32c: int | None = None) -> ObjectInfo:
+    def _written(
+        self, key: str, size: int, reply: WriteReply, crc32c: int | None = None, *, looked: bool = False
+    ) -> ObjectInfo:
         """Describe an object that was written; it is deleted if the service has another CRC32C of it."""
         info = reply if _etag(reply) else self._describe(key)
+        if info is None and looked:
+            # The condition was checked before the write, and not by the service.
+            raise PreconditionFailedError("the object was deleted as it was written", url=self._url(key))
         if info is None or int(info.get("size", size) or 0) != size:
             # Some libraries believe any answer with status 200, such as that of a login page.
             raise StoreError(
