@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import weakref
 from dataclasses import dataclass, field
@@ -28,10 +30,12 @@ class Driver:
 
     refuses: bool = False
     registered: dict[int, int] = field(default_factory=dict)
+    resident: list[float] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
         self.calls.append(("register", pointer, nbytes, flags))
+        self.resident.append(_resident(pointer, nbytes))
         if self.refuses or pointer in self.registered:
             return 2
         self.registered[pointer] = nbytes
@@ -43,6 +47,14 @@ class Driver:
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [call for call in self.calls if call[0] == name]
+
+
+def _resident(pointer: int, nbytes: int) -> float:
+    """The fraction of the pages that the kernel has backed (mincore(2))."""
+    pages = -(-nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(pointer), ctypes.c_size_t(nbytes), found) == 0
+    return sum(page & 1 for page in found) / pages
 
 
 @pytest.fixture
@@ -126,6 +138,14 @@ def test_an_arena_is_registered_once_over_any_number_of_saves(driver: Driver, fr
     del stager
     gc.collect()
     assert len(driver.calls) == 2
+
+
+@both_kinds
+def test_every_page_is_backed_before_the_driver_is_asked(driver: Driver, from_cuda: None, shared: bool) -> None:
+    """The driver would back them itself, slowly, and kernels of training would wait for it."""
+    with Stager(StagingOptions(use_shared_memory=shared)) as stager:
+        finished(stager.stage({"w": torch.ones(8 * MIB)}))
+    assert driver.resident == [1]
 
 
 def test_memory_of_a_layout_that_has_gone_is_unregistered(driver: Driver, from_cuda: None) -> None:

@@ -194,5 +194,24 @@ def test_copies_of_a_device_have_ended_when_a_later_copy_fails(monkeypatch: pyte
     streams: Any = {device: stream}
     ordering = copying.Ordering({device: None}, None)  # type: ignore[dict-item]
     with pytest.raises(RuntimeError, match="refused"):
-        copying.run_copies(layout, Arena(8, shared=False), streams, Movers(), ordering, non_blocking=True)
+        copying.run_copies(layout, Arena(8, shared=False), streams, Movers(), ordering, non_blocking=True, beside=False)
     assert not stream.under_way
+
+
+@pytest.mark.parametrize(("beside", "expected"), [(True, [64, 0, 64, 0, 22, 0]), (False, [150, 0])])
+def test_copies_beside_training_leave_room_in_the_drivers_queue(
+    monkeypatch: pytest.MonkeyPatch, beside: bool, expected: list[int]
+) -> None:
+    """Copies that are queued together, and a 0 for each wait for them."""
+    asked: list[int] = []
+    stream, device = Stream(), torch.device("meta")
+    monkeypatch.setattr(stream, "synchronize", lambda: asked.append(0))
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources, non_blocking: asked.append(len(targets)))
+    source = torch.empty(8, dtype=torch.uint8, device=device)
+    places = [(torch.uint8, (8,), (1,), 8 * index) for index in range(150)]
+    layout = ArenaLayout(1200, places, [(source, index) for index in range(150)])
+    streams: Any = {device: stream}
+    ordering = copying.Ordering({device: None}, None)  # type: ignore[dict-item]
+    arena = Arena(1200, shared=False)
+    copying.run_copies(layout, arena, streams, Movers(), ordering, non_blocking=True, beside=beside)
+    assert asked == expected

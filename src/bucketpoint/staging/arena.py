@@ -45,7 +45,7 @@ class Arena:
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         self.nbytes = self.size_of(nbytes)
         self.shared = shared
-        self._refused = False
+        self._refused = self._populated = False
         try:
             # Made outside of inference mode: an inference tensor could not be written to later, outside of that mode.
             with torch.inference_mode(False):
@@ -87,6 +87,8 @@ class Arena:
         """
         if self._registration is None and not self._refused:
             pointer = self.memory.data_ptr()
+            # The driver would back the pages one by one, under a lock that kernels wait for: 0.35 s a GB.
+            self.populate()
             self._refused = not _accepted("cudaHostRegister", pointer, self.nbytes, _REGISTER_PORTABLE)
             if not self._refused:
                 # Registered memory must not be unmapped before this: the driver's registration would then point at
@@ -108,8 +110,10 @@ class Arena:
             self._registration = None
 
     def populate(self) -> None:
-        """Make the kernel back every page now, rather than during the first copy."""
-        self.memory.fill_(0)
+        """Make the kernel back every page now, on all of torch's threads, rather than during the first copy."""
+        if not self._populated:
+            self._populated = True
+            self.memory[:: mmap.PAGESIZE].fill_(0)
 
 
 _HUGEPAGE, _WIPEONFORK = 14, 18

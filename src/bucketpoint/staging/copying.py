@@ -23,6 +23,12 @@ _PIECE = 16 << 20
 """Least number of bytes that one thread copies at a time."""
 
 
+_QUEUED = 64
+"""Copies that are queued at a time beside training. The driver's queue holds some hundreds: a thread that finds it full
+waits with the driver's lock, and no kernel starts meanwhile. On an H100, 1,000 copies at once held a step of 11 ms up
+for 130 ms."""
+
+
 class SideStreams(dict[torch.device, torch.Stream]):
     """One stream for each device, for the copies out of it. Made on first use and kept."""
 
@@ -140,11 +146,13 @@ def run_copies(
     ordering: Ordering,
     *,
     non_blocking: bool,
+    beside: bool,
 ) -> list[torch.Tensor]:
     """Copy everything that the layout names to an arena and wait until it is there.
 
     Args:
         non_blocking: issue a device's copies without waiting for each.
+        beside: training goes on meanwhile, so leave room in the driver's queue for its kernels.
 
     Returns:
         A tensor over the arena for each place of the layout.
@@ -168,8 +176,14 @@ def run_copies(
             stream = streams[device]
             stream.wait_event(ordering.events[device])
             begun.append(stream)
-            with stream:
-                torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+            turn = _QUEUED if beside else len(targets)
+            for first in range(0, len(targets), turn):
+                if first:
+                    stream.synchronize()
+                with stream:
+                    torch._foreach_copy_(
+                        targets[first : first + turn], sources[first : first + turn], non_blocking=non_blocking
+                    )
         if layout.moves:
             movers.move(layout.moves, arena.memory.data_ptr(), making)
     finally:

@@ -146,8 +146,8 @@ class Stager:
         _, layout = self._plan(state_dict)
 
         def make_ready(arena: Arena) -> None:
-            self._pin_if_useful(arena, layout)
             arena.populate()
+            self._pin_if_useful(arena, layout)
 
         self._pool.prepare(layout.nbytes, make_ready)
 
@@ -197,7 +197,8 @@ class Stager:
             # The caller may be in inference mode, and the worker thread never is: make plain tensors in both cases.
             with torch.inference_mode(False), torch.no_grad():
                 non_blocking = self.options.use_non_blocking_copy and arena.pinned
-                views = run_copies(layout, arena, self._streams, self._movers, ordering, non_blocking=non_blocking)
+                how = {"non_blocking": non_blocking, "beside": self.options.use_async_staging}
+                views = run_copies(layout, arena, self._streams, self._movers, ordering, **how)
                 set_apart(views, flat.leaves, arena.memory)
                 state = flat.assemble(views)
         except BaseException as error:
