@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import collections
 import datetime
-import decimal
-import fractions
 import importlib.util
 import io
 import pathlib
 import pickle
 import types
-import uuid
 from typing import Any
 
 import torch
@@ -106,13 +103,12 @@ if importlib.util.find_spec("numpy") is not None:
 
     ARRAYS = [
         [np.ones((2, 3)), np.float32(1), np.array(["a", None], object), np.datetime64("2026-01-02"), np.arange(3)],
-        [np.random.RandomState(4), np.random.default_rng(3), np.random.Philox(5)],
     ]
 VALUES: list[Any] = [
     *ARRAYS,
     torch.Generator(),
     {
-        "values": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=5), pathlib.PurePosixPath("z"), 1j],
+        "values": [pathlib.PurePosixPath("z"), 1j],
         "times": [datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(4)],
         "containers": [collections.OrderedDict(a=1), collections.Counter("abca"), collections.deque([1], 3)],
         "keys": {(1, ("a", 2)): {3, 4}, frozenset([5]): 6},

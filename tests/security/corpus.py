@@ -204,32 +204,20 @@ def crashes() -> dict[str, bytes]:
     lists = P4 + b"]\x94" + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60))
     escape = global_("builtins", "str") + global_("_codecs", "encode")
     same_hash = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 2000))
-    decimal, million = global_("decimal", "Decimal"), b"J" + struct.pack("<i", 1 << 20)
+    million = b"J" + struct.pack("<i", 1 << 20)
     seconds = global_("numpy", "dtype") + text("M8") + b"\x89\x88\x87R"
     formats = global_("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
     copies = P4 + b"]\x94(" + b"K\x01" * 5000 + b"e0" + global_("builtins", "tuple") + b"\x94("
-    bits = global_("numpy.random._pickle", "__bit_generator_ctor") + text("MT19937") + b"\x85R"
     return {
         "an array of objects that are not there": _array(million + b"\x85", "O8", b"]NaNa"),
         "an array of numbers that are not there": _array(
             million + b"\x85", "f8", b"C\x08\x00\x00\x00\x00\x00\x00\x00\x00"
         ),
-        "a state of a generator that points beyond it": P4
-        + bits
-        + b"}("
-        + (text("bit_generator") + text("MT19937") + text("state") + b"}(" + text("pos") + b"J\xff\xff\xff\x7f")
-        + (text("key") + _array(b"M\x70\x02\x85", "u4", b"B" + struct.pack("<I", 2496) + bytes(2496))[2:-1] + b"uub."),
         "a scalar of two gigabytes": P4
         + global_("numpy._core.multiarray", "scalar")
         + global_("numpy", "dtype")
         + text("V2000000000")
         + b"\x89\x88\x87RC\x00\x86R.",
-        "an integer of a decimal": P4 + global_("builtins", "int") + decimal + text("1E+400000") + b"\x85R\x85R.",
-        "a fraction of a decimal": P4
-        + global_("fractions", "Fraction")
-        + decimal
-        + text("1e30000000")
-        + b"\x85R\x85R.",
         "text of shared lists": lists + global_("builtins", "str") + b"h\x3c\x85R.",
         "text escaped again and again": P4
         + escape * 28
@@ -239,7 +227,6 @@ def crashes() -> dict[str, bytes]:
         "a doubled tuple as a key": doubled + b"}h\x40Ns.",
         "a doubled tuple in a set": doubled + b"\x8f(h\x40\x90.",
         "a doubled tuple as a layout": doubled + global_("torch.serialization", "_get_layout") + b"h\x40\x85R.",
-        "a doubled tuple as the safety of an identifier": doubled + global_("uuid", "SafeUUID") + b"h\x40\x85R.",
         "a doubled tuple as a unit of time": doubled
         + seconds
         + (b"(K\x04" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00}(h\x40K\x01K\x01K\x01t\x86tb."),
@@ -309,12 +296,8 @@ def bombs() -> dict[str, bytes]:
         "BYTEARRAY8": b"\x80\x05\x96" + HUGE64 + b"x.",
         "BINSTRING": b"T" + HUGE32 + b"x.",
         "LONG4": b"\x80\x02\x8b" + HUGE32 + b"x.",
-        "LONG in decimal": b"L" + b"9" * 200_000 + b"L\n.",
-        "INT in decimal": b"I" + b"9" * 200_000 + b"\n.",
         "FRAME": P4 + b"\x95" + HUGE64 + b"N.",
         "LONG_BINPUT": P4 + b"Nr" + HUGE32 + b".",
-        "PUT": b"Np" + b"2147483600" + b"\n.",
-        "PUT of a huge number": b"Np" + b"9" * 5000 + b"\n.",
         "deep lists": P4 + b"]" * deep + b"a" * (deep - 1) + b".",
         "deep tuples": P4 + b")" + b"\x85" * deep + b".",
         "deep marks": P4 + b"(" * deep + b".",
@@ -340,7 +323,6 @@ def bombs() -> dict[str, bytes]:
         + global_("numpy.core.multiarray", "_reconstruct")
         + global_("numpy", "ndarray")
         + b"J\xff\xff\xff\x7f\x85C\x01b\x87R.",
-        "a fraction of any power": P4 + global_("fractions", "Fraction") + text("1e999999999") + b"\x85R.",
         "a size that is computed": P4
         + global_("builtins", "bytearray")
         + global_("builtins", "int")

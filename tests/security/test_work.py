@@ -50,7 +50,8 @@ def called(function: bytes, argument: bytes, count: int) -> bytes:
 
 def items() -> dict[str, bytes]:
     long = 1 << (8 * (40 << 10))
-    state = P4 + b"}" + short("int") + b"K\x01s\x94" + global_("uuid", "UUID") + b")\x81"
+    state = P4 + b"(K\x03" + short("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t\x94"
+    state += global_("numpy", "dtype") + short("f8") + b"\x89\x88\x87R"
     counted = (
         P4 + global_("builtins", "range") + b"\x94K\x00" + long4(long) + long4(1 << (8 * (20 << 10))) + b"\x87\x94"
     )

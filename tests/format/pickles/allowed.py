@@ -21,7 +21,7 @@ ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "tensors: they are laid over the storages of the item once their bounds were checked": (
         *_names(
             "torch._utils",
-            "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
+            "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
             "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
             "_rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor",
         ),
@@ -45,33 +45,24 @@ ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         *_names("torch.distributed.tensor._dtensor_spec", "DTensorSpec TensorMeta ShardOrderEntry"),
         *_names("torch.distributed.tensor.placement_types", "Partial Replicate Shard _StridedShard"),
     ),
-    "numpy arrays, scalars and generator states, under the module names of numpy 1 and 2": (
+    "numpy arrays and scalars, under the module names of numpy 1 and 2": (
         *_names("numpy", "dtype ndarray"),
         *_names("numpy.core.multiarray", "_reconstruct scalar"),
         *_names("numpy._core.multiarray", "_reconstruct scalar"),
         "numpy.core.numeric._frombuffer",
         "numpy._core.numeric._frombuffer",
-        *_names("numpy.random._pickle", "__generator_ctor __bit_generator_ctor __randomstate_ctor"),
-        *_names("numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence"),
-        "numpy.random._mt19937.MT19937",
-        *_names("numpy.random._pcg64", "PCG64 PCG64DXSM"),
-        "numpy.random._philox.Philox",
-        "numpy.random._sfc64.SFC64",
     ),
     "Python containers and values": (
         *_names("builtins", "bool bytearray bytes complex dict float frozenset int list range set slice str tuple"),
-        *_names("builtins", "Ellipsis NotImplemented"),
+        "builtins.Ellipsis",
         *_names("collections", "Counter OrderedDict defaultdict deque"),
         "_codecs.encode",  # protocol 2, torch.save's default, encodes bytes with it
         *("_io.BytesIO", "io.BytesIO"),
         "types.SimpleNamespace",
         "argparse.Namespace",
     ),
-    "times, numbers, identifiers and paths": (
+    "times and paths": (
         *_names("datetime", "date datetime time timedelta timezone"),
-        "decimal.Decimal",
-        "fractions.Fraction",
-        *_names("uuid", "UUID SafeUUID"),
         *_names("pathlib", "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"),
         *_names("pathlib._local", "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"),
     ),

@@ -1,4 +1,4 @@
-"""Files of torch.save in memory: position of pickle and storages, in the zip format and in the one before it."""
+"""Files of torch.save in memory: position of pickle and storages, in its zip format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import struct
 import zipfile
 from collections.abc import Sequence
-from typing import Any
 
 MAGIC = b"PK\x03\x04"  # torch.load itself recognises an archive by it
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -80,28 +79,6 @@ def _told_apart(entries: Sequence[zipfile.ZipInfo]) -> bool:
     folders = {entry.filename.partition("/")[0] for entry in entries}
     raw = all(entry.orig_filename == entry.filename for entry in entries)
     return raw and len(names) == len(entries) and len(folders) == 1
-
-
-def legacy_storages(data: bytes, position: int, keys: Any, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return start and stop of each storage after the pickles, in torch.save's format from before 1.6.
-
-    Args:
-        keys: the keys of the storages, from the last pickle.
-        sizes: bytes of each storage, from the pickle before.
-
-    Raises:
-        ArchiveError: the file is malformed.
-    """
-    if type(keys) is not list or any(type(key) is not str or key not in sizes for key in keys):
-        raise ArchiveError("the list of storage keys is malformed")
-    found = {}
-    for key in keys:
-        # Each storage's elements follow their count, 8 bytes long.
-        found[key] = position + 8, position + 8 + sizes[key]
-        position = found[key][1]
-        if position > len(data):
-            raise ArchiveError("the file ends early")
-    return found
 
 
 def may_be_archive(data: bytes) -> bool:

@@ -14,8 +14,7 @@ from bucketpoint.format.pickles import archive, plain, tensors
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError, Registered, Vocabulary
 
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_PROTOCOL = 1001
+_MAGIC_BEFORE_TORCH_1_6 = 0x1950A86A20F9469CFC6C
 _MAX_PICKLES = 5
 _DTENSOR = {
     "torch.distributed.device_mesh": "DeviceMesh",
@@ -60,7 +59,7 @@ class Item:
 
 
 def read_item(data: bytes) -> Item:
-    """Interpret an item: torch.save's output in any of its formats, or a bare pickle.
+    """Interpret an item: torch.save's output since torch 1.6, or a bare pickle of protocol 2 or later.
 
     Tensors lie on the CPU. Functions that the user registered with `torch.serialization.add_safe_globals` are not
     called yet.
@@ -240,37 +239,8 @@ def _read_stream(data: bytes) -> Item:
         position, deferred = machine.position, deferred or machine.deferred
         if len(values) == _MAX_PICKLES:
             raise RefusedError([f"<more than {_MAX_PICKLES} pickles in one item>"])
-        if not values and _is_number(value, _LEGACY_MAGIC):
-            return _read_legacy(data, position)
+        # The type first: an array or a tensor compares its elements, and the result has no truth value.
+        if not values and type(value) is int and value == _MAGIC_BEFORE_TORCH_1_6:
+            raise RefusedError(["<a file of torch.save before torch 1.6: save it again with torch 1.6 or later>"])
         values.append(value)
     return Item(values, False, {}, deferred)
-
-
-def _is_number(value: Any, number: int) -> bool:
-    # The type first: an array or a tensor compares its elements, and the result has no truth value.
-    return type(value) is int and value == number
-
-
-def _read_legacy(data: bytes, position: int) -> Item:
-    try:
-        for expected in ("protocol", "system"):
-            value, machine = interpret(data, paid=len(data), position=position)
-            position = machine.position
-            sound = _is_number(value, _LEGACY_PROTOCOL) if expected == "protocol" else type(value) is dict
-            if not sound or (expected == "system" and value.get("little_endian") is not True):
-                raise MalformedPickleError("the file has another version or byte order than torch.save writes here")
-        sizes: dict[str, int] = {}
-
-        def sized(key: str, nbytes: int, location: str) -> torch.UntypedStorage:
-            sizes[key] = max(sizes.get(key, 0), nbytes)
-            return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
-
-        # Interpret once without the elements, which follow the pickle: to find its end and the lengths of the storages.
-        _, machine = interpret(data, paid=len(data), position=position, storage=sized)
-        keys, behind = interpret(data, paid=len(data), position=machine.position)
-        places = archive.legacy_storages(data, behind.position, keys, sizes)
-        storages = _Storages(data, places)
-        value, machine = interpret(data, paid=len(data), position=position, storage=storages)
-    except (MalformedPickleError, archive.ArchiveError) as error:
-        raise RefusedError([f"<a malformed file of torch.save: {error}>"]) from None
-    return Item([value], True, storages.locations, machine.deferred)

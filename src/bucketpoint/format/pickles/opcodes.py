@@ -1,8 +1,10 @@
-"""Steps of the interpreter for the rare opcodes; the frequent ones are in `Machine`."""
+"""Steps of the interpreter for the rare opcodes; the frequent ones are in `Machine`.
+
+Opcodes that no writer of protocol 2 or later uses are refused.
+"""
 
 from __future__ import annotations
 
-import codecs
 import pickletools
 import struct
 from collections.abc import Callable
@@ -13,13 +15,11 @@ from bucketpoint.format.pickles.vocabulary import MalformedPickleError
 if TYPE_CHECKING:
     from bucketpoint.format.pickles.machine import Machine
 
-MAX_DIGITS = 4300
-"""Most digits of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
-
 MAX_INTEGER_BYTES = 2048
 """Most bytes of an integer. Divisions, comparisons and hashes of longer ones take far longer than they are paid for."""
 
 _LONGEST_NAME = 1024
+_OLD = "<a pickle of protocol 0 or 1, or of Python 2: save it again with protocol 2 or later>"
 
 # Memory that a container takes beside its members, on 64-bit CPython.
 TUPLE_BYTES, LIST_BYTES, DICT_BYTES, SET_BYTES = 64, 72, 80, 232
@@ -55,16 +55,6 @@ def _extension(size: int) -> Step:
     return step
 
 
-def _instance(machine: Machine) -> None:
-    found = _global(machine)
-    machine.push(machine.call(found, tuple(machine.to_mark())))
-
-
-def _obj(machine: Machine) -> None:
-    called = machine.to_mark()
-    machine.push(machine.call(called[0], tuple(called[1:])))
-
-
 def _newobj_ex(machine: Machine) -> None:
     function, arguments, named = machine.popped(3)
     if type(named) is not dict or named:
@@ -76,12 +66,6 @@ def _newobj_ex(machine: Machine) -> None:
 def _set_item(machine: Machine) -> None:
     items = machine.popped(2)
     machine.set_items(machine.top(), items)
-
-
-def _dict(machine: Machine) -> None:
-    made: dict[Any, Any] = {}
-    machine.set_items(made, machine.to_mark())
-    machine.make(made, DICT_BYTES)
 
 
 def _sized(width: int, made: Callable[[bytes], Any]) -> Step:
@@ -104,34 +88,13 @@ def _long(width: int) -> Step:
     return step
 
 
-def _decimal(raw: bytes) -> int:
-    if len(raw) > MAX_DIGITS + 2:
-        raise MalformedPickleError(f"a number has more than {MAX_DIGITS} digits")
-    return int(raw, 0) if raw[:1] != b"0" else int(raw)
+def _old(check: Step) -> Step:
+    def step(machine: Machine) -> None:
+        check(machine)  # where it fails, so does Python's unpickler
+        machine.refuse(_OLD)
+        raise MalformedPickleError(_OLD)
 
-
-def _int(raw: bytes) -> int:
-    return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else _decimal(raw)
-
-
-def _string(raw: bytes) -> str:
-    raw = raw.strip()
-    if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
-        raise ValueError("a string has no quotes")
-    unescaped: Any = codecs.escape_decode(raw[1:-1])
-    return _text(unescaped[0])
-
-
-def _line(machine: Machine, made: Callable[[bytes], Any]) -> Any:
-    """Convert a line of text, in which protocol 0 has numbers and strings."""
-    try:
-        return made(machine.line())
-    except ValueError as error:
-        raise MalformedPickleError(str(error)[:300]) from None
-
-
-def _pushed(made: Callable[[bytes], Any]) -> Step:
-    return lambda machine: machine.push(_line(machine, made))
+    return step
 
 
 _BY_NAME: dict[str, Step] = {
@@ -140,23 +103,14 @@ _BY_NAME: dict[str, Step] = {
     "POP": lambda m: m.discard(),
     "POP_MARK": lambda m: m.to_mark(),
     "DUP": lambda m: m.push(m.top()),
-    "PUT": lambda m: m.memoize(_line(m, _decimal)),
     "BINPUT": lambda m: m.memoize(m.number(1)),
     "LONG_BINPUT": lambda m: m.memoize(m.number(4)),
-    "GET": lambda m: m.push(m.recall(_line(m, _decimal))),
     "NONE": lambda m: m.push(None),
     "NEWTRUE": lambda m: m.push(True),
     "NEWFALSE": lambda m: m.push(False),
-    "INT": _pushed(_int),
-    "LONG": _pushed(lambda raw: _decimal(raw.removesuffix(b"L"))),
     "LONG1": _long(1),
     "LONG4": _long(4),
-    "FLOAT": _pushed(float),
     "BINFLOAT": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    "STRING": _pushed(_string),
-    "BINSTRING": _sized(4, _text),
-    "SHORT_BINSTRING": _sized(1, _text),
-    "UNICODE": _pushed(lambda raw: raw.decode("raw-unicode-escape")),
     "BINUNICODE": _sized(4, _text),
     "BINUNICODE8": _sized(8, _text),
     "SHORT_BINBYTES": _sized(1, bytes),
@@ -165,8 +119,6 @@ _BY_NAME: dict[str, Step] = {
     "BYTEARRAY8": _sized(8, bytearray),
     "EMPTY_LIST": lambda m: m.make([], LIST_BYTES),
     "EMPTY_SET": lambda m: m.make(set(), SET_BYTES),
-    "LIST": lambda m: m.make(m.to_mark(), LIST_BYTES),
-    "DICT": _dict,
     "TUPLE": lambda m: m.make(tuple(m.to_mark()), TUPLE_BYTES),
     "TUPLE3": lambda m: m.make(tuple(m.popped(3)), TUPLE_BYTES),
     "FROZENSET": lambda m: m.make(frozenset(m.fill(set(), m.to_mark())), SET_BYTES),
@@ -176,14 +128,17 @@ _BY_NAME: dict[str, Step] = {
     "SETITEM": _set_item,
     "GLOBAL": lambda m: m.push(_global(m)),
     "STACK_GLOBAL": _stack_global,
-    "INST": _instance,
-    "OBJ": _obj,
     "NEWOBJ_EX": _newobj_ex,
     "EXT1": _extension(1),
     "EXT2": _extension(2),
     "EXT4": _extension(4),
-    "PERSID": lambda m: m.persistent(m.line().decode("ascii", "replace")),
     "BINPERSID": lambda m: m.persistent(m.popped(1)[0]),
+    **dict.fromkeys(
+        ["FLOAT", "GET", "INST", "INT", "LONG", "PERSID", "PUT", "STRING", "UNICODE"], _old(lambda m: m.line())
+    ),
+    **dict.fromkeys(["DICT", "LIST", "OBJ"], _old(lambda m: m.pop_mark())),
+    "BINSTRING": _old(lambda m: m.take(m.number(4))),
+    "SHORT_BINSTRING": _old(lambda m: m.take(m.number(1))),
 }
 
 STEPS: dict[int, Step] = {

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import decimal
-import fractions
 import io
 import os
 import pathlib
-import re
 import types
-import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.opcodes import MAX_DIGITS
-from bucketpoint.format.pickles.vocabulary import Registered, Shell, Vocabulary, name_of, unfit, whole
+from bucketpoint.format.pickles.vocabulary import Registered, Vocabulary, name_of, unfit, whole
 
 _SCALARS = (bool, int, float)
-_FRACTION = re.compile(r"-?\d{1,4000}(/\d{1,4000})?")
-_MAX_BITS = 16_384  # of a fraction's numbers: the time to find a common divisor grows with the square
 _LISTS = (list, tuple, deque)
 _SETS = (set, frozenset)
 _FACTORIES = (
@@ -30,7 +23,7 @@ _FACTORIES = (
 )
 
 VALUES = Vocabulary()
-"""Containers, numbers, text, times, identifiers and paths. Nothing in it calls, imports or loads."""
+"""Containers, numbers, text, times and paths. Nothing in it calls, imports or loads."""
 
 
 def _typed(kind: Any, *allowed: type, most: int = 4096, names: tuple[str, ...] = (), made: Any = None) -> None:
@@ -50,13 +43,6 @@ def _typed(kind: Any, *allowed: type, most: int = 4096, names: tuple[str, ...] =
     VALUES.add(kind, make, names)
 
 
-def _build_uuid(machine: Machine, shell: Shell, state: Any) -> Any:
-    known = {name: state[name] for name in ("int", "is_safe") if name in state}
-    if type(known.get("int")) is not int or type(known.get("is_safe", uuid.SafeUUID.unknown)) is not uuid.SafeUUID:
-        raise unfit("an identifier")
-    return uuid.UUID(**known)
-
-
 _kind: Any
 for _kind in (bool, int, float):
     _typed(_kind, *_SCALARS, most=1)
@@ -65,13 +51,10 @@ _typed(str, str, most=1)
 _typed(range, int)
 _typed(slice, int, float, str, type(None))
 _typed(datetime.timedelta, int, most=3)
-_typed(uuid.SafeUUID, int, type(None), most=1)
-_typed(uuid.UUID, most=0, made=lambda: Shell(_build_uuid))
 _typed(types.SimpleNamespace, most=0)
 _typed(argparse.Namespace, most=0)
 _typed(io.BytesIO, most=0, names=("_io.BytesIO", "io.BytesIO"))
 VALUES.add(Ellipsis, names=["builtins.Ellipsis"])
-VALUES.add(NotImplemented, names=["builtins.NotImplemented"])
 
 # Concrete paths of the other system cannot be made here, so pure ones stand for them.
 _FOREIGN = {"WindowsPath": pathlib.PureWindowsPath} if os.name == "posix" else {"PosixPath": pathlib.PurePosixPath}
@@ -234,39 +217,9 @@ def _timezone(machine: Machine, offset: Any, *name: Any) -> Any:
     return datetime.timezone(offset, *name)
 
 
-# Numbers
-
-
-@VALUES.makes(decimal.Decimal)
-def _decimal(machine: Machine, text: Any) -> Any:
-    if type(text) is not str or len(text) > MAX_DIGITS:
-        raise unfit("a call of decimal.Decimal")
-    machine.pay(len(text))
-    return decimal.Decimal(text)
-
-
-@VALUES.makes(fractions.Fraction)
-def _fraction(machine: Machine, *arguments: Any) -> Any:
-    if len(arguments) == 1 and type(arguments[0]) is str:
-        # No exponents: with one, a few characters could become a number of any size.
-        if not _FRACTION.fullmatch(arguments[0]):
-            raise unfit("a call of fractions.Fraction")
-        arguments = tuple(map(int, arguments[0].split("/")))
-    if not _ints(arguments) or any(value.bit_length() > _MAX_BITS for value in arguments):
-        raise unfit("a call of fractions.Fraction")
-    machine.pay(2 * sum(value.bit_length() for value in arguments))
-    return fractions.Fraction(*arguments)
-
-
 VALUES.parts |= dict.fromkeys(
-    (
-        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
-        *(uuid.UUID, uuid.SafeUUID, type(NotImplemented)),
-    ),
-    whole,
+    (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone), whole
 )
 for _kind in {type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}:
     VALUES.parts[_kind] = lambda key: (str(key),)
 VALUES.parts[range] = lambda key: (key.start, key.stop, key.step)
-VALUES.parts[decimal.Decimal] = lambda key: key.as_tuple().digits
-VALUES.parts[fractions.Fraction] = lambda key: (key.numerator, key.denominator)

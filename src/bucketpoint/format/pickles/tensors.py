@@ -86,11 +86,6 @@ def _laid(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, s
     return torch.empty((0,), dtype=kind, device=untyped.device).set_(untyped, first, size, steps)
 
 
-@VALUES.function("torch._utils._rebuild_tensor")
-def _tensor(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
-    return _laid(machine, storage, None, offset, shape, strides)
-
-
 @VALUES.function("torch._utils._rebuild_tensor_v2")
 def _tensor_v2(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> torch.Tensor:
     return _finished(_laid(machine, storage, None, offset, shape, strides), *rest)
@@ -342,10 +337,10 @@ def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> 
     Args:
         find: returns the storage by key, length in bytes and name of the device.
     """
-    if type(pid) is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise ObjectionError("a reference that torch.save does not write")
-    _, kind, key, location, numel, *view = pid
-    if type(key) is not str or type(location) is not str or type(kind) is not StorageType or any(view):
+    _, kind, key, location, numel = pid
+    if type(key) is not str or type(location) is not str or type(kind) is not StorageType:
         raise ObjectionError("a reference that torch.save does not write")
     (count,) = _numbers((numel,))
     (nbytes,) = _numbers((count * kind.dtype.itemsize,))
