@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint import staging as torch_staging
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, Stager, StagingOptions
@@ -263,6 +264,21 @@ def fail_in_a_half(rank: int, world: int, root: str) -> list[str]:
     assert_holds(url, 2, 2)
     dist.destroy_process_group(own)
     return texts
+
+
+def disagree_in_a_half(rank: int, world: int, root: str, kind: str) -> list[str]:
+    """The ranks of each half save to two places, and hold two shapes; returns the errors."""
+    own, place = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2], rank % 2
+    given = {"process_group": own, "async_checkpointer_type": AsyncCheckpointerType(kind)}
+    places = bucketpoint.async_save({"w": torch.ones(4)}, f"{root}/{rank}", **given).exception()
+    shapes = bucketpoint.async_save({"w": torch.ones(4 + place)}, f"{root}/{rank // 2}-half", **given).exception()
+    target, stored = {"w": torch.ones(4)}, f"{root}/of-{rank}"
+    dcp.save(target, checkpoint_id=stored, storage_writer=BucketWriter(), no_dist=True)
+    try:
+        dcp.load(target, checkpoint_id=stored, storage_reader=bucketpoint.BucketReader(), process_group=own)
+    except dcp.CheckpointException as error:
+        return [str(places), str(shapes), str(error.failures[0][0])]
+    raise AssertionError("loaded two checkpoints in one call")
 
 
 def stock_save_beside_training(rank: int, world: int, root: str, stages: str) -> int:

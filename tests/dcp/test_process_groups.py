@@ -92,6 +92,16 @@ def test_names_a_rank_that_cannot_stage_or_plan_by_its_number_in_the_job_and_sav
         assert last == "None"
 
 
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_names_ranks_that_disagree_by_their_numbers_in_the_job(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    for rank, errors in enumerate(four_ranks.run(scenarios.disagree_in_a_half, str(tmp_path), kind)):
+        first = rank // 2 * 2
+        for error in errors:
+            assert f"rank {first}: " in error
+            assert f"rank {first + 1}: " in error
+            assert f"rank={first + 1}]" in error
+
+
 def test_connects_ranks_of_a_large_group_when_they_first_talk(four_ranks: Ranks, tmp_path: Path) -> None:
     for made, text in four_ranks.run(scenarios.calls_of_a_large_group, str(tmp_path)):
         assert made == ["bucketpoint_lazy_gloo"] * 2

@@ -202,7 +202,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         rules = [(rule.group, sorted(rule.segments)) for rule in self.groups]
         options = (rules, self.target_object_bytes, [type(each).__qualname__ for each in self._extensions])
         store, prefix = self._open(session.url)
-        session.statement = make_statement(store, prefix, str(session.url), options=options, world=world_size())
+        session.statement = make_statement(
+            store, prefix, str(session.url), options=options, world=world_size(), rank=session.ranks.rank
+        )
         # A planner of the user's own may use `storage_data` of the plan: then only the results carry the statement.
         return replace(plan, storage_data=session.statement) if plan.storage_data is None else plan
 

@@ -37,16 +37,20 @@ class SavingRanks:
         job: number of ranks that the default process group joins; None if it does not matter.
         together: number of ranks that save together; None if only DCP knows the group.
         alone: the caller said `no_dist`: this rank saves its part by itself.
+        rank: number of this rank in the job.
     """
 
     job: int | None
     together: int | None = None
     alone: bool = False
+    rank: int = 0
 
     @staticmethod
     def of_job() -> SavingRanks:
         """Return what is known without the group of a call."""
-        return SavingRanks(dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+        if dist.is_available() and dist.is_initialized():
+            return SavingRanks(dist.get_world_size(), rank=dist.get_rank())
+        return SavingRanks(1)
 
     def in_checkpoint_process(self) -> SavingRanks:
         """Return the same for a process whose default group joins the ranks that save together."""

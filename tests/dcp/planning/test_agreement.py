@@ -226,10 +226,10 @@ places = st.tuples(
 )
 
 
-def stated(place: tuple[str, str | None, int, int]) -> Any:
+def stated(place: tuple[str, str | None, int, int], rank: int) -> Any:
     url, endpoint, world, option = place
     options = {} if url.startswith("file") else {"endpoint_url": endpoint, "key": "k", "secret": "s"}
-    made = make_statement(*open_store(url, storage_options=options), url, options=option, world=world)
+    made = make_statement(*open_store(url, storage_options=options), url, options=option, world=world, rank=rank)
     return pickle.loads(pickle.dumps(made))
 
 
@@ -243,7 +243,7 @@ def same_place(place: tuple[str, str | None, int, int]) -> Any:
 @given(st.lists(places | st.none(), min_size=1, max_size=5))
 def test_statements_are_refused_exactly_where_two_ranks_say_different_things(drawn: list[Any]) -> None:
     known = {rank: same_place(each) for rank, each in enumerate(drawn) if each is not None}
-    statements = [None if each is None else stated(each) for each in drawn]
+    statements = [None if each is None else stated(each, rank) for rank, each in enumerate(drawn)]
     if len(set(known.values())) <= 1:
         agree(statements, "s3://bucket/run")
         return
@@ -258,11 +258,12 @@ def test_statements_are_refused_exactly_where_two_ranks_say_different_things(dra
 
 def test_a_statement_is_small_and_quotes_no_secret() -> None:
     url = "memory://" + "long/" * 60 + "run?token=very-secret"
-    packed = pickle.dumps(make_statement(*open_store(url), url, options=(), world=8))
+    packed = pickle.dumps(make_statement(*open_store(url), url, options=(), world=8, rank=7))
     assert len(packed) < 150
     assert b"secret" not in packed
     many = [
-        make_statement(*open_store(f"memory://run-{rank}"), f"run-{rank}", options=(), world=8) for rank in range(500)
+        make_statement(*open_store(f"memory://run-{rank}"), f"run-{rank}", options=(), world=8, rank=rank)
+        for rank in range(500)
     ]
     with pytest.raises(RanksDisagreeError) as caught:
         agree(many, "memory://run-0")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from bucketpoint.dcp.planning.columnar.assignments import LazyItems
+from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
@@ -41,6 +42,7 @@ class Statement:
         options: digest of the options that shape the objects.
         world: number of ranks in the job.
         end: the last characters of the URL, and the endpoint if it is not the service's own; for messages.
+        rank: number of the rank in the job.
         created: time of this process's monotonic clock at which the statement was made or received here.
     """
 
@@ -48,21 +50,22 @@ class Statement:
     options: bytes
     world: int
     end: str
+    rank: int = field(compare=False)
     created: float = field(default_factory=time.monotonic, compare=False)
 
     @property
-    def fields(self) -> tuple[bytes, bytes, int, str]:
+    def fields(self) -> tuple[bytes, bytes, int, str, int]:
         """The values that are sent to the coordinator."""
-        return self.place, self.options, self.world, self.end
+        return self.place, self.options, self.world, self.end, self.rank
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Statement, self.fields
 
 
-def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int) -> Statement:
+def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int, rank: int) -> Statement:
     """Make the statement of this rank. `options` is any value whose `repr` is the same if the options are."""
     place, end = _place(store, prefix, url)
-    return Statement(place, _digest(options, 4), world, end)
+    return Statement(place, _digest(options, 4), world, end, rank)
 
 
 def _place(store: Store, prefix: str, url: str) -> tuple[bytes, str]:
@@ -97,7 +100,7 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
 
 def agree(statements: Sequence[Statement | None], url: str | None) -> None:
     """Raise RanksDisagreeError if the statements of the ranks differ. A rank without a statement (None) is skipped."""
-    heard = {rank: each for rank, each in enumerate(statements) if each is not None}
+    heard = {each.rank: each for each in statements if each is not None}
     same_url = "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank"
     same_arguments = "Make the writer with the same arguments on all ranks"
     alike = len({each.end for each in heard.values()}) < len({each.place for each in heard.values()})
@@ -140,6 +143,12 @@ def _refuse(
     raise RanksDisagreeError(f"{message}: {listed}", url=url, key=key, rank=blamed, remedy=remedy)
 
 
+def rank_of(place: int, plan: SavePlan | LoadPlan) -> int:
+    """Return the number in the job of the rank that sent a plan, or its place in the group if the plan has none."""
+    stated = plan.storage_data
+    return stated.rank if isinstance(stated, Statement | CommitRead) else place
+
+
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 
@@ -150,10 +159,12 @@ class CommitRead:
     Attributes:
         commit: what is equal on ranks that read one commit, and on no others.
         shown: the end of the URL, and the commit, for messages.
+        rank: number of the rank in the job.
     """
 
     commit: str
     shown: str
+    rank: int = field(default=0, compare=False)
 
 
 def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: str) -> CommitRead:
@@ -164,12 +175,12 @@ def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: 
     """
     place, end = _place(store, prefix, url)
     commit = token or f"{place.hex()}-{hashlib.blake2b(data, digest_size=8).hexdigest()}"
-    return CommitRead(commit, f"{end!r} (commit {commit[-_COMMIT_CHARS:]})")
+    return CommitRead(commit, f"{end!r} (commit {commit[-_COMMIT_CHARS:]})", this_rank())
 
 
 def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan]:
     """Raise if the ranks have read different commits. Return the plans without statements."""
-    refuse_two_commits({rank: plan.storage_data for rank, plan in enumerate(plans)}, url)
+    refuse_two_commits({rank_of(place, plan): plan.storage_data for place, plan in enumerate(plans)}, url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, CommitRead) else plan for plan in plans]
 
 
@@ -208,7 +219,9 @@ def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) 
     """Raise an error that lists what each rank holds of a tensor, or of one chunk if only its size differs."""
     name = item.index.fqn
     held = {
-        rank: [each for each in plan.items if each.index.fqn == name] for rank, plan in enumerate(plans) if plan.items
+        rank_of(place, plan): [each for each in plan.items if each.index.fqn == name]
+        for place, plan in enumerate(plans)
+        if plan.items
     }
     if len({_description(each.tensor_data)[0] for items in held.values() for each in items}) == 1:
         held = {rank: [each for each in items if each.index == item.index] for rank, items in held.items()}
@@ -250,9 +263,10 @@ def _checksum(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
 
 def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None) -> None:
     """Raise if the ranks' results belong to different saves, or describe an item differently from the metadata."""
-    agree([getattr(each, "statement", None) for each in results], url)
+    statements = [getattr(each, "statement", None) for each in results]
+    agree(statements, url)
     described = {
-        rank: array("I", each.descriptions) for rank, each in enumerate(results) if hasattr(each, "descriptions")
+        place: array("I", each.descriptions) for place, each in enumerate(results) if hasattr(each, "descriptions")
     }
     if not any(described.values()):
         return
@@ -263,14 +277,14 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
             continue
         for chunk in entry.chunks:
             planned[MetadataIndex(name, chunk.offsets)] = _checksum(entry.properties.dtype, entry.size, chunk.sizes)
-    for rank, checksums in described.items():
-        for result, checksum in zip(results[rank], checksums, strict=True):
+    for place, checksums in described.items():
+        for result, checksum in zip(results[place], checksums, strict=True):
             # Items that the metadata does not name are never read, so they are not checked.
             if planned.get(result.index, checksum) != checksum:
                 raise RanksDisagreeError(
                     "A rank wrote a dtype or shape that the coordinator did not plan, so nothing was committed",
                     url=url,
                     key=result.index.fqn,
-                    rank=rank,
+                    rank=getattr(statements[place], "rank", place),
                     remedy="Use a planner that keeps plans in one process group only, for the same saves on all ranks",
                 )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
+from bucketpoint.dcp.planning.agreement import rank_of
 from bucketpoint.dcp.planning.columnar.assignments import (
     EncodedAssignment,
     KnownItems,
@@ -177,7 +178,7 @@ class SavePlanner(DefaultSavePlanner):
         if strangers:
             raise RanksDisagreeError(
                 f"{len(strangers)} of the {len(all_plans)} ranks of this save do not use SavePlanner",
-                rank=strangers[0],
+                rank=rank_of(strangers[0], all_plans[strangers[0]]),
                 remedy="Pass the same kind of planner on all ranks",
             )
         senders = [plan.planner_data.sender for plan in all_plans]
