@@ -23,6 +23,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import (
     AccessDeniedError,
+    CorruptDataError,
     ObjectNotFoundError,
     PreconditionFailedError,
     TransientStoreError,
@@ -121,7 +122,7 @@ class MemoryStore:
         return self._request("put", act)
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
-        return self._request("get", lambda: (self._there(key)[0][:first], self._info(key)))
+        return self._request("get", lambda: (self._there(key, max_bytes)[0][:first], self._info(key)))
 
     def head(self, key: str) -> ObjectInfo:
         return self._request("head", lambda: self._info(key))
@@ -194,9 +195,11 @@ class MemoryStore:
     def _below(key: str, prefix: str) -> bool:
         return key.startswith(prefix) and "/" in key[len(prefix) :]
 
-    def _there(self, key: str) -> tuple[bytes, str, float]:
+    def _there(self, key: str, most: int | None = None) -> tuple[bytes, str, float]:
         if key not in self.objects:
             raise ObjectNotFoundError("no such key", key=key)
+        if most is not None and len(self.objects[key][0]) > most:
+            raise CorruptDataError("too large", key=key)
         return self.objects[key]
 
     def _info(self, key: str) -> ObjectInfo:

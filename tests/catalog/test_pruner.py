@@ -19,6 +19,7 @@ from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import AccessDeniedError, PreconditionFailedError
 from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row
 from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save
@@ -79,29 +80,6 @@ def test_what_is_ordered_is_there_until_the_grace_is_over_and_then_goes(store: M
     assert [step for step, _ in run(catalog, drop()).deleted] == [100]
     assert left_of(store, 100) == []
     assert len(left_of(store, 200)) == 3 + 1 + 1
-
-
-def test_pruning_a_checkpoint_of_64_objects_costs_four_requests_besides_its_tombstone(
-    store: MemoryStore, catalog: Catalog
-) -> None:
-    def cost(*steps: int) -> int:
-        for step in steps:
-            save(catalog, step, objects=61, metrics={"loss": 1.0})
-            assert len(in_folder(store, step)) == 64
-        store.now += 1
-        save(catalog, 1000)
-        store.calls.clear()
-        assert len(run(catalog, drop(*steps)).deleted) == len(steps)
-        return store.calls.total()
-
-    nothing, first, one, three = cost(), cost(100), cost(200), cost(300, 400, 500)
-    # Before the first deletion of a process it is asked once whether data may be deleted.
-    assert first - one == 1
-    # The tombstone is made, claimed and removed: three of its own. The claim is looked at in two more listings.
-    # A LIST of the newest and one of the folder, the conditional DELETE of the commit, and one DELETE for all else.
-    assert one - nothing - 3 - 2 == 4
-    # A LIST of each folder, a request for its commit, and two for each tombstone; deletes are shared.
-    assert three - one == 2 * 4
 
 
 class Data(set[str]):
@@ -379,6 +357,24 @@ def test_nothing_goes_while_the_newest_cannot_be_read(store: MemoryStore, catalo
     else:
         assert "step-200" in str(done.stopped)
     assert len(in_folder(store, 100)) == 3
+
+
+def test_names_of_other_folders_are_ignored_in_a_catalog(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 5)
+    before, token, mark = catalog.steps(), "0" * 12, "0" * 8
+    for folder in ("step-5/../step-6", "..", "other-5", "step-6", "finetune/step-5"):
+        tombstone = NoteKey(5, "tombstone", (token, "0" * 13, "delete", mark, folder))
+        for key in (AttemptKey(5, token, folder), CommitKey(5, START, token, "full", mark, folder), tombstone):
+            store.put(catalog.own_key("steps", key.name()), [])
+    assert catalog.steps() == before
+
+
+def test_a_prune_takes_over_a_lock_that_nobody_can_read(store: MemoryStore, catalog: Catalog) -> None:
+    for step in (100, 200):
+        save(catalog, step)
+    store.put(catalog.own_key("pruner.json"), [memoryview(b"x" * 100_000)])
+    store.now += LOCK_SECONDS + 1
+    assert run(catalog, drop(100)).stopped is None
 
 
 def test_neighbours_and_runs_within_are_not_touched(store: MemoryStore, catalog: Catalog) -> None:

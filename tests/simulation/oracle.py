@@ -15,6 +15,7 @@ from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.convert.journal import NAME as JOURNAL
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.index.ref import ref_of
 from bucketpoint.format.item_info import read_item
 from bucketpoint.format.keys import RECORD
@@ -362,7 +363,7 @@ class Oracle:
             return (commit.folder, commit.token) in current if commit else "__tombstone__" not in name
 
         steps = [(name, info) for name, info in steps if counts(name)]
-        snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
+        snapshot = read_steps(steps, StepTemplate(), taken=self.bucket.clock()).with_notes(read_notes(notes))
         rows = []
         for row in snapshot.rows():
             reports = sorted(snapshot.notes.reports, key=lambda report: (report.time, report.key))

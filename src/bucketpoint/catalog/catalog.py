@@ -119,7 +119,7 @@ class Catalog:
         One small request for each step that was saved again by a job whose clock is behind: `.metadata` decides which
         of its records counts, for a restore as for a prune.
         """
-        snapshot = read_steps(listed, taken=self.time_of(listed))
+        snapshot = read_steps(listed, self.template, taken=self.time_of(listed))
         for records in snapshot.doubtful():
             current = self.committed(records)
             if current is not None:

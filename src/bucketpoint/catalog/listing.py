@@ -22,26 +22,27 @@ from bucketpoint.catalog.snapshot import (
     Tombstone,
 )
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
+from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey, StepTemplate
 from bucketpoint.retention.row import FULL
 from bucketpoint.stores import ObjectInfo
 
 
-def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float | None) -> Snapshot:
-    """Parse checkpoints, attempts and tombstones from a listing of names. Unknown names are ignored."""
+def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate, *, taken: float | None) -> Snapshot:
+    """Parse checkpoints, attempts and tombstones from a listing. Unknown names, and other folders', are ignored."""
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []
     tombstones = []
     runs = set()
     for name, info in listed:
-        commit = CommitKey.parse(name)
-        if commit is not None:
-            one = _checkpoint(commit, info)
-            by_folder.setdefault(one.folder, []).append(one)
-        elif attempt := AttemptKey.parse(name):
-            attempts.append(Attempt(attempt.step, attempt.token, attempt.folder, info.key, info.modified))
-        elif tombstone := _tombstone(name, info):
-            tombstones.append(tombstone)
+        named = CommitKey.parse(name) or AttemptKey.parse(name) or _tombstone(name, info)
+        if named is not None and template.step_of(named.folder) != named.step:
+            continue
+        if isinstance(named, CommitKey):
+            by_folder.setdefault(named.folder, []).append(_checkpoint(named, info))
+        elif isinstance(named, AttemptKey):
+            attempts.append(Attempt(named.step, named.token, named.folder, info.key, info.modified))
+        elif named is not None:
+            tombstones.append(named)
         elif run := catalog_keys.run_of(name):
             runs.add(run)
     current, superseded = [], []

@@ -5,6 +5,7 @@ No note is changed by reading and rewriting it: when several processes note some
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -137,10 +138,9 @@ def pins(catalog: Catalog) -> list[PinInfo]:
     """Return all pins, expired ones too. One GET for each."""
     infos = []
     for pin in catalog.snapshot().notes.pins:
-        try:
-            body = catalog_keys.content_of(catalog.store.get(pin.key, max_bytes=1 << 20)[0])
-        except StoreError:
-            body = {}
+        body: dict[str, Any] = {}
+        with contextlib.suppress(StoreError):
+            body = catalog_keys.content_of(catalog.store.get(pin.key, first=1 << 20)[0])
         infos.append(PinInfo(pin.step, pin.id, str(body.get("reason", "")), str(body.get("author", "")), pin.expires))
     return infos
 
@@ -163,8 +163,7 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
 
 def release(catalog: Catalog, step: int, holder: str) -> None:
     """Give back a holder's lease on a step."""
-    leases = catalog.snapshot().notes.leases
-    _delete(catalog, [lease.key for lease in leases if lease.step == step and lease.holder == holder])
+    _delete(catalog, [one.key for one in catalog.snapshot().notes.leases if (one.step, one.holder) == (step, holder)])
 
 
 def note_restored(catalog: Catalog, step: int) -> None:

@@ -108,21 +108,21 @@ class Observer:
         """
         catalog = self.catalog
         noted, listed = catalog.listed(catalog_keys.NOTES), catalog.listed(catalog_keys.STEPS)
-        snapshot = read_steps(listed, taken=catalog.time_of([*noted, *listed])).with_notes(read_notes(noted))
+        taken = catalog.time_of([*noted, *listed])
+        snapshot = read_steps(listed, catalog.template, taken=taken).with_notes(read_notes(noted))
         problems = list(_unreadable(snapshot, [*noted, *listed]))
-        attempts = [one for one in snapshot.attempts if catalog.template.step_of(one.folder) == one.step]
         there = catalog.folders()
         snapshot = snapshot.without_gone([one for one in snapshot.recorded if one.folder not in {*there}])
         problems += [f"step {one.step} has a record, and its checkpoint is gone" for one in snapshot.gone]
-        folders = {*there, *(attempt.folder for attempt in attempts)} - snapshot.folders
+        folders = {*there, *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders
         unrecorded = self._without_record(folders)
         everything = tuple(sorted([*snapshot.checkpoints, *unrecorded.values()], key=BY_STEP))
         snapshot = replace(snapshot, checkpoints=everything)
         newest, record = self._newest(snapshot, problems)
-        begun = {attempt.folder for attempt in attempts}
+        begun = {attempt.folder for attempt in snapshot.attempts}
         saves = [
             AttemptProgress(attempt.step, attempt.folder, attempt.token, attempt.started)
-            for attempt in attempts
+            for attempt in snapshot.attempts
             if not _has_committed(attempt, unrecorded.get(attempt.folder))
         ]
         saves += [

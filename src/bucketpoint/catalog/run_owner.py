@@ -28,7 +28,7 @@ def ensure(catalog: Catalog) -> None:
 def claimed_by(catalog: Catalog) -> str | None:
     """Return the name of the run that has claimed the folders, or None. One GET."""
     try:
-        data, _ = catalog.store.get(catalog.own_key(catalog_keys.CLAIM), max_bytes=1 << 16)
+        data, _ = catalog.store.get(catalog.own_key(catalog_keys.CLAIM), first=1 << 16)
     except ObjectNotFoundError:
         return None
     name = catalog_keys.content_of(data).get("run")

@@ -54,7 +54,7 @@ def undo(catalog: Catalog, step: int) -> int:
         GoneError: a pruner has begun to delete or thin the checkpoint.
     """
     listed = catalog.listed(catalog_keys.STEPS, NoteKey(step, catalog_keys.TOMBSTONE, ("",)).name())
-    tombstones = read_steps(listed, taken=None).notes.tombstones
+    tombstones = read_steps(listed, catalog.template, taken=None).notes.tombstones
     for tombstone in tombstones:
         _take_back(catalog, tombstone)
     return len(tombstones)
@@ -69,7 +69,7 @@ def spare(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
 
 def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
     try:
-        data, info = catalog.store.get(tombstone.key, max_bytes=1 << 20)
+        data, info = catalog.store.get(tombstone.key, first=BEGUN_BYTES)
     except ObjectNotFoundError:
         return  # another process withdrew it, or its pruner is done, which the next load will show
     if data and state_of(data) != WAITING:
@@ -82,7 +82,7 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
     except PreconditionFailedError:
         with contextlib.suppress(ObjectNotFoundError):
             # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
-            if catalog.store.get(tombstone.key, max_bytes=1 << 20)[0]:
+            if catalog.store.get(tombstone.key, first=BEGUN_BYTES)[0]:
                 raise GoneError(
                     f"The deletion of step {tombstone.step} has just begun", url=catalog.url_of_folder(tombstone.folder)
                 ) from None

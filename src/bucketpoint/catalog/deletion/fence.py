@@ -119,7 +119,7 @@ class AttemptFence:
             except PreconditionFailedError:
                 pass
             try:
-                data, info = retry_transient(lambda: self._store.get(key, max_bytes=1 << 16), attempts=ATTEMPTS)
+                data, info = retry_transient(lambda: self._store.get(key, first=1 << 16), attempts=ATTEMPTS)
             except ObjectNotFoundError:
                 break
             if data == body:
@@ -170,7 +170,7 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
         return True
     except PreconditionFailedError:
         try:
-            return _held_by(store.get(key, max_bytes=1 << 16)[0]) == SWEEP
+            return _held_by(store.get(key, first=1 << 16)[0]) == SWEEP
         except ObjectNotFoundError:
             return False
 

@@ -47,7 +47,7 @@ def acquire(catalog: Catalog, holder: str) -> Lock | None:
     written = catalog.create(key, body)
     if written is None:
         try:
-            data, info = catalog.store.get(key, max_bytes=1 << 16)
+            data, info = catalog.store.get(key, first=1 << 16)
         except ObjectNotFoundError:
             written = catalog.create(key, body)
         else:
@@ -61,13 +61,12 @@ def acquire(catalog: Catalog, holder: str) -> Lock | None:
 def held_by(catalog: Catalog) -> str:
     """Describe who holds the lock, and when it is free at the latest. One small GET."""
     try:
-        data, info = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)
+        data, info = catalog.store.get(catalog.own_key(catalog_keys.LOCK), first=1 << 16)
     except ObjectNotFoundError:
         return "another pruner was running"
     ends = info.modified + LOCK_SECONDS if info.modified is not None else _expires(data)
     until = datetime.datetime.fromtimestamp(ends, datetime.timezone.utc).strftime("%H:%M:%S UTC")
-    holder = (_holder(data) or "")[:80]
-    return f"another pruner is running ({holder!r}); if it has died, its lock expires at {until}"
+    return f"another pruner is running ({(_holder(data) or '')[:80]!r}); if it has died, its lock expires at {until}"
 
 
 def give_back(lock: Lock) -> None:
