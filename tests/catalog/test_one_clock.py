@@ -189,6 +189,25 @@ def test_reports_metrics_of_the_present_commit_though_its_job_has_a_clock_behind
     assert [report.token for report in catalog.snapshot().notes.reports] == [token]
 
 
+@pytest.mark.parametrize("clocks", [(50 * HOUR, 0.0), (0.0, -50 * HOUR)])
+def test_the_later_report_of_a_metric_counts_whatever_the_clocks_say(
+    store: MemoryStore, catalog: Catalog, clocks: tuple[float, float]
+) -> None:
+    save(catalog, 200)
+    for ahead, value in zip(clocks, (9.0, 0.1), strict=True):
+        store.now += 1
+        notes.report(by_clock(catalog, store, ahead), 200, {"loss": value})
+    assert [row.metrics for row in catalog.snapshot().rows()] == [{"loss": 0.1}]
+
+
+def test_a_sweep_keeps_what_a_job_with_a_clock_behind_reports_before_its_save(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    notes.report(by_clock(catalog, store, -50 * HOUR), 200, {"loss": 0.1})
+    sweep(catalog)
+    assert catalog.snapshot().metric_names() == {"loss"}
+
+
 def test_reports_metrics_of_the_present_commit_though_its_record_is_late(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 200)
     token = commit_without_a_record(catalog, 200)
@@ -198,7 +217,7 @@ def test_reports_metrics_of_the_present_commit_though_its_record_is_late(store: 
     store.calls.clear()
     notes.report(catalog, 300, {"loss": 0.1})
     # Nothing is asked where no save is under way.
-    assert store.calls == {"list": 1, "put": 1}
+    assert store.calls == {"list": 2, "put": 1}
 
 
 def test_reports_metrics_of_the_recorded_commit_while_another_save_of_the_step_has_not_committed(

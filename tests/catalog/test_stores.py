@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,7 +28,6 @@ from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.retention.row import Row
-from bucketpoint.stores import proven_deletes
 from fsspec_backends import SERVED, backend
 from transfer.wrappers import CountingStore, FailingStore
 
@@ -226,60 +224,6 @@ def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, A
         catalog.store.put(catalog.key(f"{folder}/{path}"), [memoryview(body)])
     info = catalog.store.put(catalog.metadata_key(folder), [memoryview(data)])
     SaveLog(catalog).committed(catalog.url_of(step), record_from_metadata(data, metadata_etag=info.etag))
-
-
-class Recording(CountingStore):
-    """Counts requests as S3 has them: a LIST for each page, a DELETE for each thousand keys."""
-
-    capabilities: Any
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.requests: Counter[str] = Counter()
-
-    def list(self, prefix: str, **more: Any) -> Any:
-        found = list(self.inner.list(prefix, **more))
-        self.requests["list"] += max(1, -(-len(found) // 1000))
-        return iter(found)
-
-    def delete(self, keys: Any) -> Any:
-        self.requests["delete"] += -(-len(keys) // 1000)
-        return self.inner.delete(keys)
-
-    def put(self, *args: Any, **more: Any) -> Any:
-        self.requests["put"] += 1
-        return self.inner.put(*args, **more)
-
-    def get(self, *args: Any, **more: Any) -> Any:
-        self.requests["get"] += 1
-        return self.inner.get(*args, **more)
-
-    def head(self, *args: Any, **more: Any) -> Any:
-        self.requests["head"] += 1
-        return self.inner.head(*args, **more)
-
-
-def test_pruning_a_checkpoint_costs_few_requests_besides_its_tombstone(
-    catalog: Catalog, options: dict[str, Any]
-) -> None:
-    def cost(*steps: int) -> Counter[str]:
-        for step in steps:
-            copy_of_a_save(catalog, step, f"{step:012x}", options, "")
-        # A step of its own: one that is saved again within a second costs a look at its `.metadata`.
-        copy_of_a_save(catalog, 1000 + sum(steps), "f" * 12, options, "")
-        counting = Recording(catalog.store)
-        counted = Catalog(catalog.url, counting, catalog.prefix, catalog.template)  # type: ignore[arg-type]
-        assert len(prune(counted, drop(*steps), grace=0, holder="me").deleted) == len(steps)
-        return counting.requests
-
-    nothing, one, another = cost(), cost(100), cost(200)
-    # Before the first deletion of a process it is asked once whether data may be deleted.
-    assert one - another == Counter(delete=1)
-    # Two listings see who came in after the claim; the newest and the one that goes are listed. The tombstone is put,
-    # claimed and deleted, and the two others that stay are looked for. Where no condition guards a deletion, a marker
-    # takes the place of the commit.
-    able = proven_deletes(catalog.store, catalog.key("_bucketpoint"))
-    assert another - nothing == Counter(list=2 + 2, delete=1 + 1, head=2, put=2 if able.conditional_delete else 3)
 
 
 def test_a_store_that_fails_at_any_request_of_a_save_leaves_the_older_checkpoint_to_restore(

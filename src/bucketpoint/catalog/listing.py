@@ -99,7 +99,7 @@ def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
                     values = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
                     token = next(filter(None, map(catalog_keys.token_named, values)), None)
                     reports += [
-                        MetricReport(step, _time(time), metric, value, key, token)
+                        MetricReport(step, _time(time), metric, value, key, token, info.modified)
                         for metric, value in values.items()
                         if not catalog_keys.token_named(metric)
                     ]

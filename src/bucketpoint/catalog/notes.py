@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.listing import read_notes
 from bucketpoint.catalog.reconcile import metadata_record
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
@@ -49,16 +50,20 @@ def report(
     checkpoint yet: the metrics then count for each that it gets. NaN and infinite values are kept as they are.
 
     Args:
-        at: time of the measurement in seconds since the epoch; now by default.
-        token: token of the commit; by default that of the step's present checkpoint, which costs one LIST, and a GET
-            of `.metadata` if a save of the step is under way.
+        at: time of the measurement in seconds since the epoch; by default now, but after the step's earlier reports.
+        token: token of the commit; by default that of the step's present checkpoint, which costs two LISTs, and a GET
+            of `.metadata` if a save is under way.
 
     Raises:
         BucketpointError: a name is empty or too long, or a value is no number.
     """
     checked = checked_metrics(metrics)
+    if at is None:
+        begin = NoteKey(step, catalog_keys.METRICS, ("",)).name()
+        others = () if token else catalog.listed(catalog_keys.NOTES, begin)
+        at = max([catalog.clock(), *(other.time + 0.002 for other in read_notes(others).reports)])
     token = token or _present_token(catalog, step)
-    head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(catalog.clock() if at is None else at)]
+    head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(at)]
     head += catalog_keys.named_token(token) if token else ()
     batch: list[str] = []
     for name, value in sorted(checked.items()):
@@ -147,8 +152,6 @@ def pins(catalog: Catalog) -> list[PinInfo]:
 
 def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:
     """Keep a step while it is read: for `seconds` from now by the store's clock. Call it again to renew.
-
-    A pruner compares with its own clock, and lets the lease hold for a quarter of an hour more.
 
     Args:
         holder: name of the reader. The same name renews the lease, another name makes a lease of its own.

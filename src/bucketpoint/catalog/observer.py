@@ -13,11 +13,7 @@ from bucketpoint.catalog.snapshot import (
     BY_STEP,
     Attempt,
     Checkpoint,
-    MetricReport,
     Notes,
-    Pin,
-    ReadLease,
-    Resume,
     Snapshot,
 )
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
@@ -245,10 +241,9 @@ def _is_data(path: str, save: AttemptProgress) -> bool:
 def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) -> Iterator[str]:
     """Name the objects of the catalog whose keys say nothing that can be read."""
     notes = snapshot.notes
-    noted: list[MetricReport | Pin | ReadLease | Resume] = [*notes.reports, *notes.pins, *notes.leases, *notes.resumes]
     read = {checkpoint.key for checkpoint in (*snapshot.checkpoints, *snapshot.superseded)}
     read |= {attempt.key for attempt in (*snapshot.attempts, *snapshot.finished)}
-    read |= {note.key for note in noted} | {tombstone.key for tombstone in notes.tombstones}
+    read |= notes.keys_of() | {tombstone.key for tombstone in notes.tombstones}
     names = [name for name, info in listed if info.key not in read and catalog_keys.run_of(name) is None]
     if names:
         some = "1 object has a name that is" if len(names) == 1 else f"{len(names)} objects have names that are"

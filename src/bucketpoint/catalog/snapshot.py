@@ -144,7 +144,7 @@ class ReadLease:
 
 @dataclass(frozen=True)
 class MetricReport:
-    """One metric of a step, as reported at `time`.
+    """One metric of a step, as reported at `time`, by its job's clock, and at `written`, by the store's.
 
     It is one of the commit with this `token` alone. A report without a token, of version 0.2 or from before the save,
     is one of every commit of the step.
@@ -156,6 +156,7 @@ class MetricReport:
     value: float
     key: str
     token: str | None = None
+    written: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,10 @@ class Notes:
     resumes: tuple[Resume, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
 
-    def keys_of(self, step: int) -> set[str]:
-        """Return the keys of the notes on a step, without tombstones."""
+    def keys_of(self, step: int | None = None) -> set[str]:
+        """Return the keys of the notes on a step, or on all, without tombstones."""
         notes: list[MetricReport | Pin | ReadLease | Resume] = [*self.reports, *self.pins, *self.leases, *self.resumes]
-        return {note.key for note in notes if note.step == step}
+        return {note.key for note in notes if step in (None, note.step)}
 
 
 @dataclass(frozen=True)

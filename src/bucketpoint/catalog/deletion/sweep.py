@@ -126,7 +126,7 @@ def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
     stale += [lease.key for lease in notes.leases if not lease.valid(oldest)]
     stale += [pin.key for pin in notes.pins if pin.expires is not None and pin.expires < oldest]
     stale += [resume.key for resume in notes.resumes if resume.time < oldest and resume not in resumed]
-    reports = [report for report in notes.reports if report.step not in there and report.time < oldest]
+    reports = [report for report in notes.reports if report.step not in there and is_old(report.written, oldest)]
     if reports:
         # Checkpoints of plain writers and of torch have no record until they are adopted, and their metrics stay.
         there = {catalog.template.step_of(folder) or 0 for folder in catalog.folders()}
