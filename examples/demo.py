@@ -30,7 +30,8 @@ import boto3
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint import IncompleteCheckpointError, S3Reader, latest_checkpoint
+from bucketpoint import S3Reader, latest_checkpoint
+from bucketpoint.errors import IncompleteCheckpointError
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tools")]

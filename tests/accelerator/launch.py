@@ -59,5 +59,5 @@ def killed_in_an_upload(
         assert "kill" in {exchange.fault for exchange in proxy.exchanges}, told[-6000:]
     there = server.client().list_objects_v2(Bucket=bucket, Prefix=f"{key}/")["Contents"]
     assert all("/data/" in item["Key"] for item in there)
-    with pytest.raises(bucketpoint.IncompleteCheckpointError):
+    with pytest.raises(bucketpoint.errors.IncompleteCheckpointError):
         bucketpoint.load({}, url, storage_options=server.options)

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint
-from bucketpoint import BucketWriter, NewerFormatError, SavePlanner
+from bucketpoint import BucketWriter, SavePlanner
+from bucketpoint.errors import NewerFormatError
 from bucketpoint.format.index.int_columns import Segments, encode, encode_segments
 from bucketpoint.format.index.ref import find_ref
 from bucketpoint.format.item_info import read_item

@@ -74,7 +74,8 @@ _TITLES = {
     ),
     "errors": (
         "Errors",
-        "All are imported from `bucketpoint`, and each is a `BucketpointError`. The tree: [errors](../api.md#errors).",
+        "`bucketpoint.errors` has all of them, `bucketpoint` those that programs catch. The tree: "
+        "[errors](../api.md#errors).",
     ),
     "convert": ("bucketpoint.convert", "How to: [converting checkpoints](../convert.md)."),
 }
@@ -90,6 +91,14 @@ def pages(package: Path) -> list[ReferencePage]:
     for page in ("retention", "convert"):
         module = f"bucketpoint.{page}"
         names[page] += [_identifier(package, module, name) for name in public_names(_file(package, module))]
+    classes = [
+        node.name
+        for node in ast.parse(_file(package, "bucketpoint.errors").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    names["errors"] += [
+        f"bucketpoint.errors.{name}" for name in classes if f"bucketpoint.{name}" not in names["errors"]
+    ]
     # A policy is what both a run and the room of policies have; its entry is with the other settings.
     names["runs"].remove("bucketpoint.RetentionPolicy")
     names["retention"].remove("bucketpoint.retention.RetentionPolicy")

@@ -28,7 +28,6 @@ from bucketpoint import (
     BucketpointError,
     BucketReader,
     BucketWriter,
-    CheckpointProcessError,
     SaveHandle,
     Stager,
     StagingOptions,
@@ -36,6 +35,7 @@ from bucketpoint import (
 )
 from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import plan_globally
+from bucketpoint.errors import CheckpointProcessError
 
 WAIT_S = 240
 """Against hangs only: nothing here is expected to take long."""

@@ -21,15 +21,8 @@ from torch.distributed.checkpoint import staging as torch_staging
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import bucketpoint
-from bucketpoint import (
-    BucketpointError,
-    BucketWriter,
-    Stager,
-    StagingError,
-    StagingOptions,
-    StagingOverlapError,
-    TransferOptions,
-)
+from bucketpoint import BucketpointError, BucketWriter, Stager, StagingOptions, TransferOptions
+from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging import stager as stager_module
 from bucketpoint.stores.local import LocalStore
 from dcp.saving.async_scenarios import (

@@ -21,20 +21,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint
-from bucketpoint import (
-    BucketReader,
-    BucketWriter,
-    EndpointError,
-    HelperUnavailableError,
-    S3Reader,
-    S3Writer,
-    StagingOptions,
-    TransferOptions,
-)
+from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer, StagingOptions, TransferOptions
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.saving import uploads
 from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
-from bucketpoint.errors import CheckpointNotFoundError, HelperProcessError
+from bucketpoint.errors import CheckpointNotFoundError, EndpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import Meter
 from dcp.saving.upload_program import NBYTES, state
