@@ -559,3 +559,21 @@ def test_opening_a_store_makes_no_request_and_no_client(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(s3_client, "build_client", refuse)
     open_store("s3://never-there/x", storage_options={"endpoint_url": "http://127.0.0.1:1"})
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://bucket/run", {"key": "id", "secret": "s", "token": "hush-hush\n", "endpoint_url": "http://127.0.0.1:1"}),
+        ("s3://bucket/run", {"client_kwargs": {"aws_secret_access_key": "hush-hush", "wrong": 1}}),
+        ("s3://bucket/run", {"key": "id", "secret": "s", "endpoint_url": "http://user:hush-hush@127.0.0.1:port"}),
+        ("gs://bucket/run", {"token": "anon", "endpoint_url": "http://user:hush-hush/x@127.0.0.1:1"}),
+        ("gs://bucket/run", {"token": "hush-hush"}),
+        ("ftp://127.0.0.1:1/run", {"username": "user", "password": "hush-hush"}),
+    ],
+)
+def test_names_the_remedy_and_no_secret_of_options_that_cannot_be_used(url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(BucketpointError) as caught:
+        bucketpoint.latest_checkpoint(url, storage_options=options)
+    assert caught.value.remedy
+    assert "hush" not in f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"

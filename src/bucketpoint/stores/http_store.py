@@ -167,7 +167,14 @@ class HttpStore(Store, CopiesInside):
             # The range of an empty object is invalid: it has no first byte.
             return self._get(key, max_bytes, None)
         self._refuse_other_part(reply, 0, key)
-        length = reply.length or 0
+        if reply.length is None:
+            discard(reply.body)
+            raise StoreError(
+                "the reply does not tell its length",
+                url=self._url(key),
+                remedy="A proxy before the store removes Content-Length: let it pass replies on as they are",
+            )
+        length = reply.length
         # A store, or a proxy, may ignore the range, and send the whole object.
         size = length if first is None else min(length, first)
         if max_bytes is not None and size > max_bytes:

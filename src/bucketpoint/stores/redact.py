@@ -16,6 +16,8 @@ HIDDEN = "***"
 # password with a slash is told from a host and port by the text before the slash: a port is digits only.
 _USER_INFO = re.compile(r"(?<=://)(?:(?!arn:)[^\s/@\"':]*:(?!\d*/)[^\s\"']*|[^\s/\"']*)@")
 _QUERY = re.compile(r"\?[^\s\"')]*")
+# http.client and requests quote a header that they refuse, which may be a token with a line break.
+_HEADER = re.compile(r"(header (?:value|part)\b)(?: .*|[^ ].*)", re.IGNORECASE | re.DOTALL)
 _BEGINNING = re.compile(r"(?:^\s*|::)([A-Za-z][A-Za-z0-9+.-]*)://")
 _HOST_AND_PORT = re.compile(r"[^:@]*:\d*|\[[^@\]]*\](?::\d*)?", re.DOTALL)
 
@@ -32,8 +34,8 @@ _CONTAINERS = ("abfs://", "abfss://", "az://", "adl://", "wasb://", "wasbs://")
 
 
 def clean(text: str) -> str:
-    """Remove the parts of URLs that may hold credentials: user name and password, and the query (signatures)."""
-    return _QUERY.sub("", _USER_INFO.sub("", text))
+    """Remove what may hold credentials: user and password of URLs, the query (signatures), and values of headers."""
+    return _QUERY.sub("", _USER_INFO.sub("", _HEADER.sub(rf"\1 {HIDDEN}", text)))
 
 
 def describe(error: BaseException, options: Mapping[str, Any] | None = None) -> str:

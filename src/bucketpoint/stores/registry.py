@@ -18,6 +18,7 @@ from bucketpoint.descriptors import occupy_standard_descriptors
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores.base import Store
 from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.fsspec.services import driver_of
 from bucketpoint.stores.fsspec.store import FsspecStore
 from bucketpoint.stores.gcs.client import INSTALL
@@ -218,6 +219,9 @@ def open_store(
                 url=_shown(url),
                 remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
             )
+    except OSError as error:
+        # Some filesystems connect when they are made.
+        failure = translate(error, f"making the filesystem of {scheme}:// URLs", _shown(url), options)
     raise failure
 
 

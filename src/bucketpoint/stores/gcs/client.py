@@ -209,6 +209,12 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
         return google.auth.compute_engine.Credentials()
     if not isinstance(token, str | os.PathLike | Mapping):
         return token
+    if isinstance(token, str) and token == options.token and not os.path.exists(token):
+        # Not quoted, because it may be a token after all.
+        raise CredentialsError(
+            "token in storage_options is no file of credentials",
+            remedy="Pass the path of such a file, its content as a dict, or a google.auth Credentials object",
+        )
     with warnings.catch_warnings():
         # google-auth warns about credential configurations from untrusted sources. This one comes from the person who
         # runs the program, like the file that GOOGLE_APPLICATION_CREDENTIALS names.
@@ -222,8 +228,8 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
 
 def _check_endpoint(endpoint: str, *, secret: bool) -> None:
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        # The endpoint is not quoted, because it may contain a password.
+    if parts.scheme not in ("http", "https") or not parts.hostname or ("@" in endpoint and "@" not in parts.netloc):
+        # A password with a slash ends the host. The endpoint is not quoted, because it may contain a password.
         raise EndpointError("the endpoint is not a URL", remedy="Pass something like http://127.0.0.1:4443")
     if secret and parts.scheme == "http" and not is_loopback(parts.hostname):
         raise EndpointError(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -166,7 +166,7 @@ def build_client(options: S3Options) -> S3Client:
     core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
     chosen = "payload_signing_enabled" in _own_s3_settings(options)
     api = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError), _named_arguments():
         client = core.create_client(
             "s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments
         )
@@ -193,6 +193,16 @@ def build_client(options: S3Options) -> S3Client:
     api.meta.events.register("before-send.s3", exchange)
     by_operation = _parameters_by_operation(api, parameters)
     return S3Client(api, str(api.meta.region_name), by_operation, policy, service, exchange)
+
+
+@contextlib.contextmanager
+def _named_arguments() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        raise BucketpointError(
+            f"client_kwargs: {error}", remedy="See boto3.session.Session.client for what it takes"
+        ) from None
 
 
 def _refuse_key_in_clear(endpoint_url: str, parameters: Mapping[str, Any]) -> None:

@@ -86,6 +86,10 @@ _ARCHIVED = (
 )
 _LOCKED = "Object Lock protects the object: wait for the end of its retention, or remove the legal hold"
 _PLAIN = "The server answers without TLS: write the endpoint with http://, or name its port for https"
+_LINE_BREAK = (
+    "A header of the request has a line break: look for one in the access key and the session token "
+    "(AWS_SESSION_TOKEN), such as the end of the file that it was read from"
+)
 _NO_CREDENTIALS = (
     "Set credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or an instance role; anon=true in "
     "storage_options for a public bucket"
@@ -206,6 +210,10 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (boto.InvalidConfigError, ErrorRule(CredentialsError, _FATAL)),
     (boto.RefreshWithMFAUnsupportedError, ErrorRule(CredentialsError, _FATAL)),
     (boto.SSLError, ErrorRule(EndpointError, _OUTAGE)),
+    (
+        boto.EndpointProviderError,
+        ErrorRule(EndpointError, _FATAL, "Check endpoint_url, the region and the ARN, if any"),
+    ),
     (boto.EndpointConnectionError, ErrorRule(EndpointError, _OUTAGE)),
     (boto.ConnectTimeoutError, ErrorRule(EndpointError, _OUTAGE)),
     (boto.ProxyConnectionError, ErrorRule(EndpointError, _OUTAGE)),
@@ -254,6 +262,8 @@ def translate(
         rule = _UNTRUSTED
     elif speaks_plainly(error):
         rule = _UNENCRYPTED
+    elif isinstance(error, boto.HTTPClientError) and any(type(one) is ValueError for one in causes(error)):
+        rule = ErrorRule(CredentialsError, _FATAL, _LINE_BREAK)
     return _made(rule, f"{operation} failed: {describe(error)}", url=url, remedy=rule.remedy)
 
 
