@@ -5,6 +5,7 @@ The coordinator cannot tell them from real ranks. Nothing is measured here, and 
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from torch.distributed.checkpoint import SavePlan
 
 from bucketpoint import SavePlanner
 from bucketpoint.dcp.planning.columnar.assign import decode_assignment
-from bucketpoint.dcp.planning.columnar.encoding import AskedItems, PackedItems, compress
-from bucketpoint.dcp.planning.plan_cache import WriterMeta
-from bucketpoint.dcp.planning.results import AssignedPlan, _packed_arrived
+from bucketpoint.dcp.planning.columnar.encoding import PackedItems, compress
+from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItems
+from bucketpoint.dcp.planning.planned_metadata import WriterMeta
+from bucketpoint.dcp.planning.results import _arrived
 from bucketpoint.format import keys
 from bucketpoint.format.columns import ItemColumns as Places
 from sim.layouts import Layout
@@ -49,25 +51,20 @@ class CopiedPlanner:
 
     def __init__(self, first: FirstPlanner, layout: Layout, rank: int) -> None:
         self._first, self._rank, self._row = first, rank, rank % layout.shards
-        self.answer = b""
 
     def set_up_planner(self, **_: Any) -> None:
         """Nothing is its own."""
 
     def create_local_plan(self) -> SavePlan:
         plan: Any = self._first.sent
-        said = plan.planner_data._replace(sender=self._rank)
-        if not plan.usable:
-            return replace(plan, planner_data=said)
-        packed = plan.items.packed()
+        packed = plan.items.columns
         rows = sum(len(item.tensor_data.chunk.sizes) == 2 for item in plan.items)
-        mine = PackedItems(packed.tables, compress(array("q", [self._row, 0] * rows)), packed.sizes)
-        items: Any = _Sent(AskedItems, mine)
-        return replace(plan, items=items, planner_data=said)
+        self._asked = PackedItems(packed.tables, compress(array("q", [self._row, 0] * rows)), packed.sizes)
+        items: Any = _Sent(PlanItems, None, self._asked)
+        return replace(plan, items=items, planner_data=plan.planner_data._replace(sender=self._rank))
 
     def finish_plan(self, plan: Any) -> SavePlan:
-        if plan.usable:
-            self.answer = plan.items.encoded
+        self.assigned = AssignedItems(plan.items.columns.encoded, self._asked)
         finished: SavePlan = plan
         return finished
 
@@ -92,23 +89,20 @@ class CopiedWriter:
         return plan
 
     def write_data(self, plan: SavePlan, planner: CopiedPlanner) -> CopiedWriter:
-        kinds = [position % 4 for position, _, _, _ in decode_assignment(planner.answer)]
+        kinds = [position % 4 for position, _, _, _ in decode_assignment(planner.assigned.encoded)]
         count = len(kinds)
         nbytes = [_NBYTES[kind] for kind in kinds]
         none = [-1] * count
         offsets, lengths, starts = list(range(0, 512 * count, 512)), [448] * count, [320] * count
         columns = ([min(kind, 1) for kind in kinds], offsets, lengths, starts, nbytes, none, none)
-        places = Places(b"".join(array("q", column).tobytes() for column in columns))
-        dealt: Any = plan.planner_data
-        assert isinstance(dealt, AssignedPlan)
-        known = dealt.layout == places.digest
+        places = Places(zlib.compress(b"".join(array("q", column).tobytes() for column in columns)))
         token = f"{self._saves:012x}"
         objects = tuple(
             [(keys.data_path(token, self._rank, group, 0), 512 * count, None) for group in ("model", "optim")]
         )
         checksums = bytes(range(256)) * (4 * count // 256 + 1)
-        self._reported = objects, places.digest if known else places, checksums[: 4 * count], None
+        self._reported = (places, objects, checksums[: 4 * count], planner.assigned.digest), None, None
         return self
 
     def value(self) -> _Sent:
-        return _Sent(_packed_arrived, *self._reported)
+        return _Sent(_arrived, *self._reported)

@@ -142,13 +142,13 @@ def _write(folder: Path, ranks: int, irregular: bool) -> dict[str, Any]:
         _timed(lambda: encode_metadata(metadata, bucketpoint=facts)),
     )
     assert encoded is not None
-    (folder / "index").write_bytes(encoded[0])
+    (folder / "index").write_bytes(encoded)
     (folder / "pickle").write_bytes(pickled)
     for info in metadata.storage_data.values():
         for name in [name for name in vars(info) if name.startswith("bp_")]:
             delattr(info, name)
     (folder / "stock").write_bytes(pickle.dumps(metadata))
-    items = HEAD.unpack_from(encoded[0])[1]
+    items = HEAD.unpack_from(encoded)[1]
     return {"items": items, "index_s": index_s, "pickle_s": pickle_s}
 
 

@@ -11,7 +11,7 @@ from bench.thresholds import Verdict, bounded
 
 OURS, STOCK = "bucketpoint", "dcp"
 MAX_IMBALANCE, MAX_OVERREAD, MAX_WALL = 1.05, 1.02, 0.35
-MAX_MESSAGE_BYTES, MAX_BYTES_AN_ITEM = 1000, 24
+MAX_MESSAGE_BYTES, MAX_BYTES_AN_ITEM = 4000, 24
 
 PLANNERS = {
     "bucketpoint": "`bucketpoint.SavePlanner`",

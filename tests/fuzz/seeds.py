@@ -61,7 +61,7 @@ def index_seed() -> bytes:
     made, facts = metadata()
     found = encode_index(made, bucketpoint=extension(facts)["bucketpoint"])
     assert found is not None
-    return found[0]
+    return found
 
 
 def metadata_seeds() -> list[bytes]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from bucketpoint.dcp import meshes, process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.error_boundary import as_ours
-from bucketpoint.dcp.planning.plan_cache import SparePlans
+from bucketpoint.dcp.planning.global_plan import PlanCache
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.saving.watched_stager import WatchedStager
@@ -310,8 +310,7 @@ def async_save(
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group, handle.begun_s = process_group, begun_s
     handle._stager = stager._own_stager() if isinstance(stager, BucketWriter) else stager
-    spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
-    plans = spare.take()
+    plans = writer.plans if isinstance(writer, BucketWriter) else PlanCache()
     group = None if no_dist else meshes.group_beside(process_group)
     handle._ranks = process_groups.ranks_of(process_group) if group is not None else ()
     if async_checkpointer_type is AsyncCheckpointerType.THREAD:
@@ -342,7 +341,6 @@ def async_save(
     handle._refused = watched.refused
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
-    upload.add_done_callback(lambda _: spare.give_back(plans))
     # Before the callback: it may run at once.
     handle._blocked_s = time.monotonic() - begun_s
     upload.add_done_callback(handle._ended)

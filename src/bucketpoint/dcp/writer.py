@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -24,8 +24,9 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
-from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, SparePlans, WriterMeta, reported
-from bucketpoint.dcp.planning.results import Results
+from bucketpoint.dcp.planning.global_plan import PlanCache
+from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata, WriterMeta
+from bucketpoint.dcp.planning.results import Results, reported
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, refuse_existing, refuse_hidden
@@ -141,7 +142,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self._stager: Stager | None = None
         # A manager, which makes a writer for each save, gives all of them its own: their process is started once.
         self.uploads = Uploads(self.transfer)
-        self.plans = SparePlans()
+        self.plans = PlanCache()
         self.earlier_saves = EarlierSaves()
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
@@ -240,7 +241,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session.use_collectives and session.rank and current_lease() is None:
             end_save(session.times, session.times.stats(), str(session.url))
         future: Future[list[WriteResult]] = Future()
-        future.set_result(Results(results, plan, session.statement, session.times.report()))
+        future.set_result(cast(Any, Results.of(results, plan, session.statement, session.times.report())))
         return future
 
     @dcp_call

@@ -1,12 +1,11 @@
 """Columnar form of the storage data of many items, in which ranks send it at a few bytes an item.
 
 The facts that stay the same at every save of one structure (object and position of each item) are apart from those
-that change (names, sizes and ETags of the objects, checksums), so that the former need not be sent again.
+that change (names, sizes and ETags of the objects, checksums), so that the coordinator recognises the former.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import zlib
 from array import array
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
@@ -41,36 +39,30 @@ class ItemColumns:
     """Object and position of each of a list of items.
 
     Attributes:
-        columns: int64, one column after the other and one entry for each item: number of the object, offset, length,
-            payload offset, payload size, block size, offset of the table of block checksums. -1 stands for None.
+        packed: int64, one column after the other and one entry for each item: number of the object, offset, length,
+            payload offset, payload size, block size, offset of the table of block checksums. -1 stands for None. All
+            of it compressed.
         transforms: descriptors of the transforms that all of the items went through.
     """
 
-    columns: bytes
+    packed: bytes
     transforms: tuple[str, ...] | None = None
 
     @cached_property
-    def digest(self) -> bytes:
-        """Digest of 16 bytes that differs between any two layouts."""
-        digest = hashlib.blake2b(self.columns, digest_size=16)
-        digest.update(repr(self.transforms).encode())
-        return digest.digest()
+    def _columns(self) -> bytes:
+        return zlib.decompress(self.packed)
 
     @cached_property
     def count(self) -> int:
-        return len(self.columns) // (8 * COLUMNS)
+        return len(self._columns) // (8 * COLUMNS)
 
     def column(self, number: int) -> array[int]:
         values = array("q")
-        values.frombytes(self.columns[number * 8 * self.count : (number + 1) * 8 * self.count])
+        values.frombytes(self._columns[number * 8 * self.count : (number + 1) * 8 * self.count])
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inflated, (zlib.compress(self.columns), self.transforms)
-
-
-def _inflated(columns: bytes, transforms: tuple[str, ...] | None) -> ItemColumns:
-    return ItemColumns(zlib.decompress(columns), transforms)
+        return ItemColumns, (self.packed, self.transforms)
 
 
 @dataclass(frozen=True)
@@ -103,18 +95,6 @@ class IndexColumns:
     borders: tuple[int, ...]
 
 
-def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns | None:
-    """Make columns of the indices of each rank. None if two items have the same index."""
-    every = [index for mine in indices for index in mine]
-    if len(set(every)) != len(every):
-        return None
-    borders = [0]
-    for mine in indices:
-        borders.append(borders[-1] + len(mine))
-    hints = [-1 if index.index is None else index.index for index in every]
-    return IndexColumns([one.fqn for one in every], [one.offset for one in every], hints, tuple(borders))
-
-
 def pack(infos: Sequence[Any]) -> Columns | None:
     """Make columns of the results of `make_storage_info`. None if the columns cannot hold all of their content."""
     paths: dict[str, int] = {}
@@ -140,7 +120,8 @@ def pack(infos: Sequence[Any]) -> Columns | None:
         payload_sizes.append(values.get(names._PAYLOAD_NBYTES, _NONE))
         block_sizes.append(values.get(names._TABLE_BLOCK_NBYTES, _NONE))
         tables.append(values.get(names._TABLE_OFFSET, _NONE))
-    layout = ItemColumns(b"".join(column.tobytes() for column in columns), next(iter(transforms), ()) or None)
+    data = zlib.compress(b"".join(column.tobytes() for column in columns))
+    layout = ItemColumns(data, next(iter(transforms), ()) or None)
     checksums = struct.pack(f"<{len(crcs)}I", *crcs)
     return Columns(layout, tuple([(path, *facts.get(path, (None, None))) for path in paths]), checksums)
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from torch.distributed.checkpoint import FileSystemReader
 
-import bucketpoint.dcp.planning.plan_cache as planned
+import bucketpoint.dcp.planning.results as planned
 import bucketpoint.dcp.saving.commit as commit
 import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner

@@ -12,14 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketpointError, BucketReader, BucketWriter, async_save
-from bucketpoint.dcp.planning.balance import item_bytes
 from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+
+
+def planned_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 class CountingPlanner(SavePlanner):
@@ -31,7 +36,7 @@ class CountingPlanner(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self.sizes.append(sum(map(item_bytes, plan.items)))
+        self.sizes.append(sum(map(planned_bytes, plan.items)))
         return plan
 
 

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 
 import bucketpoint.dcp.saving.commit as commit_module
-import bucketpoint.dcp.writer as writer_module
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, RemoteMetadata
-from bucketpoint.dcp.planning.results import NamedResults, PackedResults, Results, results_of
+from bucketpoint.dcp.planning.planned_metadata import RemoteMetadata
+from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import pack, unpack
@@ -44,10 +43,10 @@ from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract
 
-CHECKSUM_BYTES = 24
+ITEM_BYTES = 24
 """Allowed for each item, beside what a rank may send in all."""
 
-RANK_BYTES = 1100
+RANK_BYTES = 2000
 """Allowed for each rank, 70 of them for the figures of its save."""
 
 OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created", "seconds"}
@@ -90,9 +89,9 @@ class Job:
         self.writers[0].finish(metadata, self.reported)
         return metadata
 
-    def said_again(self) -> list[bool]:
-        """For each rank whether the last save's results said where the items lie."""
-        return [not isinstance(results.layout, bytes) for results in self.reported]
+    def in_columns(self) -> list[bool]:
+        """For each rank whether the results of the last save crossed as columns."""
+        return [isinstance(results, Results) and results.columns is not None for results in self.reported]
 
 
 def crossed(values: list[Any]) -> list[Any]:
@@ -137,32 +136,25 @@ def assert_holds(url: str, expected: list[dict[str, Any]]) -> None:
 # -- what crosses -----------------------------------------------------------------------------------------------------
 
 
-def test_saving_an_unchanged_state_again_sends_a_kilobyte_a_rank_beside_checksums(
-    four_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_sends_few_bytes_for_each_item_at_every_save(four_ranks: Ranks, tmp_path: Path) -> None:
     items = 500
-    first, again = crossing(four_ranks, tmp_path, "ours", items)
-    assert again < RANK_BYTES + CHECKSUM_BYTES * items
-    # Of the 24 bytes these items, which are one block each, take 4.
-    assert again < RANK_BYTES + 4 * items
-    # Names, shapes and offsets cross once, in columns.
-    assert again < first < RANK_BYTES + CHECKSUM_BYTES * items
+    for sent in crossing(four_ranks, tmp_path, "ours", items):
+        assert sent < RANK_BYTES + ITEM_BYTES * items
 
 
 def test_items_of_many_blocks_send_no_more_than_small_ones(tmp_path: Path) -> None:
-    job = Job(2)
     # 64 MiB is what replicas' tensors are cut into: 32 blocks. A shard of 8 MiB has 32 too.
-    large = {"model": {"w": torch.full((16 << 20,), 1.0)}, "optim": {f"w{n}": torch.zeros(2 << 20) for n in range(9)}}
-    held = [large, {f"only{number}": torch.full((2 << 20,), 2.0) for number in range(9)}]
-    for save in range(2):
-        job.save(held, f"file://{tmp_path}/{save}")
-    stored = decode_metadata((tmp_path / "1" / ".metadata").read_bytes()).storage_data or {}
-    assert len(stored) == 19
-    assert all(read_item(info).table_nbytes == 4 * 32 for info in stored.values())
-    assert [len(results.checksums) for results in job.reported] == [4 * 10, 4 * 9]
-    for sent, items in zip(job.bytes, (10, 9), strict=True):
-        assert sent < RANK_BYTES + 4 * items < RANK_BYTES + CHECKSUM_BYTES * items
-    assert_holds(f"file://{tmp_path}/1", [{"model": large["model"]}])
+    sent = {}
+    for elements in (2 << 20, 2 << 10):
+        job = Job(2)
+        large = {"model": {"w": torch.ones(8 * elements)}, "optim": {f"w{n}": torch.zeros(elements) for n in range(9)}}
+        job.save([large, {f"only{n}": torch.ones(elements) for n in range(9)}], f"file://{tmp_path}/{elements}")
+        stored = decode_metadata((tmp_path / str(elements) / ".metadata").read_bytes()).storage_data or {}
+        assert len(stored) == 19
+        assert {read_item(info).table_nbytes for info in stored.values()} == {4 * 32 if elements > 2 << 10 else 0}
+        assert [len(results.columns.checksums) for results in job.reported] == [4 * 10, 4 * 9]
+        sent[elements] = sum(job.bytes)
+    assert sent[2 << 20] < sent[2 << 10] + 19 * 32
 
 
 @pytest.mark.parametrize("kind", ["ours, stock planner", "ours, stock writer"])
@@ -201,16 +193,14 @@ def test_asynchronous_saves_are_as_small_and_as_whole(
 # -- that all of it arrives -------------------------------------------------------------------------------------------
 
 
-def test_every_save_is_whole_whether_or_not_it_says_again_where_items_lie(tmp_path: Path) -> None:
+def test_saves_are_whole_while_sizes_of_values_change(tmp_path: Path) -> None:
     job = Job(3)
-    said = []
     notes = ["a", "b", "longer" * 50, "LONGER" * 50, "a"]
     for save, note in enumerate(notes):
         job.save(states(3, float(save), note=note), f"file://{tmp_path}/{save}")
-        said.append(job.said_again())
+        assert job.in_columns() == [True] * 3
     for save, note in enumerate(notes):
         assert_holds(f"file://{tmp_path}/{save}", states(3, float(save), note=note))
-    assert said == [[True] * 3, [False] * 3, [True] * 3, [False] * 3, [True] * 3]
 
 
 def test_the_committed_metadata_says_what_plain_lists_of_results_would(
@@ -223,9 +213,9 @@ def test_the_committed_metadata_says_what_plain_lists_of_results_would(
         patched.setattr(commit_module, "complete_metadata", None)
         compact.save(states(3, 0.0, note="before"), f"file://{tmp_path}/first")
         compact.save(states(3, 1.0, note="behind"), f"file://{tmp_path}/compact")
-    monkeypatch.setattr(writer_module, "Results", lambda results, *_: results)
+    monkeypatch.setattr(Results, "of", lambda results, *_: results)
     plain.save(states(3, 1.0, note="behind"), f"file://{tmp_path}/plain")
-    assert [type(job.reported[0]) for job in (compact, plain)] == [PackedResults, list]
+    assert [job.in_columns()[0] for job in (compact, plain)] == [True, False]
     described = [described_without_tokens(tmp_path / name) for name in ("first", "compact", "plain")]
     assert described[1] == described[2]
     assert described[0] != described[1]
@@ -280,7 +270,7 @@ def test_metadata_that_a_planner_altered_is_committed_as_it_is(tmp_path: Path) -
     job = Job(2, Annotating)
     for save in range(1, 4):
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
-        assert isinstance(job.reported[0], PackedResults)
+        assert job.in_columns() == [True] * 2
         metadata = decode_metadata((tmp_path / str(save) / ".metadata").read_bytes())
         assert metadata.planner_data is not None
         assert metadata.planner_data["saves"] == save
@@ -289,7 +279,7 @@ def test_metadata_that_a_planner_altered_is_committed_as_it_is(tmp_path: Path) -
 def test_results_of_a_stock_planner_arrive_as_lists(tmp_path: Path) -> None:
     job = Job(2, DefaultSavePlanner)
     job.save(states(2, 3.0), f"file://{tmp_path}")
-    assert all(isinstance(results, NamedResults) for results in job.reported)
+    assert job.in_columns() == [False] * 2
     assert_holds(f"file://{tmp_path}", states(2, 3.0))
 
 
@@ -305,7 +295,7 @@ def test_a_plan_that_was_altered_on_its_rank_names_its_items_itself(tmp_path: Pa
     job = Job(2, Trimming)
     for save in range(2):
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
-        assert all(isinstance(results, NamedResults) for results in job.reported)
+        assert job.in_columns() == [False] * 2
         assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
 
 
@@ -402,19 +392,23 @@ def test_writers_of_others_get_their_plans_and_see_items_if_they_look(
         job.save(states(3, float(save)), url)
         assert_holds(f"file://{url}", states(3, float(save)))
         if kind is LooksAtPlans:
-            assert (sum(job.writers[0].seen) > 9) == (save == 0)  # type: ignore[attr-defined]
+            assert sum(job.writers[0].seen) > 9  # type: ignore[attr-defined]
 
 
 def test_a_list_of_results_that_was_altered_crosses_as_it_is(tmp_path: Path) -> None:
     job = Job(1)
     job.save(states(1, 1.0), f"file://{tmp_path}")
     plan = job.planners[0].plan
-    results = results_of(plan.items, job.reported[0].columns(len(plan.items), None))
-    ours = Results(results, plan)
-    assert isinstance(crossed([ours])[0], PackedResults)
+    infos = unpack(job.reported[0].columns)
+    results = [WriteResult(item.index, info.length, info) for item, info in zip(plan.items, infos, strict=True)]
+    ours = Results.of(results, plan)
+    arrived = crossed([ours])[0]
+    assert arrived.columns is not None
+    with pytest.raises(BucketpointError, match="only by the writer"):
+        len(arrived)
     ours.pop()
     arrived = crossed([ours])[0]
-    assert isinstance(arrived, NamedResults)
+    assert arrived.columns is None
     assert len(arrived) == len(results) - 1
 
 
@@ -435,19 +429,19 @@ def test_a_save_that_fails_confuses_none_after_it(tmp_path: Path, before: int, s
         assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
 
 
-def test_a_layout_that_the_coordinator_lost_fails_the_save_and_the_next_one_goes_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "value"), [("items", b"another plan"), ("_columns", None)])
+def test_refuses_results_of_items_that_were_not_assigned(tmp_path: Path, name: str, value: Any) -> None:
     job = Job(2)
     job.save(states(2, 1.0), f"file://{tmp_path}/1")
 
-    class Forgetful(BucketWriter):
+    class ReportsOther(BucketWriter):
         def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-            assert isinstance(metadata, PlannedMetadata)
-            metadata.known = (None,) * len(metadata.known)
+            setattr(results[1], name, value or results[0]._columns)  # type: ignore[attr-defined]
             super().finish(metadata, results)
 
-    job.writers[0] = Forgetful(progress=False)
-    with pytest.raises(IncompleteSaveError, match="does not have"):
-        job.save(states(2, 2.0), f"file://{tmp_path}/2")
+    job.writers[0] = ReportsOther(progress=False)
+    with pytest.raises(IncompleteSaveError, match=r"not assigned|results were reported"):
+        job.save([*states(1, 2.0), {"more": torch.ones(3)}], f"file://{tmp_path}/2")
     assert not (tmp_path / "2" / ".metadata").exists()
     job.writers[0] = BucketWriter(progress=False)
     job.save(states(2, 3.0), f"file://{tmp_path}/3")
@@ -562,7 +556,7 @@ def test_columns_give_back_what_was_packed(drawn: list[Any], transforms: list[st
     packed = pack(given)
     assert packed is not None
     assert [vars(info) for info in unpack(crossed([packed])[0])] == [vars(info) for info in given]
-    assert crossed([packed.layout])[0].digest == packed.layout.digest
+    assert crossed([packed.layout])[0] == packed.layout
 
 
 def test_what_columns_cannot_hold_is_not_packed() -> None:

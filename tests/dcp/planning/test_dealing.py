@@ -1,4 +1,4 @@
-"""Plans over columns: what DCP's own functions would have made of the same items, to the last item and its hint."""
+"""Plans over columns: what DCP's functions make of the same items, to the last item and its hint."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.agreement import agree_on_tensors
-from bucketpoint.dcp.planning.balance import balanced
-from bucketpoint.dcp.planning.columnar.assignments import EncodedAssignment, assignment_digest, items_of
-from bucketpoint.dcp.planning.columnar.encoding import (
-    AskedItems,
-    LocalItems,
-    merged_mappings,
-    pack_items,
-    pack_mappings,
-)
+from bucketpoint.dcp.planning.columnar.encoding import merged_mappings, pack_mappings
+from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItems, items_of, packed_items
 from bucketpoint.dcp.planning.global_plan import GlobalPlan, _validate, plan_globally, unpack_tables
-from bucketpoint.dcp.planning.results import items_digest
 from bucketpoint.errors import BucketpointError
 
 pytestmark = pytest.mark.contract
@@ -71,15 +64,25 @@ def apart(held: Sequence[list[WriteItem]]) -> list[str]:
     return sorted({item.index.fqn for items in held for item in items})[::3]
 
 
-def by_dcp(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tuple[list[SavePlan], Metadata]:
+def by_dcp(held: Sequence[list[WriteItem]]) -> tuple[list[SavePlan], Metadata]:
+    """What DCP's own functions make of the items, with those in `apart` from the first rank that has them."""
     agree_on_tensors([SavePlan(items) for items in held])
-    plans, metadata = create_default_global_save_plan(balanced([SavePlan(items) for items in held], nodes, apart(held)))
+    first: dict[MetadataIndex, int] = {}
+    for rank, items in enumerate(held):
+        for item in items:
+            first.setdefault(item.index, rank)
+    names = apart(held)
+    kept = [
+        SavePlan([item for item in items if item.index.fqn not in names or first[item.index] == rank])
+        for rank, items in enumerate(held)
+    ]
+    plans, metadata = create_default_global_save_plan(dedup_save_plans(kept))
     _validate(plans, metadata)
     return plans, metadata
 
 
 def arrived(held: Sequence[list[WriteItem]]) -> list[SavePlan]:
-    return [pickle.loads(pickle.dumps(SavePlan(LocalItems(items)))) for items in held]
+    return [pickle.loads(pickle.dumps(SavePlan(PlanItems.packed(items)))) for items in held]  # type: ignore[arg-type]
 
 
 def planned(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> GlobalPlan:
@@ -88,42 +91,80 @@ def planned(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> GlobalP
 
 
 def by_columns(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tuple[list[list[WriteItem]], GlobalPlan]:
-    """What each rank makes of what it is told, and what it was told."""
+    """What each rank makes of what it is sent, and the plan."""
     plan = planned(held, nodes)
     final = []
-    for mine, dealt, digest in zip(held, plan.plans, plan.digests, strict=True):
-        crossed: Any = pickle.loads(pickle.dumps(dealt)).items
-        if isinstance(crossed, EncodedAssignment):
-            packed = pack_items(mine)
-            assert packed is not None
-            assert assignment_digest(crossed.encoded, packed) == digest
-            crossed = items_of(crossed.encoded, mine)
-        else:
-            assert items_digest(crossed) == digest
+    for mine, sent in zip(held, plan.lists(), strict=True):
+        crossed: Any = pickle.loads(pickle.dumps(sent))
+        if isinstance(crossed, PlanItems):
+            assert isinstance(crossed.columns, AssignedItems)
+            crossed = items_of(crossed.columns.encoded, mine)
+            assert crossed == list(sent)
         final.append(crossed)
     return final, plan
 
 
 def assert_same(held: Sequence[list[WriteItem]], nodes: Sequence[object], *, columns: bool | None) -> None:
+    """Compare with what DCP's functions make of the same items: of all, or of those that each rank was assigned."""
     try:
-        plans, metadata = by_dcp(held, nodes)
+        plans, metadata = by_dcp(held)
     except BucketpointError as error:
         with pytest.raises(BucketpointError, match=f"^{re.escape(str(error))}$"):
             by_columns(held, nodes)
         return
     final, found = by_columns(held, nodes)
-    assert [[(item, item.index.index) for item in mine] for mine in final] == [
-        [(item, item.index.index) for item in plan.items] for plan in plans
-    ]
-    assert list(found.metadata.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())
     if columns is not None:
         assert (found.assignment is not None) == columns
     if found.assignment is not None:
+        assert_written_by_holders(held, final)
+        plans, metadata = create_default_global_save_plan([SavePlan(items) for items in final])
+        _validate(plans, metadata)
         index = found.assignment.index
         every = [item for plan in plans for item in plan.items]
         assert index.names == [item.index.fqn for item in every]
         assert index.offsets == [item.index.offset for item in every]
         assert index.hints == [-1 if item.index.index is None else item.index.index for item in every]
+    assert [[(item, item.index.index) for item in mine] for mine in final] == [
+        [(item, item.index.index) for item in plan.items] for plan in plans
+    ]
+    assert list(found.metadata.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())
+
+
+def assert_written_by_holders(held: Sequence[list[WriteItem]], final: Sequence[list[WriteItem]]) -> None:
+    """Each chunk that ranks hold is written once, by ranks that hold it, in rows; of `apart` whole, by the first."""
+    names = apart(held)
+    first: dict[MetadataIndex, int] = {}
+    missing: dict[MetadataIndex, list[range]] = {}
+    for rank, items in enumerate(held):
+        for item in items:
+            first.setdefault(item.index, rank)
+            missing[item.index] = [_rows(item)]
+    for rank, items in enumerate(final):
+        for item in items:
+            rows = _rows(item)
+            whole = next(
+                own.index
+                for own in held[rank]
+                if own.index.fqn == item.index.fqn
+                and (own.index.offset or ())[1:] == (item.index.offset or ())[1:]
+                and (
+                    own.index == item.index or (rows and _rows(own).start <= rows.start < rows.stop <= _rows(own).stop)
+                )
+            )
+            missing[whole].append(rows)
+            if whole.fqn in names:
+                assert (whole, rank) == (item.index, first[whole])
+    for own, *parts in missing.values():
+        parts.sort(key=lambda rows: rows.start)
+        assert [own.start, *[rows.stop for rows in parts]] == [*[rows.start for rows in parts], own.stop]
+        assert parts
+
+
+def _rows(item: WriteItem) -> range:
+    chunk = item.tensor_data.chunk if item.tensor_data is not None else None
+    if chunk is None or not chunk.sizes:
+        return range(1)
+    return range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 
 
 RANKS = 6
@@ -220,7 +261,7 @@ def test_what_does_not_fit_together_is_judged_as_dcp_judges_it(tensor: Any, faul
     else:
         held[rank][at] = chunk_item("t", tuple(data.size), *changed[fault], dtype=data.properties.dtype)
     try:
-        by_dcp(held, range(RANKS))
+        by_dcp(held)
     except (AssertionError, IndexError) as error:
         # What DCP itself stumbles over.
         with pytest.raises(type(error)):
@@ -243,9 +284,9 @@ def test_regular_states_are_dealt_over_columns(layout: str, whole: Shape) -> Non
 
 def test_a_rank_that_writes_nothing_reads_its_assignment_on_any_default_device() -> None:
     held = [whole_item("w", (1,))]
-    dealt = pickle.loads(pickle.dumps(planned([held] * 2, range(2)).plans))
+    sent = pickle.loads(pickle.dumps(planned([held] * 2, range(2)).lists()))
     with torch.device("meta"):
-        assert sorted(len(items_of(plan.items.encoded, held)) for plan in dealt) == [0, 1]
+        assert sorted(len(items_of(items.columns.encoded, held)) for items in sent) == [0, 1]
 
 
 def test_the_default_device_of_a_script_is_not_planned_on() -> None:
@@ -269,32 +310,31 @@ def test_chunks_side_by_side_in_another_order_are_looked_at_one_by_one() -> None
 def test_a_rank_whose_items_are_unusual_sends_them_as_they_are_and_all_are_planned() -> None:
     held = [[whole_item("w", (30, 3))] for _ in range(2)]
     held[1].append(dataclasses.replace(whole_item("own", (2,)), index=MetadataIndex("own")))
-    assert [type(plan.items) for plan in arrived(held)] == [AskedItems, list]
+    assert [type(plan.items) for plan in arrived(held)] == [PlanItems, list]
     assert_same(held, range(2), columns=False)
 
 
 def test_a_list_of_items_is_a_list_for_whoever_looks_into_it() -> None:
     items = [whole_item("w", (30, 3)), bytes_item("b"), chunk_item("s", (4, 4), (2, 0), (2, 4), hint=3)]
     crossed: Any = arrived([items])[0].items
-    assert isinstance(crossed, AskedItems)
-    assert crossed.packed() is not None
+    assert packed_items(crossed) is not None
     assert list(crossed) == items
     assert [item.index.index for item in crossed] == [None, None, 3]
-    # It may have been altered from now on.
-    assert crossed.packed() is None
+    assert packed_items(crossed) is not None
     crossed.append(bytes_item("more"))
+    assert packed_items(crossed) is None
     assert pickle.loads(pickle.dumps(crossed)) == [*items, bytes_item("more")]
+    assert [*crossed[:2], *crossed.copy()] == [*items[:2], *items, bytes_item("more")]
 
 
 def test_local_items_that_were_altered_cross_as_they_are() -> None:
-    local = LocalItems([whole_item("w", (30, 3))])
+    local = PlanItems.packed([whole_item("w", (30, 3))])
     local[0] = whole_item("other", (2,))
     assert pickle.loads(pickle.dumps(local)) == [whole_item("other", (2,))]
 
 
 def test_an_answer_that_nobody_has_put_together_is_no_empty_list() -> None:
-    dealt = planned([[whole_item("w", (30, 3))]] * 2, range(2)).plans[0]
-    crossed = pickle.loads(pickle.dumps(dealt)).items
+    crossed = pickle.loads(pickle.dumps(planned([[whole_item("w", (30, 3))]] * 2, range(2)).lists()[0]))
     for look in (len, list, bool):
         with pytest.raises(BucketpointError, match="finish_plan"):
             look(crossed)

@@ -42,7 +42,7 @@ def saved(layouts: dict[str, tuple[tuple[int, ...], list[Box]]]) -> tuple[Metada
     metadata = Metadata(entries, {fqn: (fqn,) for fqn in entries}, items)
     encoded = encode_index(metadata, bucketpoint=extension({})["bucketpoint"])
     assert encoded is not None
-    return metadata, decode_index(encoded[0])
+    return metadata, decode_index(encoded)
 
 
 def told(items: list[ReadItem]) -> list[Any]:

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._extension import ZStandard
 
 import bucketpoint as bp
-from bucketpoint.dcp import writer as writer_module
-from bucketpoint.dcp.planning.results import PackedResults
+from bucketpoint.dcp.planning.results import Results
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from dcp.planning.test_compact import Job
 
@@ -147,11 +146,11 @@ def test_a_change_on_any_rank_is_a_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
     if not packed:
-        monkeypatch.setattr(writer_module, "Results", lambda results, *_: results)
+        monkeypatch.setattr(Results, "of", lambda results, *_: results)
     job = Job(3)
     for step, moved in enumerate([0, 1, 2, 2]):
         states = [{"model": torch.full((9,), float(step)), "optim": {f"m{rank}": torch.ones(9)}} for rank in range(3)]
         states[1]["optim"]["m1"] *= moved
         job.save(states, f"file://{tmp_path}/step-{step}")
-        assert isinstance(job.reported[0], PackedResults if packed else list)
+        assert job.in_columns() == [packed] * 3
         assert len(alarms(caplog)) == (step == 3)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.columns import Columns, index_columns, pack
+from bucketpoint.format.columns import Columns, pack
 from bucketpoint.format.index.decode import is_index
 from bucketpoint.format.index.encode import HEAD, MAGIC, encode_index, make_index
 from bucketpoint.format.index.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
@@ -39,6 +39,7 @@ from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info
+from format.metadata.test_template import index_columns
 
 pytestmark = pytest.mark.contract
 
@@ -217,7 +218,7 @@ def both(metadata: Metadata, facts: dict[str, Any]) -> tuple[Metadata, Metadata]
     """The metadata as it comes out of its index, and out of its pickle."""
     encoded = encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"])
     assert encoded is not None
-    return decode_index(encoded[0]), decode_metadata(encode_metadata(metadata, bucketpoint=facts))
+    return decode_index(encoded), decode_metadata(encode_metadata(metadata, bucketpoint=facts))
 
 
 def assert_equal(indexed: Metadata, stock: Metadata) -> None:
@@ -263,7 +264,6 @@ def test_an_index_made_of_what_ranks_report_says_the_same(case: tuple[Metadata, 
     whole = dataclasses.replace(metadata, storage_data={index: info for one in mine for index, info in one.items()})
     reported = [pack(list(one.values())) for one in mine]
     items = index_columns([list(one) for one in mine])
-    assert items is not None
     known = [one for one in reported if one is not None]
     assert len(known) == ranks
     template = make_index(dataclasses.replace(metadata, storage_data=None), items, known)
@@ -300,7 +300,7 @@ def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:
 def index_of(metadata: Metadata, facts: dict[str, Any]) -> bytes:
     encoded = encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"])
     assert encoded is not None
-    return encoded[0]
+    return encoded
 
 
 def test_metadata_from_an_index_survives_pickling_and_copying() -> None:
@@ -354,9 +354,12 @@ def test_chunks_of_a_regular_layout_take_little_more_than_their_checksums() -> N
 def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_paths() -> None:
     metadata, facts = example()
     whole = extension(facts)["bucketpoint"]
-    encoded = encode_index(metadata, bucketpoint=whole)
-    assert encoded is not None
-    _, template = encoded
+    first = pack(list(metadata.storage_data.values()))
+    assert first is not None
+    template = make_index(
+        dataclasses.replace(metadata, storage_data=None), index_columns([list(metadata.storage_data)]), [first]
+    )
+    assert template is not None
     later, paths = {}, {}
     for number, (index, info) in enumerate(metadata.storage_data.items()):
         paths[info.relative_path] = info.relative_path.replace(TOKEN, "f" * 12)

@@ -78,7 +78,7 @@ def told(metadata: Any) -> list[list[str]]:
     if len(metadata.storage_data) == sum(len(getattr(one, "chunks", "1")) for one in entries_of(metadata)):
         encoded = encode_index(metadata, bucketpoint=extension({"objects": {}})["bucketpoint"])
         assert encoded is not None
-        seen.append(decode_index(encoded[0]))
+        seen.append(decode_index(encoded))
     return [[name for name, _ in uncovered(each, {})] for each in seen]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format.columns import Columns, index_columns, pack, unpack
+from bucketpoint.format.columns import Columns, IndexColumns, pack, unpack
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.pickles import dcp_metadata
@@ -32,6 +33,14 @@ U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFF
 # Number of the object, checksum, and if there is a table of block checksums.
 ITEMS = st.lists(st.tuples(st.integers(0, 2), U32, st.booleans()), max_size=6)
 RANKS = st.lists(ITEMS, min_size=1, max_size=3)
+
+
+def index_columns(indices: list[list[MetadataIndex]]) -> IndexColumns:
+    """Keys of the storage data of each rank's items."""
+    every = [index for mine in indices for index in mine]
+    borders = itertools.accumulate(map(len, indices), initial=0)
+    hints = [-1 if index.index is None else index.index for index in every]
+    return IndexColumns([index.fqn for index in every], [index.offset for index in every], hints, tuple(borders))
 
 
 def save(ranks: list[Any], token: int, checksum: Any) -> list[Columns]:
@@ -99,7 +108,6 @@ def test_a_template_says_of_chunks_what_a_pickle_of_objects_says(
         assert columns is not None
         packed.append(columns)
     items = index_columns(indices)
-    assert items is not None
     template = make_template(metadata, items, packed)
     assert template is not None
     filled = template.fill(packed, end_of({}))
@@ -137,7 +145,6 @@ def test_metadata_of_unusual_kinds_has_no_template() -> None:
         state: dict[str, Any] = {"a": TensorStorageMetadata(TensorProperties(), torch.Size([1]), [kind])}
         for named, known in ((state, True), ({**state, "b": None}, False), ({}, False)):
             items = index_columns([[index]])
-            assert items is not None
             assert (make_template(Metadata(named), items, save(ranks, 1, int)) is not None) == (has and known)
 
 
@@ -156,7 +163,6 @@ def test_a_filled_template_is_the_metadata_of_the_later_save(ranks: list[Any], a
     fqns = [index.fqn for named in indices for index in named]
     metadata = Metadata({fqn: BytesStorageMetadata() for fqn in fqns}, {fqn: (fqn,) for fqn in fqns})
     items = index_columns(indices)
-    assert items is not None
     template = make_template(metadata, items, save(ranks, 1, lambda crc: crc))
     assert template is not None
     later = save(ranks, 0xABCDEF012345, lambda crc: (crc * 31 + added) % (1 << 32))
@@ -182,7 +188,6 @@ def test_a_filled_template_is_the_metadata_of_the_later_save(ranks: list[Any], a
 def simple() -> tuple[list[Any], Any]:
     ranks = [[(0, 1, True), (1, 2, False)]]
     items = index_columns([[MetadataIndex("a"), MetadataIndex("b")]])
-    assert items is not None
     metadata = Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()}, {})
     return ranks, make_template(metadata, items, save(ranks, 1, int))
 
@@ -208,7 +213,3 @@ def test_a_template_is_filled_again_and_again() -> None:
 def test_facts_that_are_not_plain_are_refused() -> None:
     with pytest.raises(BucketpointError):
         end_of({"token": struct})
-
-
-def test_items_that_two_ranks_report_have_no_template() -> None:
-    assert index_columns([[MetadataIndex("a")]] * 2) is None

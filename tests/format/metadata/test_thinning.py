@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import BucketpointError, CheckpointDeletedError, MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.columns import index_columns, pack
+from bucketpoint.format.columns import pack
 from bucketpoint.format.index.ref import IndexRef, find_ref, index_path, ref_of
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension, record_from_metadata
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
@@ -34,6 +34,7 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.metadata.thinning import Outline
 from bucketpoint.format.storage_info import make_storage_info
+from format.metadata.test_template import index_columns
 
 TOKEN = "0123456789ab"
 INDEX = IndexRef(index_path(TOKEN), 1000, "0" * 64)
@@ -80,9 +81,7 @@ def checkpoint(form: str, tensors: int, ranks: int, seed: int = 0) -> bytes:
         metadata.storage_data = dict(pairs)
         return encode_metadata(metadata, bucketpoint=facts, index=INDEX)
     packed = [pack(each) for each in infos]
-    items = index_columns(indices)
-    assert items is not None
-    template = make_template(metadata, items, packed, indexed=True)  # type: ignore[arg-type]
+    template = make_template(metadata, index_columns(indices), packed, indexed=True)  # type: ignore[arg-type]
     assert template is not None
     filled = template.fill(packed, {"storage_meta": metadata.storage_meta, **extension(facts)}, INDEX)  # type: ignore[arg-type]
     assert filled is not None

@@ -19,7 +19,7 @@ from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, with_checksums
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
-from bucketpoint.dcp.planning.plan_cache import reported
+from bucketpoint.dcp.planning.results import reported
 from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import (

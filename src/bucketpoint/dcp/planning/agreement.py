@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import LoadPlan, Metadata, SavePlan, TensorSto
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
-from bucketpoint.dcp.planning.columnar.assignments import LazyItems
+from bucketpoint.dcp.planning.columnar.plan_items import assigned_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
@@ -94,7 +94,7 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
     statements = [plan.storage_data for plan in plans]
     agree([each if isinstance(each, Statement) and each.created >= since else None for each in statements], url)
     # Plans of our planner are skipped: it has compared the tensors itself, and reading its lazy items would make them.
-    agree_on_tensors([SavePlan([]) if issubclass(type(plan.items), LazyItems) else plan for plan in plans], url)
+    agree_on_tensors([SavePlan([]) if assigned_items(plan.items) is not None else plan for plan in plans], url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, Statement) else plan for plan in plans]
 
 
@@ -266,9 +266,9 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
     statements = [getattr(each, "statement", None) for each in results]
     agree(statements, url)
     described = {
-        place: array("I", each.descriptions) for place, each in enumerate(results) if hasattr(each, "descriptions")
+        place: array("I", each.descriptions) for place, each in enumerate(results) if getattr(each, "descriptions", b"")
     }
-    if not any(described.values()):
+    if not described:
         return
     planned: dict[MetadataIndex, int] = {}
     for name, entry in metadata.state_dict_metadata.items():

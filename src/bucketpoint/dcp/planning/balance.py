@@ -11,12 +11,10 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from math import prod
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 MAX_SLICE_BYTES = 64 << 20
 """About two parts of an upload: small enough to balance, large enough for efficient requests."""
@@ -31,59 +29,6 @@ BYTES_OF_AN_OBJECT = 1024
 """Assumed bytes of a value that is not a tensor, whose size is not known until it is pickled."""
 
 
-def item_bytes(item: WriteItem) -> int:
-    """Return the bytes that an item takes in the store: those of the chunk, not of the whole tensor."""
-    data = item.tensor_data
-    if data is None:
-        return BYTES_OF_AN_OBJECT
-    return int(prod(data.chunk.sizes)) * int(data.properties.dtype.itemsize)
-
-
-def balanced(
-    plans: Sequence[SavePlan], nodes: Sequence[object] | None = None, apart: Sequence[str] = ()
-) -> list[SavePlan]:
-    """Keep each item on one of the ranks that hold it, so that all ranks, and all nodes, write about the same.
-
-    Deterministic: the same plans give the same result on any rank. Items that only one rank holds stay as they are.
-
-    Args:
-        plans: plans of all ranks, by rank.
-        nodes: for each rank a value that identifies the node: ranks of one node share a network card.
-        apart: names under which ranks hold different tensors: the first rank that has one saves it, whole.
-
-    Returns:
-        The plans without duplicates, with large duplicates cut along dimension 0 into items of type SHARD.
-    """
-    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
-    items: dict[MetadataIndex, WriteItem] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            ranks = holders[item.index]
-            if not ranks or ranks[-1] != rank:
-                ranks.append(rank)
-            items.setdefault(item.index, item)
-    loads = [0] * len(plans)
-    replicated: list[tuple[WriteItem, tuple[int, ...]]] = []
-    for index, ranks in holders.items():
-        if len(ranks) == 1:
-            loads[ranks[0]] += item_bytes(items[index])
-        else:
-            replicated.append((items[index], tuple(ranks)))
-    sizes = [item_bytes(item) for item, _ in replicated]
-    slice_bytes = slice_nbytes(sum(sizes), len(plans))
-    pieces = [
-        (piece, ranks)
-        for (item, ranks), size in zip(replicated, sizes, strict=True)
-        for piece in ([item] if item.index.fqn in apart else _cut(item, size, slice_bytes))
-    ]
-    pieces = [(piece, ranks[:1] if piece.index.fqn in apart else ranks) for piece, ranks in pieces]
-    chosen = assign([(item_bytes(piece), ranks) for piece, ranks in pieces], loads, nodes)
-    kept: list[list[WriteItem]] = [[item for item in plan.items if len(holders[item.index]) == 1] for plan in plans]
-    for (piece, _), rank in zip(pieces, chosen, strict=True):
-        kept[rank].append(piece)
-    return [replace(plan, items=mine) for plan, mine in zip(plans, kept, strict=True)]
-
-
 def slice_nbytes(replicated: int, ranks: int) -> int:
     """Return the size of the largest slice. `replicated`: bytes that more than one rank holds, each counted once."""
     return max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, replicated // (max(1, ranks) * _SLICES_A_RANK)))
@@ -95,15 +40,6 @@ def row_borders(rows: int, size: int, slice_bytes: int) -> list[int]:
         return []
     count = min(rows, -(-size // slice_bytes))
     return [rows * number // count for number in range(count + 1)]
-
-
-def _cut(item: WriteItem, size: int, slice_bytes: int) -> list[WriteItem]:
-    """Cut an item into slices of whole rows (dimension 0). A small item, or one with a single row, stays whole."""
-    data = item.tensor_data
-    if data is None or not data.chunk.sizes:
-        return [item]
-    borders = row_borders(int(data.chunk.sizes[0]), size, slice_bytes)
-    return [rows_of(item, data, first, last) for first, last in pairwise(borders)] or [item]
 
 
 def rows_of(item: WriteItem, data: TensorWriteData, first: int, last: int, hint: int | None = None) -> WriteItem:
@@ -125,7 +61,7 @@ def assign(
     Args:
         pieces: for each piece the bytes, and the ranks that hold it, ascending.
         loads: bytes that each rank must write anyway. The assigned bytes are added to this list.
-        nodes: as in `balanced`.
+        nodes: for each rank a value that identifies the node: ranks of one node share a network card.
     """
     names = list(nodes) if nodes is not None else list(range(len(loads)))
     number = {name: at for at, name in enumerate(dict.fromkeys(names))}

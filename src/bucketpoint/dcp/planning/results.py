@@ -1,153 +1,125 @@
-"""Results that each rank reports to the coordinator after its upload, encoded as columns in the order of the plan.
+"""Results that each rank reports to the coordinator after its upload, and what the coordinator makes of them.
 
-The encoding leaves out facts that the coordinator already knows: the items, if it assigned them, and their places in
-objects, if these are the same as at the previous save.
+A rank that was assigned columns of items reports columns in the order of these items, so that no result names its item.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import UserList
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.planning.agreement import Statement, descriptions
-from bucketpoint.dcp.planning.columnar.assignments import KnownItems
 from bucketpoint.dcp.planning.columnar.encoding import unaltered
+from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, assigned_items
+from bucketpoint.dcp.planning.global_plan import GlobalPlan, Templates
+from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
+from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.columns import Columns, ItemColumns, ObjectFacts, pack, unpack
+from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, ItemColumns, pack, unpack
+from bucketpoint.format.index.encode import make_index
+from bucketpoint.format.index.int_columns import over
+from bucketpoint.format.metadata.coverage import uncovered
+from bucketpoint.format.metadata.facts import without_gc
+from bucketpoint.format.metadata.template import make_template
+
+_NAMED_AT_MOST = 6
 
 
-class AssignedPlan(NamedTuple):
-    """The facts that the coordinator knows about a rank's plan: the `planner_data` of plans that our planner assigns.
+class Results(UserList[WriteResult]):
+    """A rank's results: a list with a small pickle.
+
+    If columns cross, the coordinator has no list: it reads `columns` beside the plan. Results without columns name
+    their items, and cross with the rank's `agreement.descriptions` of these.
 
     Attributes:
-        entry: digest of the cached plan.
-        coordinator: global rank of the coordinator that keeps the plan.
-        items: digest of the items for which the coordinator expects results; empty if each result must name its item.
-        layout: digest of the places of these items that the coordinator knows; None if it knows none. The coordinator
-            keeps this layout for as long as the save lasts.
+        statement: what the rank says of the save.
+        report: figures of the rank's save: see `SaveTimes.report`.
+        items: digest of the items to which the columns belong.
+        descriptions: empty on the rank itself.
     """
 
-    entry: bytes
-    coordinator: int = 0
-    items: bytes = b""
-    layout: bytes | None = None
-
-
-def items_digest(items: Iterable[WriteItem]) -> bytes:
-    """Return 16 bytes that identify the items, their descriptions, and their order."""
-    items = list(items)
-    digest = hashlib.blake2b(descriptions(items), digest_size=16)
-    for index in [item.index for item in items]:
-        digest.update(f"{len(index.fqn)}:{index.fqn}{tuple(index.offset) if index.offset is not None else ''}".encode())
-    return digest.digest()
-
-
-class NamedResults(list[WriteResult]):
-    """A rank's results that name their items, on the coordinator, with the rank's `agreement.descriptions` of these."""
-
-    def __init__(
-        self,
-        results: Iterable[WriteResult],
-        statement: Statement | None = None,
-        descriptions: bytes = b"",
-    ) -> None:
+    def __init__(self, results: Iterable[WriteResult] = (), statement: Statement | None = None) -> None:
         super().__init__(results)
         self.statement = statement
         self.report: bytes | None = None
-        self.descriptions = descriptions
+        self.items = b""
+        self.descriptions = b""
+        self._columns: Columns | None = None
+        self._named: tuple[list[WriteResult], bytes] | bytes = b""
+        self._made_of = tuple(self.data)
 
-
-class Results(list[WriteResult]):
-    """A rank's results: an ordinary list with a small pickle.
-
-    On the coordinator the pickle becomes `PackedResults` if the order of the plan names the items, else `NamedResults`.
-
-    Args:
-        report: figures of the rank's save: see `SaveTimes.report`.
-    """
-
-    def __init__(
-        self,
-        results: Sequence[WriteResult],
-        plan: SavePlan,
-        statement: Statement | None = None,
-        report: bytes | None = None,
-    ) -> None:
-        super().__init__(results)
-        self.statement = statement
-        self.report = report
-        self._made_of = tuple(results)
+    @staticmethod
+    def of(
+        results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None, report: bytes | None = None
+    ) -> Results:
+        """Return the results of this rank for the items of a plan."""
+        made = Results(results, statement)
+        made.report = report
+        assigned = assigned_items(plan.items)
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
-        self._packed = _packed(results, plan, statement)
-        self._named = b"" if self._packed is not None else _named(results, plan)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if not unaltered(self, self._made_of):
-            return NamedResults, (list(self), self.statement), self._attributes
-        # The statement as plain values, because the names of its class are 50 bytes from each rank.
-        stated = self.statement.fields if self.statement is not None else None
-        if (packed := self._packed) is not None:
-            told = packed.objects, packed.layout, packed.checksums, stated
-            return _packed_arrived, told, self._attributes
-        return _named_arrived, (self._named, stated), self._attributes
+        if assigned is not None:
+            made._columns, made.items = _columns(results, plan), assigned.digest
+        if made._columns is None:
+            made._named = _named(results, plan)
+        return made
 
     @property
-    def _attributes(self) -> dict[str, Any]:
-        # Not as an argument: a coordinator of an older version gets an attribute that it does not look at.
-        return {} if self.report is None else {"report": self.report}
+    def columns(self) -> Columns | None:
+        """The columns; None if the results name their items, or if the list has been altered."""
+        there = "data" not in vars(self) or unaltered(self.data, self._made_of)
+        return self._columns if there else None
 
-    def packed(self) -> PackedResults | None:
-        """Return the packed form without a pickle, for a save of one process; None if the results name their items."""
-        return self._packed if unaltered(self, self._made_of) else None
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise BucketpointError("The results of a rank can be read only by the writer that made them")
+        raise AttributeError(name)
 
-
-@dataclass(frozen=True)
-class PackedResults:
-    """Results of a rank as the coordinator receives them, to be joined with the plan that the rank was assigned.
-
-    Deliberately not a list: an accidental `len()` must fail rather than report zero.
-    """
-
-    objects: tuple[ObjectFacts, ...]
-    layout: ItemColumns | bytes
-    checksums: bytes
-    statement: Statement | None = None
-    report: bytes | None = None
-
-    def columns(self, count: int, known: ItemColumns | None) -> Columns:
-        """Return the columns that were reported for `count` items.
-
-        Raises:
-            IncompleteSaveError: the results belong to another plan, or refer to a layout that is not `known`.
-        """
-        layout = self.layout
-        if isinstance(layout, bytes):
-            if known is None or known.digest != layout:
-                raise IncompleteSaveError("A rank refers to a cached plan that the coordinator does not have")
-            layout = known
-        if layout.count != count:
-            raise IncompleteSaveError(f"{layout.count} results were reported for {count} items")
-        return Columns(layout, self.objects, self.checksums)
-
-    def __iter__(self) -> Iterator[WriteResult]:
-        raise BucketpointError("The results of a rank can be read only by the writer that made them")
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The statement as plain values, because the names of its class are 50 bytes from each rank.
+        stated = self.statement.fields if self.statement is not None else None
+        if (columns := self.columns) is not None:
+            content: Any = (columns.layout, columns.objects, columns.checksums, self.items)
+        elif unaltered(self.data, self._made_of):
+            content = self._named
+        else:
+            content = zlib.compress(pickle.dumps((list(self.data), b"")))
+        return _arrived, (content, stated, self.report)
 
 
-def _packed(results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None) -> PackedResults | None:
-    ordered = _in_order(results, plan)
-    columns = pack([result.storage_data for result in ordered]) if ordered is not None else None
-    if columns is None or any(result.size_in_bytes != result.storage_data.length for result in results):
-        return None
-    known = plan.planner_data.layout
-    layout = known if columns.layout.digest == known else columns.layout
-    return PackedResults(columns.objects, layout, columns.checksums, statement)
+def _arrived(content: Any, stated: tuple[Any, ...] | None, report: bytes | None) -> Results:
+    made = Results((), Statement(*stated) if stated else None)
+    made.report = report
+    if isinstance(content, bytes):
+        made.data, made.descriptions = pickle.loads(zlib.decompress(content))
+        made._made_of = tuple(made.data)
+        made._named = content
+    else:
+        *columns, made.items = content
+        made._columns = Columns(*columns)
+        del made.data
+    return made
+
+
+def _columns(results: Sequence[WriteResult], plan: SavePlan) -> Columns | None:
+    """Return the results as columns in the order of the plan; None if columns cannot hold them."""
+    order = {id(item.index): at for at, item in enumerate(plan.items)}
+    ordered: list[Any] = [None] * len(order)
+    for result in results:
+        at = order.get(id(result.index))
+        if at is None or result.size_in_bytes != result.storage_data.length:
+            return None
+        ordered[at] = result.storage_data
+    return None if None in ordered else pack(ordered)
 
 
 def _named(results: Sequence[WriteResult], plan: SavePlan) -> bytes:
@@ -157,41 +129,140 @@ def _named(results: Sequence[WriteResult], plan: SavePlan) -> bytes:
     return zlib.compress(pickle.dumps((list(results), described)))
 
 
-def _packed_arrived(
-    objects: tuple[ObjectFacts, ...],
-    layout: ItemColumns | bytes,
-    checksums: bytes,
-    stated: tuple[Any, ...] | None,
-) -> PackedResults:
-    return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None)
+# -- on the coordinator -----------------------------------------------------------------------------------------------
 
 
-def _named_arrived(named: bytes, stated: tuple[Any, ...] | None) -> NamedResults:
-    results, described = pickle.loads(zlib.decompress(named))
-    return NamedResults(results, Statement(*stated) if stated else None, described)
+@dataclass(frozen=True)
+class RankResults:
+    """The results that all ranks reported: lists of results as in DCP, or columns.
 
+    Attributes:
+        sent: the results of each rank, as received.
+        plan: the plan, if the metadata is a `PlannedMetadata`.
+        columns: columns of each rank; None for a rank whose results name their items.
+    """
 
-def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:
-    """Return the results in the order of the plan; None if the coordinator cannot identify their items by the order."""
-    assigned, items = plan.planner_data, plan.items
-    if not isinstance(assigned, AssignedPlan) or len(results) != len(items):
-        return None
-    if not isinstance(items, KnownItems) or not items.unaltered:
-        items = KnownItems(items, items_digest(items))
-    if assigned.items != items.digest:
-        return None
-    ordered: list[WriteResult | None] = [None] * len(items)
-    for result in results:
-        at = items.order.get(id(result.index))
-        if at is None:
+    sent: Sequence[Any]
+    metadata: Metadata
+    plan: GlobalPlan | None
+    columns: tuple[Columns | None, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of items that were reported."""
+        return sum(
+            len(each) if columns is None else columns.layout.count
+            for each, columns in zip(self.sent, self.columns, strict=True)
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Values that the plan adds to the metadata."""
+        return {INT_KEYS: plain_int_keys(self.plan.int_keys)} if self.plan is not None and self.plan.int_keys else {}
+
+    @property
+    def known(self) -> list[Columns]:
+        """Columns of the ranks that sent columns."""
+        return [columns for columns in self.columns if columns is not None]
+
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """Return size and ETag of each object that is named in columns, by path."""
+        return {
+            path: {"size": size, "etag": etag}
+            for columns in self.known
+            for path, size, etag in columns.objects
+            if size is not None
+        }
+
+    def uncovered(self) -> list[tuple[str, str]]:
+        """Return the first tensors of which the ranks do not hold all, with the reasons: see `uncovered`."""
+        plan = self.plan
+        if plan is None or self.metadata.state_dict_metadata is not plan.metadata.state_dict_metadata:
+            return _first_uncovered(self.metadata)
+        if plan.uncovered is None:
+            plan.uncovered = _first_uncovered(self.metadata)
+        return plan.uncovered
+
+    def results(self) -> list[list[WriteResult]]:
+        """Return each rank's results as lists, decoded from columns where needed."""
+        with without_gc():
+            return [
+                each if columns is None else _results_of(self._assigned(rank), columns)
+                for rank, (each, columns) in enumerate(zip(self.sent, self.columns, strict=True))
+            ]
+
+    def _assigned(self, rank: int) -> AssignedItems:
+        assert self.plan is not None
+        items = self.plan.items[rank]
+        assert isinstance(items, AssignedItems)
+        return items
+
+    def templates(self, *, indexed: bool) -> Templates | None:
+        """Return what the metadata of these results has in common with that of the next save.
+
+        None if the metadata must be made of an object for each item: a rank sent no columns, the planner's metadata was
+        altered, or an item is missing.
+
+        Args:
+            indexed: the checkpoint gets an index too.
+        """
+        plan = self.plan
+        if plan is None or plan.assignment is None or len(self.known) != len(plan.items):
             return None
-        ordered[at] = result
-    return [result for result in ordered if result is not None] if None not in ordered else None
+        planned = plan.metadata
+        if self.metadata.state_dict_metadata is not planned.state_dict_metadata:
+            return None
+        if self.metadata.planner_data is not planned.planner_data:
+            return None
+        layouts = tuple([columns.layout for columns in self.known])
+        if plan.templates is None or (plan.templates.layouts, plan.templates.indexed) != (layouts, indexed):
+            stored = torch.cat([over(layout.column(PAYLOAD_NBYTES)) for layout in layouts])
+            expected, items = plan.assignment.nbytes, plan.assignment.index
+            if ((stored >= 0) & (expected >= 0) & (stored != expected)).any():
+                return None
+            index = make_index(planned, items, self.known) if indexed else None
+            metadata = make_template(planned, items, self.known, indexed=index is not None)
+            plan.templates = Templates(layouts, indexed, metadata, index)
+        return plan.templates
 
 
-def results_of(items: Sequence[WriteItem], columns: Columns) -> list[WriteResult]:
-    """Decode the columns of these items to results."""
+def _first_uncovered(metadata: Metadata) -> list[tuple[str, str]]:
+    return list(itertools.islice(uncovered(metadata, {}), _NAMED_AT_MOST))
+
+
+def _results_of(assigned: AssignedItems, columns: Columns) -> list[WriteResult]:
     return [
         WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
-        for item, info in zip(items, unpack(columns), strict=True)
+        for item, info in zip(assigned.items(), unpack(columns), strict=True)
     ]
+
+
+def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
+    """Join the ranks' reports with the plan.
+
+    Raises:
+        IncompleteSaveError: a rank's results do not fit the items that it was assigned.
+    """
+    plan = metadata.plan if isinstance(metadata, PlannedMetadata) else None
+    every = [sent.columns if isinstance(sent, Results) else None for sent in results]
+    layouts: Sequence[ItemColumns | None] = plan.templates.layouts if plan and plan.templates else [None] * len(every)
+    for rank, (sent, columns) in enumerate(zip(results, every, strict=True)):
+        if columns is None:
+            continue
+        if plan is None or rank >= len(plan.items):
+            raise IncompleteSaveError(
+                "The plan does not belong to the metadata that was passed with it",
+                remedy="A planner that alters the metadata of SavePlanner must use dataclasses.replace",
+            )
+        assigned = plan.items[rank]
+        if not isinstance(assigned, AssignedItems) or sent.items != assigned.digest:
+            raise IncompleteSaveError("A rank reported items that it was not assigned", rank=plan.senders[rank])
+        # The layout of the last save is decoded.
+        layout = before if (before := layouts[rank]) == columns.layout else columns.layout
+        count = plan.assignment.count(rank) if plan.assignment is not None else 0
+        if layout.count != count:
+            raise IncompleteSaveError(
+                f"{layout.count} results were reported for {count} items", rank=plan.senders[rank]
+            )
+        every[rank] = replace(columns, layout=layout)
+    return RankResults(results, metadata, plan, tuple(every))

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.catalog.reconcile import dated
-from bucketpoint.dcp.planning.plan_cache import RankResults, stock
+from bucketpoint.dcp.planning.planned_metadata import stock
+from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commit
 from bucketpoint.errors import (
     BucketpointError,
@@ -184,33 +185,31 @@ def _encoded(
     storage_meta = StorageMeta(checkpoint_id=request.url, save_id=keys.save_id(request.token))
     version = {"version": VERSION} if hasattr(metadata, "version") else {}
 
-    def filled(objects: dict[str, Any], ref: IndexRef | None) -> bytes | None:
-        return results.filled(
-            {"storage_meta": storage_meta, **version, **extension({**facts, "objects": objects})}, ref
-        )
-
-    def ref_to(index: bytes | None) -> IndexRef | None:
-        return None if index is None else make_ref(request.token, index)
-
     objects = results.objects()
     (bucketpoint,) = extension({**facts, "objects": objects}).values()
-    results.note_if_complete(indexed=_wants_index(request, results.count, objects))
-    index = None
-    if request.name == keys.METADATA:
-        index = results.index(bucketpoint, storage_meta, tuple(version.values()))
-    data = filled(objects, ref_to(index))
-    if data is not None:
-        return data, index, results.count, objects
+    templates = results.templates(indexed=_wants_index(request, results.count, objects))
+    if templates is not None and templates.metadata is not None:
+        index = None
+        if templates.index is not None:
+            checksums = b"".join(columns.checksums for columns in results.known)
+            paths = [path for columns in results.known for path, _, _ in columns.objects]
+            index = templates.index.fill(
+                checksums, paths, bucketpoint=bucketpoint, storage_meta=storage_meta, version=tuple(version.values())
+            )
+        end = {"storage_meta": storage_meta, **version, **extension({**facts, "objects": objects})}
+        data = templates.metadata.fill(results.known, end, _ref_to(request, index))
+        if data is not None:
+            return data, index, results.count, objects
     whole, objects = complete_metadata(metadata, results.results(), storage_meta=storage_meta)
     (bucketpoint,) = extension({**facts, "objects": objects}).values()
     items = len(whole.storage_data or ())
-    encoded = encode_index(whole, bucketpoint=bucketpoint) if _wants_index(request, items, objects) else None
-    index, template = encoded or (None, None)
-    results.note_complete(template)
-    data = filled(objects, ref_to(index))
-    if data is None:
-        data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref_to(index))
+    index = encode_index(whole, bucketpoint=bucketpoint) if _wants_index(request, items, objects) else None
+    data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=_ref_to(request, index))
     return data, index, items, objects
+
+
+def _ref_to(request: Commit, index: bytes | None) -> IndexRef | None:
+    return None if index is None else make_ref(request.token, index)
 
 
 def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bucketpoint.dcp.planning.plan_cache import RankResults
+from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.format import keys
 from bucketpoint.format.columns import OBJECT, PAYLOAD_NBYTES, Columns
 from bucketpoint.format.groups import OPTIM

@@ -107,8 +107,8 @@ def largest_part(nbytes: int) -> int:
     return LARGEST_RATIO * nbytes + (1 << 20)
 
 
-def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
-    """Encode the index of metadata with storage data, and a template for later saves with items in the same places.
+def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | None:
+    """Encode the index of metadata with storage data.
 
     Args:
         bucketpoint: the attribute of that name in `.metadata`, whole.
@@ -152,7 +152,7 @@ def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Colum
         return None
 
 
-def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
+def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> bytes | None:
     _require(vars(metadata).keys() <= _STATE)
     storage_data = metadata.storage_data
     _require(type(storage_data) is dict and len(storage_data) > 0)
@@ -168,14 +168,13 @@ def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, Ind
     places = ((index.fqn, index.offset, -1 if index.index is None else index.index) for index in storage_data)
     layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
     template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
-    whole = template.fill(
+    return template.fill(
         columns.checksums,
         [path for path, _, _ in columns.objects],
         bucketpoint=bucketpoint,
         storage_meta=metadata.storage_meta,
         version=(metadata.version,) if "version" in vars(metadata) else (),
     )
-    return None if whole is None else (whole, template)
 
 
 def _template(

@@ -1,8 +1,8 @@
 """Assignment of items to ranks over columns, without an object for each item.
 
-Does the work of `balance.py`, DCP's global plan and DCP's validation. The result is the same to the last item and hint.
-Irregular items are not assigned here (chunks on which ranks disagree, chunks that do not fit, or chunks that several
-items of one rank hold): the caller then works on the items themselves.
+Large duplicates are cut, each item is given to a rank (`balance.py`), and hints and metadata are made as DCP's global
+plan makes them of such items. Irregular items are not assigned here (chunks on which ranks disagree, chunks that do not
+fit, or chunks that several items of one rank hold): they go through DCP's own plan.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def assign_items(
     Args:
         asked: items of each rank.
         tables: unpacked tables, by the bytes in which they were sent.
-        nodes, apart: as in `balanced`.
+        nodes: for each rank a value that identifies the node: ranks of one node share a network card.
+        apart: names under which ranks hold different tensors: the first rank that has one saves it, whole.
     """
     try:
         # A training script may have set another default device; planning runs on the CPU.

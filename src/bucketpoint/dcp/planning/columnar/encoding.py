@@ -12,7 +12,6 @@ import operator
 import pickle
 import zlib
 from array import array
-from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -193,44 +192,6 @@ def unpack_table(blob: bytes) -> Table:
 def compress(values: Any) -> bytes:
     """Compress bytes, or the numbers of an `array`, at little cost."""
     return zlib.compress(values, _LEVEL)
-
-
-class LocalItems(list[WriteItem]):
-    """A rank's items: an ordinary list with a small pickle."""
-
-    def __init__(self, items: Sequence[WriteItem]) -> None:
-        super().__init__(items)
-        self._packed = pack_items(items)
-        self._packed_from = tuple(items)
-
-    def packed(self) -> PackedItems | None:
-        """Return the columns; None if the items cannot be columns, or if the list has been altered since."""
-        return self._packed if unaltered(self, self._packed_from) else None
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        packed = self.packed()
-        return (list, (list(self),)) if packed is None else (AskedItems, (packed,))
-
-
-class AskedItems(UserList[WriteItem]):
-    """A rank's items on the coordinator: a list whose items are made on first access."""
-
-    def __init__(self, packed: PackedItems) -> None:
-        self._columns = packed
-
-    def packed(self) -> PackedItems | None:
-        """Return the columns; None if the list was accessed, as it may have been altered since."""
-        return None if "data" in vars(self) else self._columns
-
-    @cached_property
-    def data(self) -> list[WriteItem]:  # type: ignore[override]
-        return self._columns.items()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return list, (list(self),)
-
-    def __copy__(self) -> Any:
-        return list(self)
 
 
 def unaltered(items: Sequence[Any], before: Sequence[Any]) -> bool:
