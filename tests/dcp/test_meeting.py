@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from bucketpoint.dcp import meeting, process_groups
 from bucketpoint.dcp.error_boundary import KINDS, MOST_BYTES, from_plain, to_plain
-from bucketpoint.dcp.meeting import Failure
+from bucketpoint.dcp.meeting import Failure, Meeting
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, PolicyError, PolicyFault, StoreError
 from dcp.deadline import one_call_scenarios as scenarios
 from dcp.ranks import Ranks
@@ -21,6 +23,21 @@ RANKS = (0, 1)
 
 def sent(error: BucketpointError) -> BucketpointError:
     return from_plain(json.loads(json.dumps(to_plain(error))))
+
+
+def test_ends_a_meeting_from_which_a_rank_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    store = dist.HashStore()
+    monkeypatch.setattr(process_groups, "store_of", lambda _: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(meeting, "poll", interrupted)
+        Meeting.begin(RANKS, "a save").wait(20)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(BucketpointError, match="Rank 1 failed: KeyboardInterrupt"):
+        Meeting.begin(RANKS, "a save").wait(20)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

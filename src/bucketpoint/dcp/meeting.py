@@ -125,7 +125,8 @@ class Meeting:
             if len(set(calls)) > 1:
                 meeting.end(Failure(ranks[0], "error", other_calls(ranks, calls)))
             else:
-                meeting.store.set("all", json.dumps(names.pop() if len(names) == 1 else ""))
+                # Unless a rank was interrupted while it waited for this one.
+                meeting.store.compare_set("all", "", json.dumps(names.pop() if len(names) == 1 else ""))
         return meeting
 
     def come(self, mesh: str = "") -> None:
@@ -147,9 +148,14 @@ class Meeting:
         def is_over() -> bool:
             return bool(self.store.check(["all"]) or self.store.check(["failed/1"]))
 
-        if not poll(is_over, begun + min(PATIENCE_S, within_s)) and within_s > PATIENCE_S:
-            self.log_missing(time.monotonic() - begun)
-            poll(is_over, begun + within_s)
+        try:
+            if not poll(is_over, begun + min(PATIENCE_S, within_s)) and within_s > PATIENCE_S:
+                self.log_missing(time.monotonic() - begun)
+                poll(is_over, begun + within_s)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.end(Failure(dist.get_rank(), "error", as_failure(error, dist.get_rank())))
+            raise
         if not self.store.check(["all"]):
             failure = self.late(time.monotonic() - begun)
             self.fail(Failure(dist.get_rank(), "late", failure))

@@ -190,7 +190,11 @@ def group_beside(parent: Any) -> Any:
                 former.drop()
             meeting = Meeting.begin(ranks, "an asynchronous save")
             meeting.wait(within.total_seconds())
-            mesh = Mesh.make(parent, meeting, within)
+            begun = time.monotonic()
+            try:
+                mesh = Mesh.make(parent, meeting, within)
+            except RuntimeError as error:
+                raise meeting.late(time.monotonic() - begun) from error
         return mesh.group
 
 
