@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
+from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer, errors
 from bucketpoint.dcp import GCSReader, GCSWriter
 from kit.servers import S3Server, free_port
 from services import Service
@@ -54,14 +54,14 @@ def data_key(service: Service) -> str:
 
 def test_no_such_bucket(service: Service) -> None:
     url = replace(service, bucket="no-such-bucket-here").url("a")
-    assert isinstance(failing_save(url, service.options), bp.BucketNotFoundError)
-    assert isinstance(failing_load(url, service.options), bp.BucketNotFoundError)
+    assert isinstance(failing_save(url, service.options), errors.BucketNotFoundError)
+    assert isinstance(failing_load(url, service.options), errors.BucketNotFoundError)
 
 
 def test_unreachable_endpoint(service: Service) -> None:
     options = {**service.at(f"http://127.0.0.1:{free_port()}").options, **service.server.attempts(1)}
-    assert isinstance(failing_save(service.url("a"), options), bp.EndpointError)
-    assert isinstance(failing_load(service.url("a"), options), bp.EndpointError)
+    assert isinstance(failing_save(service.url("a"), options), errors.EndpointError)
+    assert isinstance(failing_load(service.url("a"), options), errors.EndpointError)
 
 
 def test_wrong_credentials_are_named_without_the_secret(minio: S3Server) -> None:
@@ -90,7 +90,7 @@ def test_no_checkpoint_there(service: Service) -> None:
 def test_half_a_checkpoint_there(service: Service) -> None:
     service.write("run/step-9/data/00/x.distcp", b"half")
     error = failing_load(service.url("run/step-9"), service.options)
-    assert isinstance(error, bp.IncompleteCheckpointError)
+    assert isinstance(error, errors.IncompleteCheckpointError)
 
 
 def test_read_metadata_by_itself_says_that_nothing_is_there(service: Service) -> None:
@@ -143,7 +143,7 @@ def test_a_data_object_that_is_truncated(service: Service, whole: str) -> None:
 def test_a_path_without_the_classes_scheme_is_refused_at_once(makes: Any, own: str, other: str) -> None:
     for make in makes:
         for path in ("bucket/run", f"{other}://bucket/run"):
-            with pytest.raises(bp.InvalidURLError, match=f"{own}://"):
+            with pytest.raises(errors.InvalidURLError, match=f"{own}://"):
                 make(path)
 
 

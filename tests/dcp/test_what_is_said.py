@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
+from bucketpoint import errors
 
 
 def failures(error: BaseException) -> list[Any]:
@@ -38,7 +39,7 @@ def test_dcp_save_names_the_key_of_what_cannot_be_pickled(tmp_path: Path, planne
 
 
 def test_async_save_names_the_key_of_what_cannot_be_copied_or_pickled(tmp_path: Path) -> None:
-    with pytest.raises(bp.StagingError, match=r"key=a\.lock") as caught:
+    with pytest.raises(errors.StagingError, match=r"key=a\.lock") as caught:
         bp.async_save(UNPICKLABLE, checkpoint_id=f"{tmp_path}/a", no_dist=True).result(60)
     assert "dcp.save" not in str(caught.value), "which could not save it either"
     # It can be copied, and not pickled.
@@ -79,7 +80,7 @@ def test_a_run_is_said_to_be_one_and_its_newest_checkpoint_is_named(tmp_path: Pa
         with pytest.raises(dcp.CheckpointException) as other:
             dcp.load({"w": torch.ones(3)}, checkpoint_id=tmp_path, storage_reader=bp.BucketReader(), no_dist=True)
         (error,) = failures(other.value)
-    assert not isinstance(error, bp.IncompleteCheckpointError)
+    assert not isinstance(error, errors.IncompleteCheckpointError)
     assert "The URL is that of a run" in str(error)
     assert f"Pass the newest one: {tmp_path}/step-10" in str(error)
     assert "latest_checkpoint" in str(error)

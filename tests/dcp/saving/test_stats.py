@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import bucketpoint
 from bucketpoint import BucketReader, BucketWriter, CommitInfo, SavePlanner, TransferOptions
-from bucketpoint.dcp.planning.results import Results
 from bucketpoint.format.record import CommitRecord
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import FailingPlanner, GatedFileSystem
@@ -230,9 +228,3 @@ def test_a_load_counts_its_bytes_and_requests(minio: S3Server) -> None:
     assert min(stats.metadata_s, stats.planning_s, stats.read_s) > 0
     assert stats.metadata_s + stats.planning_s + stats.read_s == pytest.approx(stats.total_s)
     assert (stats.retried, stats.throttled) == (0, 0)
-
-
-def test_the_figures_of_a_rank_are_no_argument_that_older_coordinators_do_not_have() -> None:
-    plain, figured = (Results([], SavePlan([]), report=report).__reduce_ex__(4) for report in (None, b"r"))
-    assert figured[:2] == plain[:2]
-    assert figured[2] == {"report": b"r"}

@@ -7,12 +7,13 @@ the statement again with its results: cached plans are not sent, and DCP's plann
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from torch.distributed.checkpoint import LoadPlan, Metadata, SavePlan, TensorStorageMetadata
@@ -24,6 +25,8 @@ from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
+
+_T = TypeVar("_T")
 
 _END_CHARS = 32
 _HOST_CHARS = 24
@@ -100,7 +103,7 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
 
 def agree(statements: Sequence[Statement | None], url: str | None) -> None:
     """Raise RanksDisagreeError if the statements of the ranks differ. A rank without a statement (None) is skipped."""
-    heard = {each.rank: each for each in statements if each is not None}
+    heard = {rank: each for rank, each in _by_rank(statements, statements).items() if each is not None}
     same_url = "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank"
     same_arguments = "Make the writer with the same arguments on all ranks"
     alike = len({each.end for each in heard.values()}) < len({each.place for each in heard.values()})
@@ -145,8 +148,17 @@ def _refuse(
 
 def rank_of(place: int, plan: SavePlan | LoadPlan) -> int:
     """Return the number in the job of the rank that sent a plan, or its place in the group if the plan has none."""
-    stated = plan.storage_data
+    return _rank_of(place, plan.storage_data)
+
+
+def _rank_of(place: int, stated: object) -> int:
     return stated.rank if isinstance(stated, Statement | CommitRead) else place
+
+
+def _by_rank(values: Sequence[_T], stated: Sequence[object]) -> dict[int, _T]:
+    """Return values of ranks by the numbers that the ranks state, or by places if two state the same: none is lost."""
+    ranks = list(itertools.starmap(_rank_of, enumerate(stated)))
+    return dict(zip(ranks if len({*ranks}) == len(ranks) else range(len(ranks)), values, strict=True))
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
@@ -180,7 +192,8 @@ def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: 
 
 def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan]:
     """Raise if the ranks have read different commits. Return the plans without statements."""
-    refuse_two_commits({rank_of(place, plan): plan.storage_data for place, plan in enumerate(plans)}, url)
+    stated = [plan.storage_data for plan in plans]
+    refuse_two_commits(_by_rank(stated, stated), url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, CommitRead) else plan for plan in plans]
 
 
@@ -219,8 +232,8 @@ def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) 
     """Raise an error that lists what each rank holds of a tensor, or of one chunk if only its size differs."""
     name = item.index.fqn
     held = {
-        rank_of(place, plan): [each for each in plan.items if each.index.fqn == name]
-        for place, plan in enumerate(plans)
+        rank: [each for each in plan.items if each.index.fqn == name]
+        for rank, plan in _by_rank(plans, [plan.storage_data for plan in plans]).items()
         if plan.items
     }
     if len({_description(each.tensor_data)[0] for items in held.values() for each in items}) == 1:

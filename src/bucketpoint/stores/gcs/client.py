@@ -209,7 +209,7 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
         return google.auth.compute_engine.Credentials()
     if not isinstance(token, str | os.PathLike | Mapping):
         return token
-    if isinstance(token, str) and token == options.token and not os.path.exists(token):
+    if isinstance(token, str) and token == options.token and not (os.path.isabs(token) or os.path.exists(token)):
         # Not quoted, because it may be a token after all.
         raise CredentialsError(
             "token in storage_options is no file of credentials",
