@@ -18,10 +18,7 @@ from services import Service
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() and not os.environ.get("BUCKETPOINT_TRY_WITHOUT_CUDA"),
-        reason="there is no CUDA device here",
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
     pytest.mark.parametrize("service", ["minio"], indirect=True),
 ]
 

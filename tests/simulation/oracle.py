@@ -287,7 +287,8 @@ class Oracle:
         seen = [info for listed in op.seen.values() for info in listed.values()]
         planned = plan(op.policy, self.rows(root, seen, op.began if op.began is not None else self.seq))
         for entry in planned.entries:
-            if entry.row.id == token:
+            # A copy within a run has the token of its commit in another step.
+            if entry.row.id == token and f"{entry.row.step:016}__" in key:
                 held = entry.row.pinned or entry.row.leased or entry.row.restored_from
                 # Somebody else has thinned it meanwhile.
                 thinned = action == "thin" and entry.row.kind != "full"
@@ -319,7 +320,8 @@ class Oracle:
         there = [ObjectInfo(key, len(held.data), held.etag, held.modified) for key, held in objects.items()]
         for entry in plan(op.policy, self.rows(root, there, op.began)).entries:
             held = entry.row.pinned or entry.row.leased or entry.row.restored_from
-            if entry.row.id == token and not held and entry.action != "delete" and entry.action != action:
+            same = entry.row.id == token and f"{entry.row.step:016}__" in key
+            if same and not held and entry.action not in ("delete", action):
                 reasons = "; ".join(map(str, entry.reasons))
                 raise ViolationError(
                     "kept", f"{op} goes on to {action} step {entry.row.step} ({folder}), to be kept: {reasons}"
