@@ -62,10 +62,10 @@ def _state(shape: Shape, make: Any) -> dict[str, Any]:
     return {"model": model, "optim": {"state": moments}}
 
 
-def equal_tensors(count: int, total_bytes: int) -> dict[str, Any]:
+def equal_tensors(count: int, total_bytes: int, device: str = "cpu") -> dict[str, Any]:
     """`count` fp32 tensors of one size, a third of them called weights and the rest moments, every page touched."""
     size = total_bytes // count // 4
-    tensors = [torch.empty(size, dtype=torch.float32).fill_(index) for index in range(count)]
+    tensors = [torch.empty(size, dtype=torch.float32, device=device).fill_(index) for index in range(count)]
     weights = count // 3
     return {
         "model": {f"layers.{index}.weight": tensor for index, tensor in enumerate(tensors[:weights])},

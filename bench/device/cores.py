@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import sys
 import time
@@ -15,17 +14,13 @@ from typing import Any
 COUNTS = {"tls": (1, 2, 4, 8), "http": (1, 8)}
 
 
-def _cpu_s() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
 def _process(rank: int, contenders: list[str], env: dict[str, str], nbytes: int, barrier: Any, answers: Any) -> None:
     os.environ.update(env)
     import torch
 
     from bench import state as states
     from bench.contenders import CONTENDERS, Setting
+    from bench.resident import cpu_s
 
     torch.set_num_threads(1)
     state = states.equal_tensors(max(16, 1600 * nbytes // 10_000_000_000), nbytes)
@@ -39,12 +34,12 @@ def _process(rank: int, contenders: list[str], env: dict[str, str], nbytes: int,
             tensor.fill_(-1)
         for op in ("save", "load"):
             barrier.wait()
-            begun, cpu = time.perf_counter(), _cpu_s()
+            begun, cpu = time.perf_counter(), cpu_s(os.getpid())
             if op == "save":
                 contender.save(state, Setting(f"s3://device/cores/{name}-{rank}"))
             else:
                 contender.load(target, Setting(f"s3://device/cores/{name}-{rank}"))
-            answers.put((name, op, time.perf_counter() - begun, _cpu_s() - cpu))
+            answers.put((name, op, time.perf_counter() - begun, cpu_s(os.getpid()) - cpu))
             barrier.wait()
         pairs = zip(*map(torch.utils._pytree.tree_leaves, (state, target)), strict=True)
         same = all(torch.equal(saved, loaded) for saved, loaded in pairs)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import staging as torch_staging
 
+import bucketpoint
+from bench import state as states
+from bench.staging.steps import Trainer
+from bucketpoint import S3Writer, Stager, StagingOptions, TransferOptions
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOAL_S = 0.010
 ROUNDS = 3
 
 
-class Steps:
+class DeviceTrainer(Trainer):
     """Matrix products, queued together and waited for at the end of each step."""
 
     def __init__(self) -> None:
@@ -37,12 +45,6 @@ class Steps:
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    def until(self, done: Callable[[], bool]) -> list[float]:
-        taken = [self.step()]
-        while not done():
-            taken.append(self.step())
-        return taken
-
 
 def _figures(taken: list[float]) -> str:
     ordered = sorted(taken)
@@ -52,18 +54,7 @@ def _figures(taken: list[float]) -> str:
     )
 
 
-def _state(tensors: int, nbytes: int) -> dict[str, Any]:
-    size = nbytes // tensors // 4
-    # Nested, as a model's state is: DCP's async_save takes 30 us for each key at the top.
-    return {"model": {f"{index}": torch.full((size,), float(index), device=DEVICE) for index in range(tensors)}}
-
-
 def _savers(state: dict[str, Any]) -> dict[str, Callable[[str], Any]]:
-    import os
-
-    import bucketpoint
-    from bucketpoint import S3Writer, StagingOptions, TransferOptions
-
     def ours(background: Any, beside: bool) -> Callable[[str], Any]:
         writer = S3Writer(
             progress=False,
@@ -96,15 +87,9 @@ def _savers(state: dict[str, Any]) -> dict[str, Callable[[str], Any]]:
 
 
 def main() -> None:
-    import os
-    import shutil
-    from pathlib import Path
-
-    from bucketpoint import Stager, StagingOptions
-
     nbytes = int(sys.argv[1])
-    steps, state = Steps(), _state(1000, nbytes)
-    idle = steps.until(_after(2.0))
+    trainer, state = DeviceTrainer(), states.equal_tensors(1000, nbytes, DEVICE)
+    idle = trainer.steps(_after(2.0))
     mean = statistics.mean(idle)
     print(f"idle: {_figures(idle)}", flush=True)
     stager = Stager(StagingOptions(use_async_staging=True))
@@ -112,7 +97,7 @@ def main() -> None:
         begun = time.perf_counter()
         copying: Any = stager.stage(state)
         called = time.perf_counter() - begun
-        taken = steps.until(copying.done)
+        taken = trainer.steps(copying.done)
         lasted = time.perf_counter() - begun
         if round_:
             print(
@@ -128,7 +113,7 @@ def main() -> None:
             begun = time.perf_counter()
             saving = save(f"s3://device/steps/{name.replace(' ', '-').replace(',', '')}-{round_}")
             blocked = time.perf_counter() - begun
-            taken = steps.until(saving.done)
+            taken = trainer.steps(saving.done)
             saving.result()
             lasted = time.perf_counter() - begun
             lost = blocked + sum(taken) - len(taken) * mean

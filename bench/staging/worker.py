@@ -257,9 +257,8 @@ def cuda(tensors: int, nbytes: int, rounds: int) -> Found:
     if not torch.cuda.is_available():
         yield {"contender": "bucketpoint", **place, "round": 0, "not_run": "no CUDA device"}
         return
-    size = nbytes // tensors // 4
     # Nested, as a model's state is: DCP's async_save takes 30 us for each key at the top.
-    state = {"model": {f"{index}": torch.full((size,), float(index), device="cuda") for index in range(tensors)}}
+    state = states.equal_tensors(tensors, nbytes, "cuda")
     flat = torch.ones(states.nbytes(state), dtype=torch.uint8, device="cuda")
     pinned = torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=True)
     stager, writer = Stager(), sink_writer(staging=StagingOptions(use_async_staging=True))

@@ -298,6 +298,6 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
                     "A rank wrote a dtype or shape that the coordinator did not plan, so nothing was committed",
                     url=url,
                     key=result.index.fqn,
-                    rank=getattr(statements[place], "rank", place),
+                    rank=_rank_of(place, statements[place]),
                     remedy="Use a planner that keeps plans in one process group only, for the same saves on all ranks",
                 )
