@@ -49,14 +49,14 @@ def exported(page: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for line in lines for pair in shlex.split(line, comments=True)[1:])
 
 
-@pytest.mark.parametrize("page", ["aws.md", "minio.md", "r2.md", "gcs.md"])
+@pytest.mark.parametrize("page", ["s3.md", "gcs.md"])
 def test_each_page_begins_with_what_to_install_and_the_same_ten_lines(page: str) -> None:
     shell = blocks(page, "bash")[0]
     above, _, _ = (DOCS / page).read_text(encoding="utf-8").partition(shell)
     assert "(quickstart.md#install)" in above
     assert ("the extra `gcs`" in above) == (page == "gcs.md")
     assert f"bucketpoint doctor {'gs' if page == 'gcs.md' else 's3'}://{BUCKET}/run" in shell
-    same = start("aws.md").replace("S3", "GCS").replace("s3://", "gs://") if page == "gcs.md" else start("aws.md")
+    same = start("s3.md").replace("S3", "GCS").replace("s3://", "gs://") if page == "gcs.md" else start("s3.md")
     assert start(page) == same
 
 
@@ -65,7 +65,7 @@ def test_the_start_for_s3_runs(minio: S3Server, monkeypatch: pytest.MonkeyPatch,
     bucket = minio.make_bucket()
     for name, value in {**minio.env, "AWS_REGION": region}.items():
         monkeypatch.setenv(name, value)
-    exec(start("aws.md").replace(f"s3://{BUCKET}", f"s3://{bucket}"), {})
+    exec(start("s3.md").replace(f"s3://{BUCKET}", f"s3://{bucket}"), {})
     assert COMMIT in minio.keys(bucket)
 
 
@@ -86,7 +86,7 @@ def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
     bucketpoint_minio_binary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its command and environment, given to a server that is no container."""
-    (text,) = blocks("minio.md", "yaml")
+    (text,) = blocks("s3-compatible.md", "yaml")
     services = yaml.safe_load(text)["services"]
     server, maker = services["minio"], services["bucket"]
     assert server["image"] == maker["image"]
@@ -96,7 +96,7 @@ def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
     assert server["ports"][0] == "127.0.0.1:9000:9000"
     assert server["volumes"] == [f"{next(iter(yaml.safe_load(text)['volumes']))}:/data"]
     environment = {name: defaulted(value) for name, value in server["environment"].items()}
-    settings = exported("minio.md")
+    settings = exported("s3-compatible.md")
     assert settings.pop("AWS_ENDPOINT_URL") == "http://127.0.0.1:9000"
     key, secret = environment["MINIO_ROOT_USER"], environment["MINIO_ROOT_PASSWORD"]
     assert settings == {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
@@ -114,7 +114,7 @@ def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
         running.client().create_bucket(Bucket=BUCKET)
         for name, value in {**settings, "AWS_ENDPOINT_URL": running.endpoint}.items():
             monkeypatch.setenv(name, value)
-        exec(start("minio.md"), {})
+        exec(start("s3.md"), {})
         assert COMMIT in running.keys(BUCKET)
 
 
@@ -122,7 +122,7 @@ def test_the_lifecycle_rule_for_s3_is_one_that_doctor_is_content_with(moto: S3Se
     bucket = moto.make_bucket()
     client = moto.client()
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-    (rules,) = blocks("aws.md", "json")
+    (rules,) = blocks("s3.md", "json")
     client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(rules))
     store = S3Store(bucket, S3Options.from_storage_options(moto.options))
     found = {one.check: one.status for one in bucket_findings(store, "run")}

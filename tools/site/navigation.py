@@ -14,7 +14,7 @@ _GROUP = re.compile(r"(?P<title>[^:\[\]]+): \[")
 def sections(index: str) -> dict[str, list[Any]]:
     """Return the pages of each section of the index, each page where it is first linked without an anchor.
 
-    An item that begins with a name and a colon before its links, as in `- Stores: [Amazon S3](aws.md), ...`, is a group
+    An item that begins with a name and a colon before its links, as in `- Stores: [Amazon S3](s3.md), ...`, is a group
     of that name.
     """
     # A page that one section explains and another one only points into belongs to the first.
