@@ -1,5 +1,5 @@
-"""Trains a small network under FSDP2 where jobs are stopped and started again: on Slurm (docs/slurm.md) and on
-Kubernetes (docs/kubernetes.md). It goes on from the newest checkpoint on any number of ranks, with gloo or NCCL.
+"""Trains a small network under FSDP2 where jobs are stopped and started again: on Slurm and on Kubernetes
+(docs/jobs.md). It goes on from the newest checkpoint on any number of ranks, with gloo or NCCL.
 
     torchrun --nproc-per-node 4 examples/slurm/train.py examples/slurm/policy.yaml --steps 1000
 """
