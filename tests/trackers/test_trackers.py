@@ -20,7 +20,7 @@ from kit.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
-PAGE = Path(__file__).parents[2] / "docs" / "tracking.md"
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 STEP = 7
 
