@@ -10,6 +10,7 @@
     python bench/run.py --only stores       other stores, and any filesystem, beside others over the same library
     python bench/run.py --only start-up     CPU time of commands before their first request
     python bench/run.py --only unchanged    what copies of unchanged bytes save, and what looking for them costs
+    python bench/run.py --report            all thresholds, and the report, from the raw figures that are there
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
@@ -246,6 +247,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", type=names, default=names(ALL_OPS), help=f"of {ALL_OPS}")
     parser.add_argument("--contenders", type=names, default=list(CONTENDERS), help=", ".join(CONTENDERS))
     parser.add_argument("--passes", type=names, default=names("loopback,count,wire"), help="loopback,count,wire")
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing: write the report of the raw figures anew"
+    )
     parser.add_argument("--out", type=Path, help="the report (default docs/benchmark.md; .cache/ with --quick)")
     options = parser.parse_args(arguments)
     unknown = set(options.contenders) - set(CONTENDERS)
@@ -266,9 +270,10 @@ def main() -> None:
     # Leave no server, proxy or gigabytes in memory behind when a time limit ends the run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     began = time.monotonic()
-    result = run(options)
-    report.write(report.merged(result, options.out), options.out)
-    print(report.thresholds_text(result))
+    result = {} if options.report else run(options)
+    whole = report.merged(result, options.out)
+    report.write(whole, options.out)
+    print(report.thresholds_text(result or whole))
     print(f"written: {options.out} ({time.monotonic() - began:.0f} s)")
 
 

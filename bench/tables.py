@@ -1,19 +1,16 @@
-"""Markdown tables, and how a spread and a verdict are written. No figures are made here."""
+"""Markdown tables, and how a spread is written. No figures are made here."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from bench.figures import Spread
-from bench.thresholds import Verdict
 
 
-def verdict_table(rows: Iterable[Verdict]) -> str:
-    marks = {True: "yes", False: "**no**", None: "-"}
-    return table(
-        ["", "demanded", "measured", "holds"],
-        ([row.what, row.demanded, row.measured, marks[row.holds]] for row in rows),
-    )
+def wrapped(section: str) -> str:
+    """The section with its lines filled, if it is a paragraph."""
+    return section if section.startswith(("|", "#", "!")) else textwrap.fill(section, 120, break_on_hyphens=False)
 
 
 def shown(spread: Spread | None, shape: str, *, brief: bool = False) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Metric, Results
-from bench.tables import shown, table, verdict_table
+from bench.tables import shown, table
 from bench.thresholds import Verdict, bounded
 
 OURS = "bucketpoint"
@@ -68,34 +68,20 @@ def sections(retention: dict[str, Any]) -> Iterator[str]:
     if retention["quick"]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
-        f"`make bench`, or `bench/run.py --only retention`; {retention['seconds']} s on "
-        f"{retention['machine']['cores']} cores.\n"
-        f"A prune deletes {retention['pruned']} checkpoints of {retention['objects']} objects each from MinIO, on a\n"
-        "thread of the process that trains. Steps are 200 small operations, some Python and a matrix product; they\n"
-        "have one core fewer than there are, as the server runs here too. They are measured in windows of\n"
-        f"{retention['window_s']:.0f} s: without a prune, again without, and beside one, in turns, while the prune\n"
-        "stands still where none is wanted. Each ratio is of windows that follow each other; that of the two without\n"
-        "a prune is the machine's noise.\n"
-        "Medians; `[smallest, largest]`."
+        f"`--only retention`, {retention['seconds']} s. A prune deletes {retention['pruned']} checkpoints of "
+        f"{retention['objects']} objects each on a thread of the process that trains. Steps are 200 small "
+        f"operations, some Python and a matrix product, in windows of {retention['window_s']:.0f} s without and "
+        "beside a prune, in turns. The ratio of two windows without is the noise."
     )
-    yield verdict_table(verdicts(retention))
     plans = [results.spread(OURS, "engine", "memory", lambda one, n=name: float(one[n])) for name in _PLAN]  # type: ignore[misc]
+    if all(plans):
+        took = [f"{shown(spread, '{:.2f}', brief=True)} s" for spread in plans]
+        yield f"A plan of 100,000 checkpoints takes {took[0]}, and the reasons of every deletion {took[1]} of CPU."
     yield table(
-        ["100,000 checkpoints", "s"],
-        [[title, shown(spread, "{:.2f}")] for title, spread in zip(_PLAN.values(), plans, strict=True)],
-    )
-    yield table(
-        ["training", "the pruner as it is", "one that takes no rests"],
+        ["", "the pruner as it is", "one without rests"],
         [
             [name, *(shown(results.spread(OURS, op, "minio", metric), "{:.3f}") for op in _KINDS)]
             for name, metric in _STEPS.items()
-        ],
-    )
-    yield table(
-        ["the prune", "as it is", "without rests"],
-        [
-            [name, *(shown(results.spread(OURS, f"{op} in all", "minio", metric), "{:.1f}") for op in _KINDS)]
-            for name, metric in _WHOLE.items()
         ],
     )
     yield table(["", "requests", "in all"], _request_rows(results))
@@ -104,34 +90,22 @@ def sections(retention: dict[str, Any]) -> Iterator[str]:
         yield table(["failed", "error"], errors)
 
 
-_PLAN = {
-    "wall_s": "plan and verdict, wall",
-    "cpu_s": "the same, CPU",
-    "words_cpu_s": "and the words of every deletion, CPU",
-}
+_PLAN = ("wall_s", "words_cpu_s")
 
 _KINDS = ("beside", "restless")
 
 _STEPS: dict[str, Metric] = {
-    "step without a prune, mean, s": lambda found: float(found["idle"]["mean_s"]),
-    "beside a prune over without, mean": over_idle("pruning", "mean_s"),
-    "without over without, mean": over_idle("control", "mean_s"),
-    "beside a prune over without, median": over_idle("pruning", "median_s"),
-    "without over without, median": over_idle("control", "median_s"),
+    "mean step beside a prune over without": over_idle("pruning", "mean_s"),
+    "without over without": over_idle("control", "mean_s"),
     "the pruner's CPU, cores": lambda found: float(found["pruning"]["others_cpu"] - found["idle"]["others_cpu"]),
-}
-
-_WHOLE: dict[str, Metric] = {
-    "the call that asks for it, ms": lambda found: 1e3 * float(found["asked_s"]),
-    "time that it had beside training, s": lambda found: float(found["beside_s"]),
-    "what was left of it once it was waited for, s": lambda found: float(found["hurried_s"]),
 }
 
 
 def _request_rows(results: Results) -> Iterator[list[str]]:
     titles = {"latest": "the newest checkpoint, found", "plan": "rows for a plan"}
     for op in ("latest", "plan", "prune"):
-        for found in results.of(OURS, op, "count"):
+        # The first prune that deletes one also tries out what the server's deletions can do.
+        for found in {one["round"]: one for one in results.of(OURS, op, "count")}.values():
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["requests"].items()))
             title = titles.get(op, f"a prune that deletes {found['round']}")
             yield [title, kinds, str(sum(found["requests"].values()))]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.figures import Measurement, Metric, Results, Spread
-from bench.tables import shown, table, verdict_table
+from bench.tables import shown, table
 from bench.thresholds import Verdict, bounded
 
 OURS = "bucketpoint"
@@ -196,40 +196,26 @@ def sections(staging: dict[str, Any]) -> Iterator[str]:
     yield "## Staging: what an asynchronous save costs training"
     if staging["quick"]:
         yield "**A quick run: too few rounds to decide anything.**"
-    machine = staging["machine"]
-    yield (
-        f"`make bench`, or `bench/run.py --only staging`; {staging['seconds']} s on {machine['cores']} cores,\n"
-        f"torch {machine['versions']['torch']}. Ratios are of neighbours in one round of one process, in an order\n"
-        "that shifts each round; every upload has ended before the next turn. Medians; `[smallest, largest]`."
-    )
-    yield verdict_table(verdicts(staging))
     yield "### Blocked time of `async_save`"
     yield (
-        "1 GB on the CPU, after the first save. bucketpoint and the reused stager upload into a store within the\n"
-        "process that throws bytes away; the other writers stage as they do and upload nothing. `memcpy` copies one\n"
-        "stretch of the same size into memory that has been written before."
+        f"`--only staging`, {staging['seconds']} s in all. 1 GB on the CPU, after the first save. bucketpoint and "
+        "the reused stager upload into a store within the process; the other writers upload nothing. `memcpy` "
+        "copies one stretch of the same size into memory that has been written before."
     )
     yield table(["", "2,000 tensors, ms", "x memcpy", "32 tensors, ms", "x memcpy"], _blocked_rows(results))
-    yield "With asynchronous staging the caller goes on at once; and the first save of a process, each in a fork:"
+    yield "With asynchronous staging the caller goes on at once. The first save of a process, each in a fork:"
     yield table(["", "blocked, ms", "x memcpy", "copied after, ms"], _other_rows(results))
     yield "### A training step beside an upload"
     yield (
-        "A step of 1 ms is 60 small operations and a small matrix product, as an eager step on a GPU looks to its\n"
-        "host; one of 30 ms is 200 small operations, some plain Python and a 1024 x 1024 matrix product on all cores.\n"
-        "Steps during an upload, over steps just before and after; *lost* is the time in `async_save` and what all\n"
-        "steps took longer, in seconds for each GB. At a capped rate the upload goes to a TLS endpoint that\n"
-        f"throws bytes away ({_sink_cpu(results)}); at full speed to MinIO over TLS, on the same cores. The lock is\n"
-        "the interpreter's, looked at about 1,000 times a second from another process during uploads with nothing\n"
-        "beside them: how often any thread but the waiting main one held it, planning and commit included."
+        "A step of 1 ms is 60 small operations and a small matrix product; one of 30 ms is 200 small operations, "
+        "some Python and a 1024 x 1024 matrix product on all cores. *Mean* is the mean step during an upload over "
+        "those just before and after; *lost* is the time in `async_save` and what all steps took longer, in s a GB. "
+        "At full speed the upload goes to MinIO over TLS on the same cores, and at a capped rate to an endpoint "
+        "that throws bytes away. The last column has the seconds a GB in which another thread than the waiting main "
+        "one held the interpreter's lock, during an upload with nothing beside it."
     )
-    heads = ["", "", "mean", "median", "95th percentile", "lost, s a GB"]
-    yield table(heads, _step_rows(results))
-    yield (
-        "The lock, and what one process could move if it were the only limit. A load has no training beside it: its\n"
-        "main thread counts."
-    )
-    heads = ["", "upload, s", "saved: lock held, s a GB", "at most, GB/s", "loaded: lock held, s a GB", "at most, GB/s"]
-    yield table(heads, _lock_rows(results))
+    heads = [f"{what}, {title}" for title in STEPS.values() for what in ("mean", "lost")]
+    yield table(["", *heads, "lock held"], _step_rows(results, staging["cap_bytes_per_s"]))
     errors = [[found["contender"], found["op"], str(found["error"])] for found in results.errors()]
     if errors:
         yield table(["failed", "", "error"], errors)
@@ -239,8 +225,9 @@ def _blocked_rows(results: Results) -> Iterator[list[str]]:
     for name, title in TITLES.items():
         cells = []
         for where in (MANY, FEW):
-            cells.append(shown(_scaled(results.spread(name, "blocked", where, seconds), 1e3), "{:.0f}"))
-            cells.append(shown(results.ratio(name, "memcpy", "blocked", where, seconds), "{:.2f}"))
+            taken = _scaled(results.spread(name, "blocked", where, seconds), 1e3)
+            ratio = results.ratio(name, "memcpy", "blocked", where, seconds)
+            cells += [shown(taken, "{:.0f}", brief=True), "" if name == "memcpy" else shown(ratio, "{:.2f}")]
         if any(cells):
             yield [title, *cells]
 
@@ -259,40 +246,19 @@ def _other_rows(results: Results) -> Iterator[list[str]]:
             yield [f"first save, {title}", shown(taken, "{:.0f}"), shown(_first(results, name), "{:.2f}"), ""]
 
 
-def _step_rows(results: Results) -> Iterator[list[str]]:
-    for op, speed in (("capped", "capped"), ("full", "full speed")):
-        for where, title in STEPS.items():
-            for name in TITLES:
-                metrics = (mean_ratio, median_ratio, p95_over_median)
-                spreads = [results.spread(name, op, where, metric) for metric in metrics]
-                if not any(spreads):
-                    continue
-                cells = [shown(spread, "{:.2f} x") for spread in spreads]
-                cells.append(shown(results.spread(name, op, where, lost), "{:.2f}"))
-                yield [TITLES[name], f"{speed}, {title}", *cells]
-
-
-def _lock_rows(results: Results) -> Iterator[list[str]]:
-    for name, title in TITLES.items():
-        upload = results.spread(name, "lock", "minio", upload_s)
-        held = results.spread(name, "lock", "minio", lock_s)
-        loaded = results.spread(name, "lock-load", "minio", lock_of_load_s)
-        if upload and held:
-            cells = [shown(upload, "{:.2f}")]
-            for spread in (held, loaded):
-                most = f"{1 / spread.middle:.1f}" if spread and spread.middle else ""
-                cells += [shown(spread, "{:.3f}"), most]
-            yield [title, *cells]
+def _step_rows(results: Results, cap_bytes_per_s: float) -> Iterator[list[str]]:
+    for op, speed in (("capped", f", at {cap_bytes_per_s / 1e6:.0f} MB/s"), ("full", "")):
+        for name in TITLES:
+            spreads = [results.spread(name, op, where, metric) for where in STEPS for metric in (mean_ratio, lost)]
+            held = results.spread(name, "lock", "minio", lock_s) if op == "full" else None
+            if any(spreads):
+                cells = [shown(spread, "{:.2f}") for spread in spreads]
+                yield [f"{TITLES[name]}{speed}", *cells, shown(held, "{:.2f}", brief=True)]
 
 
 def _first(results: Results, name: str) -> Spread | None:
     over: Metric = lambda found: float(found["seconds"] / found["memcpy_s"])  # noqa: E731
     return results.spread(name, "first", MANY, over)
-
-
-def _sink_cpu(results: Results) -> str:
-    used = results.spread(OURS, "capped", "sink", lambda found: float(found["sink_cpu"]))
-    return f"which took {used.middle:.0%} of a core" if used else "not measured"
 
 
 def _scaled(spread: Spread | None, factor: float) -> Spread | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Results, wall
-from bench.tables import shown, table, verdict_table
+from bench.tables import shown, table
 from bench.thresholds import Verdict, bounded
 
 LIMITED, PLAIN = "limited", "plain"
@@ -35,12 +35,10 @@ def sections(stalls: dict[str, Any]) -> Iterator[str]:
     if stalls["quick"]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
-        f"`make bench`, or `bench/run.py --only stalls`; {stalls['seconds']} s on {stalls['machine']['cores']} cores.\n"
-        f"One process loads {stalls['ranges']} tensors of 768 KiB, a range each, over 16 connections, through a proxy\n"
-        "that adds 20 ms to each request and holds back two of them: the n-th request has the same fate in both loads\n"
-        "of a pair. Medians; `[smallest, largest]`."
+        f"`--only stalls`, {stalls['seconds']} s. One process loads {stalls['ranges']} tensors of 768 KiB, a range "
+        "each, over 16 connections, through a proxy that adds 20 ms to each request and holds back two of them: the "
+        "n-th request has the same fate in both loads of a pair."
     )
-    yield verdict_table(verdicts(stalls))
     rows = []
     for where, title in TITLES.items():
         walls = [shown(results.spread(name, "load", where, wall), "{:.2f}") for name in (PLAIN, LIMITED)]

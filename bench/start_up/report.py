@@ -1,4 +1,4 @@
-"""The report of the start-up part: its verdicts and its section."""
+"""Verdicts of the start-up part: CPU time of a fresh process until its first connection. It has no section."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Results, Spread
-from bench.tables import shown, table, verdict_table
 from bench.thresholds import Verdict, bounded
 
 COMMANDS = {
@@ -31,19 +30,3 @@ def verdicts(part: dict[str, Any]) -> Iterator[Verdict]:
     for name in COMMANDS:
         what = f"`bucketpoint {name}`, CPU before the first request"
         yield bounded(what, f"<= {MAX_CPU_S} s", _spread(results, name), MAX_CPU_S, "{:.2f} s")
-
-
-def sections(part: dict[str, Any]) -> Iterator[str]:
-    results = Results(part["measurements"])
-    yield "## The command line before its first request"
-    if part["quick"]:
-        yield "**A quick run: too few rounds to decide anything.**"
-    yield (
-        f"`make bench`, or `bench/run.py --only start-up`; {part['seconds']} s on {part['machine']['cores']} cores.\n"
-        "CPU time of a fresh process, Python included, until it opens its first connection. Modules are compiled\n"
-        "already, as after `pip install`. Medians; `[smallest, largest]`."
-    )
-    yield verdict_table(verdicts(part))
-    torch = {name: any(found["torch"] for found in results.of(name, "start", "fresh process")) for name in COMMANDS}
-    rows = [(name, shown(_spread(results, name), "{:.2f}"), "yes" if torch[name] else "no") for name in COMMANDS]
-    yield table(("command", "CPU seconds", "imports torch"), rows)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
-from bench.tables import shown, table, verdict_table
+from bench.tables import shown, table
 from bench.thresholds import Verdict, bounded
 
 MAX_MOVED = 1.1
-OP_TITLES = {"save": "save", "load": "load", "quarter0": "load of a dim-0 quarter"}
+OP_TITLES = {"save": "save", "load": "load", "quarter0": "dim-0 quarter"}
 MAX_OF_GCSFS = 0.7
 BUDGET_BYTES = 64 << 20
 PAIRS = {"s3fs": ("bucketpoint + s3fs", "torch + s3fs"), "gcs": ("bucketpoint + gcs", "torch + gcsfs")}
@@ -55,16 +55,12 @@ def sections(stores: dict[str, Any]) -> Iterator[str]:
     if stores["quick"]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
-        f"`make bench`, or `bench/run.py --only stores`; {stores['seconds']} s on {stores['machine']['cores']} cores.\n"
-        "252 MB of a transformer's state, to MinIO over TLS, with `BucketWriter(fs=...)` and `BucketReader(fs=...)`\n"
-        "on a filesystem of s3fs, and with torch's own writer and reader on the same library; to fake-gcs-server\n"
-        "without TLS, with `GCSWriter` and `GCSReader`, and with torch's on gcsfs. Bytes are counted by a proxy\n"
-        "before MinIO. Medians; `[smallest, largest]`."
+        f"`--only stores`, {stores['seconds']} s. 252 MB of a transformer's state, to MinIO over TLS, with "
+        "`BucketWriter(fs=...)` and `BucketReader(fs=...)` on a filesystem of s3fs, and with torch's own writer and "
+        "reader on the same library; to fake-gcs-server without TLS, with `GCSWriter` and `GCSReader`, and with "
+        "torch's on gcsfs."
     )
-    yield verdict_table(verdicts(stores))
-    yield table(
-        ["", "", "wall, s", "CPU s per GB", "memory, MB", "requests", "bytes moved per byte needed"], _rows(results)
-    )
+    yield table(["", "", "wall, s", "CPU s per GB", "memory, MB", "bytes moved per byte needed"], _rows(results))
     errors = [[found["contender"], found["op"], str(found["error"])] for found in results.errors()]
     if errors:
         yield table(["failed", "", "error"], errors)
@@ -73,7 +69,7 @@ def sections(stores: dict[str, Any]) -> Iterator[str]:
 def _rows(results: Results) -> Iterator[list[str]]:
     for op, title in OP_TITLES.items():
         for name in [name for pair in PAIRS.values() for name in pair]:
-            counted, moved = results.counted(name, op), results.moved_per_needed(name, op)
+            moved = results.moved_per_needed(name, op)
             where = "loopback" if results.of(name, op, "loopback") else "count"
             spreads = [results.spread(name, op, where, metric) for metric in (wall, cpu_per_gb, peak_mb)]
             if not any(spreads):
@@ -81,7 +77,9 @@ def _rows(results: Results) -> Iterator[list[str]]:
             yield [
                 title,
                 name,
-                *(shown(spread, shape) for spread, shape in zip(spreads, ("{:.2f}", "{:.2f}", "{:+.0f}"), strict=True)),
-                str(sum(counted["requests"]["kinds"].values())) if counted else "",
-                "" if moved is None else f"{moved:.3f}",
+                *(
+                    shown(spread, shape, brief=True)
+                    for spread, shape in zip(spreads, ("{:.2f}", "{:.2f}", "{:+.0f}"), strict=True)
+                ),
+                "" if moved is None else f"{moved:.2f}",
             ]

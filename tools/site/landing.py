@@ -34,7 +34,7 @@ def page(readme: str, index: str) -> str:
         _section(readme, "In ten lines"),
         _until_table(_section(readme, "Benchmark")),
         _FIGURE,
-        "The [benchmark](docs/benchmark.md) has all figures with their intervals, and says how to repeat them.",
+        "The [benchmark](docs/benchmark.md) has the figures, their intervals, and how to repeat them.",
         "## Documents",
         '<div class="kinds" markdown>',
         *(f"<div markdown>\n\n{part}\n\n</div>" for part in _parts(index)),
