@@ -107,10 +107,10 @@ _tried: dict[str, S3Service] = {}
 def _deletions_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of what a service's deletions may take lasts three seconds, and each test has a bucket of its own."""
 
-    def tried(store: s3_store.S3Store, prefix: str) -> S3Service:
+    def tried(store: s3_store.S3Store, prefix: str, service: S3Service) -> S3Service:
         endpoint = store.identity.removesuffix(store.bucket)
         if endpoint not in _tried:
-            _tried[endpoint] = s3_deletes.tried(store, prefix)
+            _tried[endpoint] = s3_deletes.tried(store, prefix, service)
         return _tried[endpoint]
 
     monkeypatch.setattr(s3_store, "tried", tried)

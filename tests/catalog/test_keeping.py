@@ -23,8 +23,9 @@ from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion import prune_worker as pruning
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
 from bucketpoint.catalog.deletion.sweep import sweep
+from bucketpoint.catalog.reconcile import read_record
 from bucketpoint.catalog.run import open_run, parent_and_name
-from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError
 from bucketpoint.format import catalog_keys
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy

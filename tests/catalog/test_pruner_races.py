@@ -17,7 +17,8 @@ from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
 from bucketpoint.catalog.deletion.pruner import Order
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
-from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.tombstones import BEGUN, GoneError, state_of, undo
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import INDEX_GROUP

@@ -20,8 +20,8 @@ from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.reconcile import adopt
-from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.reconcile import adopt, read_record
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import THIN
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp import session

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, SavePlanner, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import catalog_keys
 from dcp.ranks import Ranks
 from services import Service

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_notes, read_steps
-from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.reconcile import read_record
 from bucketpoint.catalog.snapshot import (
     BY_STEP,
     Attempt,

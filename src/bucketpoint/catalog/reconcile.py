@@ -8,13 +8,19 @@ from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.snapshot import FUTURE_S, Checkpoint, Snapshot
-from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.errors import (
+    CheckpointDeletedError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+    UnsafeDataError,
+)
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import CommitKey
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
-from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.stores import ObjectInfo
 
 
@@ -115,6 +121,22 @@ def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord)
     # The key encodes the whole commit: an object that exists under it already says the same.
     catalog.create(key, replace(record, step=step).to_json())
     return key
+
+
+def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
+    """Read a record, which holds more than its key. None if it is gone.
+
+    Raises:
+        MetadataError: the object is not a commit record.
+    """
+    url = f"{catalog.store.url}/{key}"
+    try:
+        data, _ = catalog.store.get(key, max_bytes=MAX_RECORD_BYTES)
+    except ObjectNotFoundError:
+        return None
+    except CorruptDataError as error:
+        raise MetadataError(f"The commit record is malformed: {error.message}", url=url) from None
+    return CommitRecord.from_json(data, url=url)
 
 
 def metadata_record(catalog: Catalog, folder: str, *, new: bool = False) -> CommitRecord | None:

@@ -12,10 +12,10 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.notes import process_name, report
 from bucketpoint.catalog.reconcile import write_record
 from bucketpoint.catalog.run_owner import ensure
-from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
+from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import AttemptKey, UploadKey
-from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention.row import FULL, KINDS
 
 if TYPE_CHECKING:
@@ -117,22 +117,6 @@ class SaveLog:
 
     def _attempt(self, folder: str, step: int, token: str) -> str:
         return self.catalog.own_key(catalog_keys.STEPS, AttemptKey(step, token, folder).name())
-
-
-def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
-    """Read a record, which holds more than its key. None if it is gone.
-
-    Raises:
-        MetadataError: the object is not a commit record.
-    """
-    url = f"{catalog.store.url}/{key}"
-    try:
-        data, _ = catalog.store.get(key, max_bytes=MAX_RECORD_BYTES)
-    except ObjectNotFoundError:
-        return None
-    except CorruptDataError as error:
-        raise MetadataError(f"The commit record is malformed: {error.message}", url=url) from None
-    return CommitRecord.from_json(data, url=url)
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

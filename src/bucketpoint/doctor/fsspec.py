@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from bucketpoint.doctor.report import Finding
 from bucketpoint.errors import StoreError
-from bucketpoint.stores import FsspecStore, LocalStore
+from bucketpoint.stores import FsspecStore, LocalStore, proven
 
 _LOCKED = (
     "a checkpoint is replaced and deleted under the lock of its file: safe on one machine, and between machines unless "
@@ -39,7 +39,7 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
     reads = "many ranges in one call" if store.capabilities.many_ranges else "one call for each range, on threads"
     yield Finding("filesystem", "ok", f"{kind.__name__} of {name}{version}: {reads}")
     try:
-        able = store.prove(prefix)
+        able = proven(store, prefix)
     except StoreError as error:
         yield Finding("conditional commit", "fail", f"it could not be tried out: {error.message}", error.remedy)
         return

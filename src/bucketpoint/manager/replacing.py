@@ -10,7 +10,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import HOLDS, Discard, rolled_back
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.notes import process_name
-from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.reconcile import read_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 

@@ -15,7 +15,8 @@ from bucketpoint.stores.base import (
     RangeReply,
     Store,
 )
-from bucketpoint.stores.fsspec.store import FsspecStore, proven
+from bucketpoint.stores.fsspec.conditions import proven
+from bucketpoint.stores.fsspec.store import FsspecStore
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.gcs.store import GCSStore
 from bucketpoint.stores.local import LocalStore, this_url

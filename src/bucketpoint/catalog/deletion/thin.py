@@ -6,8 +6,7 @@ import dataclasses
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.reconcile import write_record
-from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.reconcile import read_record, write_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import withdraw
 from bucketpoint.errors import (

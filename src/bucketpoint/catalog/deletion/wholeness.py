@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
-from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.reconcile import read_record
 from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import keys

@@ -161,7 +161,7 @@ def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> It
 
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
     """Return how long saves took, by the URL of their checkpoint, as far as their records say it."""
-    from bucketpoint.catalog.save_log import read_record
+    from bucketpoint.catalog.reconcile import read_record
     from bucketpoint.cli.html.page import MOST_ROWS
     from bucketpoint.transfer import TransferOptions
     from bucketpoint.transfer.pieces import for_each

@@ -17,6 +17,7 @@ from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
+from bucketpoint.format.pickles.opcodes import run
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
 from bucketpoint.format.record import CommitRecord
 
@@ -200,7 +201,7 @@ def refuse_marker(data: bytes, url: str | None) -> None:
 def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None, most: int) -> Any:
     machine, reason, metadata = Machine(data, vocabulary, most=most), None, None
     try:
-        metadata = machine.run()
+        metadata = run(machine)
     except OverspentError:
         reason = "it takes more work or memory than a pickle of its length may take"
     except MalformedPickleError as error:

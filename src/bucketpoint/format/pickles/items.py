@@ -12,6 +12,7 @@ import torch
 
 from bucketpoint.format.pickles import archive, plain, tensors
 from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.opcodes import run
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError, Registered, Vocabulary
 
 _MAGIC_BEFORE_TORCH_1_6 = 0x1950A86A20F9469CFC6C
@@ -155,7 +156,7 @@ def interpret(
     persistent = storage and functools.partial(tensors.storage, find=storage)
     machine = Machine(data, vocabulary(distributed=distributed), position=position, paid=paid, persistent=persistent)
     try:
-        value = machine.run()
+        value = run(machine)
     except OverspentError:
         raise RefusedError([*machine.refused, "<more work or memory than a pickle of its length may take>"]) from None
     except MalformedPickleError as error:

@@ -1,4 +1,4 @@
-"""An interpreter of pickle opcodes that builds values of a closed set.
+"""State of an interpreter of pickle opcodes that builds values of a closed set: `opcodes.run` runs it.
 
 A `Vocabulary` defines the names, and makes or changes the objects that the pickle asks for; nothing is imported or
 called because a pickle names it. Every opcode takes at least one byte and makes at most 16 bytes for each; what an
@@ -9,12 +9,10 @@ allowance of work. So time and memory stay below a multiple of the pickle's leng
 from __future__ import annotations
 
 import _compat_pickle
-import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from bucketpoint.format.pickles.opcodes import DICT_BYTES, STEPS, TUPLE_BYTES
 from bucketpoint.format.pickles.vocabulary import (
     REFUSED,
     Deferred,
@@ -35,7 +33,6 @@ _NAMED = 300
 _HASHED_BYTES, _LISTED_BYTES = 16, 8
 _FREE, _MULTIPLE = 1 << 20, 10
 _FREE_MEMORY, _MEMORY_MULTIPLE, _UNCOUNTED_MULTIPLE = 16 << 20, 48, 16
-_SLICE = range(4096)
 _INSTANCE_BYTES, _PAIR_BYTES, _MEMO_BYTES, _STACK_BYTES, _MARK_BYTES = 160, 40, 100, 8, 40
 
 MOST_BYTES = 16 << 30
@@ -79,106 +76,15 @@ class Machine:
         nbytes = len(data) if paid is None else paid
         self._left = _FREE + _MULTIPLE * nbytes
         self._memory = min(_FREE_MEMORY + _MEMORY_MULTIPLE * nbytes, most - _UNCOUNTED_MULTIPLE * nbytes)
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
         self._hashes: dict[int, tuple[Any, Counter[int]]] = {}
 
-    def run(self) -> Any:
-        """Run the pickle and return the value of it.
-
-        Raises:
-            MalformedPickleError: the data is not a pickle, or it breaks off.
-            OverspentError: the pickle asks for more work or memory than it may take.
-        """
-        try:
-            while not self._ran_slice():
-                # These three grow with every opcode, so they are weighed at times and not at each one.
-                held = _MEMO_BYTES * len(self._memo) + _STACK_BYTES * len(self._stack) + _MARK_BYTES * len(self._marks)
-                if held > self._memory:
-                    raise OverspentError
-            return self._stack.pop()
-        except (IndexError, struct.error):
-            raise MalformedPickleError("the pickle ends early, or takes more from its stack than there is") from None
-        except UnicodeDecodeError:
-            raise MalformedPickleError("a text in the pickle is not valid UTF-8") from None
-
-    def _ran_slice(self) -> bool:
-        """Run some thousand opcodes. Return True if the last one was STOP, which leaves the value on the stack."""
-        # The frequent opcodes are inlined in one loop: metadata of 100,000 items has six million opcodes.
-        data, stack, marks, memo, steps = self.data, self._stack, self._marks, self._memo, STEPS
-        push, pop = stack.append, stack.pop
-        u32 = struct.Struct("<I").unpack_from
-        position = self.position
-        for _ in _SLICE:
-            code = data[position]
-            position += 1
-            if code == 0x6A:  # LONG_BINGET
-                (i,) = u32(data, position)
-                position += 4
-                push(memo[i] if i in memo else self.recall(i))
-            elif code == 0x94:  # MEMOIZE
-                value = stack[-1]
-                if type(value) is Shell:
-                    value.places.append(len(memo))
-                memo[len(memo)] = value
-            elif code == 0x68:  # BINGET
-                i = data[position]
-                position += 1
-                push(memo[i] if i in memo else self.recall(i))
-            elif code == 0x4B:  # BININT1
-                push(data[position])
-                position += 1
-            elif code == 0x28:  # MARK
-                marks.append(len(stack))
-            elif code == 0x29:  # EMPTY_TUPLE
-                push(())
-            elif code == 0x81:  # NEWOBJ
-                arguments = pop()
-                stack[-1] = self.call(stack[-1], arguments, new=True)
-            elif code == 0x62:  # BUILD
-                state = pop()
-                stack[-1] = self.change(stack[-1], state)
-            elif code == 0x75:  # SETITEMS
-                at = self.pop_mark()
-                items = stack[at:]
-                del stack[at:]
-                self.set_items(stack[-1], items)
-            elif code == 0x7D:  # EMPTY_DICT
-                self.hold(DICT_BYTES)
-                push({})
-            elif code == 0x85:  # TUPLE1
-                self.hold(TUPLE_BYTES)
-                stack[-1] = (stack[-1],)
-            elif code == 0x86:  # TUPLE2
-                self.hold(TUPLE_BYTES)
-                value = pop()
-                stack[-1] = (stack[-1], value)
-            elif code == 0x52:  # REDUCE
-                arguments = pop()
-                stack[-1] = self.call(stack[-1], arguments)
-            elif code == 0x4D:  # BININT2
-                push(data[position] | data[position + 1] << 8)
-                position += 2
-            elif code == 0x4A:  # BININT
-                push(int.from_bytes(data[position : position + 4], "little", signed=True))
-                position += 4
-            elif code == 0x8C:  # SHORT_BINUNICODE
-                stop = position + 1 + data[position]
-                push(str(data[position + 1 : stop], "utf-8", "surrogatepass"))
-                position = stop
-            elif code == 0x2E:  # STOP
-                self.position = position
-                return True
-            else:
-                step = steps.get(code)
-                if step is None:
-                    raise MalformedPickleError(f"byte {position - 1} is not an opcode: 0x{code:02x}")
-                self.position = position
-                step(self)
-                position = self.position
-        self.position = position
-        return False
+    def weigh(self) -> None:
+        """Raise OverspentError if stack, marks and memo, which grow with every opcode, take more than they may."""
+        if _MEMO_BYTES * len(self.memo) + _STACK_BYTES * len(self.stack) + _MARK_BYTES * len(self.marks) > self._memory:
+            raise OverspentError
 
     # -- what calls and changes may use -------------------------------------------------------------------------------
 
@@ -286,50 +192,50 @@ class Machine:
         return taken
 
     def push(self, value: Any) -> None:
-        self._stack.append(value)
+        self.stack.append(value)
 
     def popped(self, count: int) -> list[Any]:
-        return [self._stack.pop() for _ in range(count)][::-1]
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     def top(self) -> Any:
-        return self._stack[-1]
+        return self.stack[-1]
 
     def discard(self) -> None:
-        if self._marks and self._marks[-1] == len(self._stack):
-            self._marks.pop()
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
         else:
-            self._stack.pop()
+            self.stack.pop()
 
     def pop_mark(self) -> int:
-        if not self._marks:
+        if not self.marks:
             raise MalformedPickleError("an opcode needs a mark, and the stack has none")
-        return self._marks.pop()
+        return self.marks.pop()
 
     def make(self, value: Any, nbytes: int) -> None:
         """Push a new container, which takes `nbytes` beside what is in it."""
         self.hold(nbytes)
-        self._stack.append(value)
+        self.stack.append(value)
 
     def to_mark(self) -> list[Any]:
         at = self.pop_mark()
-        items = self._stack[at:]
-        del self._stack[at:]
+        items = self.stack[at:]
+        del self.stack[at:]
         return items
 
     def memoize(self, place: int) -> None:
-        value = self._stack[-1]
+        value = self.stack[-1]
         if place > len(self.data):
             # The C unpickler keeps its memo in an array of that length, so such a number could exhaust memory.
             self.refuse(f"<memo number {place}>")
             raise MalformedPickleError(f"the memo number {place} is larger than the pickle")
         if type(value) is Shell:
             value.places.append(place)
-        self._memo[place] = value
+        self.memo[place] = value
 
     def recall(self, place: int) -> Any:
-        if place not in self._memo:
+        if place not in self.memo:
             raise MalformedPickleError("the pickle refers to an object that it has not numbered")
-        return self._memo[place]
+        return self.memo[place]
 
     def find(self, module: str, name: str) -> Any:
         self.named = True
@@ -366,7 +272,7 @@ class Machine:
             if kind is Shell:
                 self.pay(len(target.places))
                 for place in target.places:
-                    self._memo[place] = changed
+                    self.memo[place] = changed
             return changed
         if kind is Deferred:
             target.change = (state,)
@@ -387,7 +293,7 @@ class Machine:
             self._refuse_change(target)
 
     def append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is list or type(target) is deque:
             target.extend(items)
         elif type(target) is Deferred:
@@ -396,7 +302,7 @@ class Machine:
             self._refuse_change(target)
 
     def add(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is set:
             self.fill(target, items)
         else:

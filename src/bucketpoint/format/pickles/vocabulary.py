@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bucketpoint.format.pickles.machine import Machine
+from typing import Any
 
 
 class MalformedPickleError(ValueError):
@@ -72,7 +69,7 @@ class Deferred:
 Make = Callable[..., Any]
 """Checks the arguments of a call, given as `(machine, *arguments)`, and returns the object that the call makes."""
 
-Change = Callable[["Machine", Any, Any], Any]
+Change = Callable[..., Any]
 """Checks a state, given as `(machine, target, state)`. Returns the target, or the object that replaces it."""
 
 Parts = Callable[[Any], Any]

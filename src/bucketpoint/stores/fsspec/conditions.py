@@ -9,78 +9,47 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fsspec.spec import AbstractFileSystem
-
-from bucketpoint.errors import (
-    PreconditionFailedError,
-    StoreError,
-)
+from bucketpoint.errors import PreconditionFailedError, StoreError
 from bucketpoint.forks import ProcessLock
+from bucketpoint.stores.base import Capabilities, Store
+from bucketpoint.stores.fsspec.drivers import Probed, known, remember
+from bucketpoint.stores.fsspec.store import FsspecStore
 from bucketpoint.stores.trials import UNDECIDED, scratch_key
-
-if TYPE_CHECKING:
-    from bucketpoint.stores.fsspec.store import FsspecStore
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Probed:
-    """Result of a trial.
-
-    Attributes:
-        creates: a second exclusive create of one object was refused, and the first object stayed.
-        replaces: a replacement of an object that is not there any more was refused.
-        checks: a body with a wrong CRC32C was refused.
-        why: the reasons for failed trials, for messages; empty if there are none.
-    """
-
-    creates: bool
-    replaces: bool
-    checks: bool
-    why: str = ""
-
-
 _lock = ProcessLock()
-# Results of the trials of this process by bucket, each kept as long as its filesystem object lives.
-_results: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
 
 
-def known(store: FsspecStore) -> Probed | None:
-    """Return the result of an earlier `probe` of this store's filesystem and bucket, or None."""
-    return _results.get(store.fs, {}).get(_bucket(store))
+def proven(store: Store, prefix: str) -> Capabilities:
+    """Return the capabilities of a store, for callers that rely on conditions, after a trial if only a trial tells.
 
-
-def probe(store: FsspecStore, prefix: str) -> Probed:
-    """Try the conditions and checksums of this store's filesystem on a scratch object below `prefix`, then delete it.
-
-    Takes at most six small requests the first time; none if the library of the filesystem has no conditions to try.
-    Logs a warning, once, if commits to this store will have no conditional writes.
+    The trial is made on a scratch object below `prefix`, which is deleted then: once per process and bucket, with at
+    most six small requests. Logs a warning, once, if commits to this store will have no conditional writes.
 
     Raises:
         BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError: the trial was
             undecided.
     """
-    with _lock:
-        probed = known(store)
-        if probed is None:
-            probed = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
-            # Filesystems of the same settings are equal. The entry must not end with an older one of them.
-            by_bucket = _results.pop(store.fs, {})
-            _results[store.fs] = {**by_bucket, _bucket(store): probed}
-            if not (probed.creates or store.driver.private):
-                logger.warning(
-                    "%s has no conditional writes%s: a commit reads .metadata before and after it writes it. This is "
-                    "safe against crashes, but not against two jobs that save to the same URL at the same time",
-                    store.url,
-                    f" ({probed.why})" if probed.why else "",
-                )
-    return probed
+    if isinstance(store, FsspecStore):
+        with _lock:
+            if known(store.fs, store.root) is None:
+                _probe(store, prefix)
+    return store.capabilities
+
+
+def _probe(store: FsspecStore, prefix: str) -> None:
+    probed = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
+    remember(store.fs, store.root, probed)
+    if not (probed.creates or store.driver.private):
+        logger.warning(
+            "%s has no conditional writes%s: a commit reads .metadata before and after it writes it. This is "
+            "safe against crashes, but not against two jobs that save to the same URL at the same time",
+            store.url,
+            f" ({probed.why})" if probed.why else "",
+        )
 
 
 def _tried(store: FsspecStore, prefix: str) -> Probed:
@@ -145,7 +114,3 @@ def _checks(store: FsspecStore, key: str) -> bool:
     except StoreError:
         return True
     return False
-
-
-def _bucket(store: FsspecStore) -> str:
-    return store.root.lstrip("/").partition("/")[0]

@@ -10,7 +10,9 @@ import asyncio
 import base64
 import contextlib
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +32,43 @@ _MEMORY_TRIES = 8
 
 # Folders are created only for these schemes: on an object store makedirs would create the bucket.
 _WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Result of a trial.
+
+    Attributes:
+        creates: a second exclusive create of one object was refused, and the first object stayed.
+        replaces: a replacement of an object that is not there any more was refused.
+        checks: a body with a wrong CRC32C was refused.
+        why: the reasons for failed trials, for messages; empty if there are none.
+    """
+
+    creates: bool
+    replaces: bool
+    checks: bool
+    why: str = ""
+
+
+# By filesystem, and then by bucket: results last as long as the filesystem object.
+_probed: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
+
+
+def known(fs: AbstractFileSystem, root: str) -> Probed | None:
+    """Return the result of an earlier trial of a filesystem's bucket, or None."""
+    return _probed.get(fs, {}).get(_bucket(root))
+
+
+def remember(fs: AbstractFileSystem, root: str, probed: Probed) -> None:
+    """Keep the result of a trial."""
+    # Filesystems of the same settings are equal. The entry must not end with an older one of them.
+    by_bucket = _probed.pop(fs, {})
+    _probed[fs] = {**by_bucket, _bucket(root): probed}
+
+
+def _bucket(root: str) -> str:
+    return root.lstrip("/").partition("/")[0]
 
 
 class Driver:

@@ -28,11 +28,11 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.forks import ProcessLock
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range, Store
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range
 from bucketpoint.stores.cancellation import give_up_when_cut
-from bucketpoint.stores.fsspec.conditions import Probed, known, probe
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
+    Probed,
     WriteReply,
     WrongSumError,
     check,
@@ -40,6 +40,7 @@ from bucketpoint.stores.fsspec.drivers import (
     has_folders,
     is_asynchronous,
     is_hidden,
+    known,
     remove,
 )
 from bucketpoint.stores.fsspec.errors import translate
@@ -105,8 +106,8 @@ class FsspecStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known features of this filesystem's library; after `prove`, the conditions and checksums that it found."""
-        driver, able = self.driver, known(self) or self._untried
+        """Known features of this filesystem's library; after `proven`, the conditions and checksums that it found."""
+        driver, able = self.driver, known(self.fs, self.root) or self._untried
         return Capabilities(
             conditional_put=driver.private or able.creates,
             conditional_replace=driver.private or able.replaces,
@@ -127,11 +128,6 @@ class FsspecStore:
         """The conditions and checksums of the library, which are assumed before a trial."""
         return Probed(self.driver.creates, self.driver.replaces, self.driver.checks)
 
-    def prove(self, prefix: str) -> Capabilities:
-        """Return the capabilities after a trial of conditions and checksums below `prefix`: see `probe`."""
-        probe(self, prefix)
-        return self.capabilities
-
     @_given_up
     def put(
         self,
@@ -143,7 +139,7 @@ class FsspecStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         data = b"".join(body)
-        probed = known(self)
+        probed = known(self.fs, self.root)
         able = probed or self._untried
         native = able.replaces if if_match is not None else if_none_match and able.creates
         conditional = if_none_match or if_match is not None
@@ -450,14 +446,6 @@ def _options(fs: AbstractFileSystem) -> dict[str, Any]:
     """Return the options of a filesystem, with those of the filesystems that it wraps."""
     below = _options(fs.fs) if isinstance(getattr(fs, "fs", None), AbstractFileSystem) else {}
     return {"below": below, **getattr(fs, "storage_options", {})}
-
-
-def proven(store: Store, prefix: str) -> Capabilities:
-    """Return the capabilities of a store, for callers that rely on conditions, after a trial if only a trial tells.
-
-    The trial writes below `prefix`, once per process. Raises StoreError if the trial was undecided.
-    """
-    return store.prove(prefix) if isinstance(store, FsspecStore) else store.capabilities
 
 
 def _info(key: str, info: WriteReply) -> ObjectInfo:

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import botocore.exceptions
 import botocore.parsers
@@ -23,15 +23,12 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import Capabilities, Store
+from bucketpoint.stores.base import Capabilities, ExpiringDeletes, Store
 from bucketpoint.stores.http_store import http_seconds
 from bucketpoint.stores.s3.client import S3Client
 from bucketpoint.stores.s3.errors import FAILURES, translate
 from bucketpoint.stores.s3.services import S3Service
 from bucketpoint.stores.trials import UNDECIDED, scratch_key
-
-if TYPE_CHECKING:
-    from bucketpoint.stores.s3.store import S3Store
 
 _OPERATION = "DeleteObject"
 
@@ -91,7 +88,13 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
     return store.capabilities if prove is None else prove(prefix)
 
 
-def tried(store: S3Store, prefix: str) -> S3Service:
+class _Deletes(ExpiringDeletes, Store, Protocol):
+    """A store that deletes also by the service's condition alone."""
+
+    def delete_unseen(self, key: str, etag: str) -> bool: ...
+
+
+def tried(store: _Deletes, prefix: str, service: S3Service) -> S3Service:
     """Try out deletions of a scratch object, with at most eight small requests and 3 seconds."""
     key = scratch_key(prefix)
     try:
@@ -100,7 +103,7 @@ def tried(store: S3Store, prefix: str) -> S3Service:
     finally:
         with contextlib.suppress(StoreError):
             store.delete([key])
-    return replace(store.service, conditional_delete=conditional, expiring_delete=expiring)
+    return replace(service, conditional_delete=conditional, expiring_delete=expiring)
 
 
 def _found(trial: Callable[[], bool]) -> bool:
@@ -112,7 +115,7 @@ def _found(trial: Callable[[], bool]) -> bool:
         return False
 
 
-def _is_conditional(store: S3Store, key: str) -> bool:
+def _is_conditional(store: _Deletes, key: str) -> bool:
     before = store.put(key, [memoryview(b"first")]).etag or ""
     now = store.put(key, [memoryview(b"second")]).etag or ""
     try:
@@ -124,7 +127,7 @@ def _is_conditional(store: S3Store, key: str) -> bool:
     return False
 
 
-def _expires(store: S3Store, key: str) -> bool:
+def _expires(store: _Deletes, key: str) -> bool:
     body: list[Any] = [memoryview(b"third")]
     store.put(key, body)
     if not store.expiring_delete(key, _LONG_S)():

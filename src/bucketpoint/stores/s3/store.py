@@ -103,7 +103,7 @@ class S3Store(HttpStore):
         """Return the capabilities, after a trial of deletions below `prefix` if those of the service are unknown."""
         service, deletes = self.service, self._client().deletes
         if not (service.conditional_delete or service.expiring_delete or self.bucket in deletes):
-            deletes[self.bucket] = tried(self, prefix)
+            deletes[self.bucket] = tried(self, prefix, service)
         return self.capabilities
 
     @property
