@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 import make_retention_plot
-from bucketpoint.cli.plot import COLOURS, INK, LEFT, RIGHT, WIDTH, svg
+from bucketpoint.cli.svg import COLOURS, FULL, HALF, INK, LEFT, LINE, RIGHT, plan_picture
 from bucketpoint.retention import Best, EverySteps, Keep, Plan, RetentionPolicy, Row, plan
 from cli.conftest import Program
 from cli.test_retention import save_run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "{http://www.w3.org/2000/svg}"
+ACTIONS = ("keep", "thin", "delete")
 
 
 def made(number: int, *, pinned: int = 250) -> Plan:
@@ -45,9 +46,15 @@ def group(picture: str, name: str) -> list[ET.Element]:
     return list(found)
 
 
+def drawn(*paths: ET.Element) -> list[tuple[float, float, float]]:
+    """The bars of paths: position of each, its top and its height."""
+    shapes = "".join(path.get("d") or "" for path in paths)
+    return [(float(x), float(y), float(height)) for x, y, height in re.findall(r"M(\S+) (\S+)v([\d.]+)", shapes)]
+
+
 def test_draws_every_checkpoint_as_what_becomes_of_it() -> None:
     planned = made(23)
-    picture = svg(planned, "s3://bucket/<run>&co")
+    picture = plan_picture(planned, "s3://bucket/<run>&co")
     for action, entries in (("keep", planned.kept), ("thin", planned.thinned), ("delete", planned.deleted)):
         said = [bar.find(f"{NAME}title").text or "" for bar in group(picture, action)]  # type: ignore[union-attr]
         assert len(said) == len(entries) > 0
@@ -55,15 +62,15 @@ def test_draws_every_checkpoint_as_what_becomes_of_it() -> None:
             assert words.startswith(f"step {entry.row.step}, ")
             assert all(str(reason) in words for reason in entry.reasons or [entry.miss])
     assert len(group(picture, "pinned")) == 1
-    heights = {action: {bar.get("height") for bar in group(picture, action)} for action in ("keep", "thin", "delete")}
-    assert heights["keep"] != heights["thin"]
-    assert {bar.get("y") for bar in group(picture, "thin")} != {bar.get("y") for bar in group(picture, "delete")}
+    # Kept ones are tall, thinned ones short, and deleted ones hang below the line.
+    (kept,), (thinned,), (deleted,) = ({drawn(bar)[0][1:] for bar in group(picture, action)} for action in ACTIONS)
+    assert (kept, thinned, deleted) == ((LINE - FULL, FULL), (LINE - HALF, HALF), (LINE, HALF))
     assert ET.fromstring(picture).find(f"{NAME}title").text == "s3://bucket/<run>&co"  # type: ignore[union-attr]
 
 
 def test_escapes_what_no_picture_may_hold() -> None:
     # Python's name for a byte that is not UTF-8, and a control character that XML forbids.
-    picture = svg(made(3), "run\udce9\x1b")
+    picture = plan_picture(made(3), "run\udce9\x1b")
     assert ET.fromstring(picture).find(f"{NAME}title").text == "run\\udce9\\x1b"  # type: ignore[union-attr]
     assert picture.encode("utf-8").decode() == picture
 
@@ -71,7 +78,7 @@ def test_escapes_what_no_picture_may_hold() -> None:
 def test_draws_what_is_kept_in_the_colour_of_the_first_rule_that_keeps_it() -> None:
     planned = made(23)
     colours = dict(zip(planned.rules, COLOURS, strict=False))
-    shown = [bar.get("fill") for bar in group(svg(planned, "run"), "keep")]
+    shown = [bar.get("stroke") for bar in group(plan_picture(planned, "run"), "keep")]
     first = [next((one.rule for one in entry.reasons if one.rule in colours), None) for entry in planned.kept]
     assert shown == [colours.get(rule or "", INK) for rule in first]
     assert INK in shown
@@ -80,44 +87,39 @@ def test_draws_what_is_kept_in_the_colour_of_the_first_rule_that_keeps_it() -> N
 
 def test_draws_a_row_for_each_rule_with_all_that_it_keeps() -> None:
     planned = made(23)
-    rows = [one for one in ET.fromstring(svg(planned, "run")).iter(f"{NAME}g") if one.get("class") == "rule"]
+    rows = [one for one in ET.fromstring(plan_picture(planned, "run")).iter(f"{NAME}g") if one.get("class") == "rule"]
     for row, rule in zip(rows, [*planned.rules, "safety"], strict=True):
         keeps = sum(any(reason.rule == rule for reason in entry.reasons) for entry in planned.entries)
         assert row.find(f"{NAME}title").text == f"{rule}: {keeps} checkpoint{'s' * (keeps != 1)}"  # type: ignore[union-attr]
-        drawn = "".join(path.get("d") or "" for path in row.iter(f"{NAME}path"))
-        assert drawn.count("M") == keeps > 0
+        assert len(drawn(*row.iter(f"{NAME}path"))) == keeps > 0
 
 
 def test_draws_a_thousand_checkpoints_and_does_not_hide_what_stays() -> None:
     planned = made(1000)
-    picture = svg(planned, "run")
+    picture = plan_picture(planned, "run")
     assert len(picture) < 50_000
     tree = ET.fromstring(picture)
-    assert tree.get("viewBox") == f"0 0 {WIDTH} {tree.get('viewBox', '').split()[-1]}"
     order = [one.get("class") for one in tree.iter(f"{NAME}g")]
     assert order.index("delete") < order.index("thin") < order.index("keep")
-    xs = [float(x) for path in tree.iter(f"{NAME}path") for x in re.findall(r"M([\d.]+) ", path.get("d") or "")]
-    assert min(xs) >= 0
-    assert max(xs) <= RIGHT
-    widths = {float(path.get("stroke-width") or 0) for one in ("keep", "delete") for path in group(picture, one)}
-    assert widths == {2.0}
-    # Each kept one is more than a bar away from the next, or is drawn at its place all the same.
-    keeps = "".join(path.get("d") or "" for path in group(picture, "keep"))
-    assert keeps.count("M") == len(planned.kept) == 100 + 2 + 2 + 1
+    keeps = drawn(*group(picture, "keep"))
+    assert len(keeps) == len(planned.kept) == 100 + 2 + 2 + 1
+    for x, _, _ in keeps + drawn(*group(picture, "delete")):
+        assert LEFT <= x <= RIGHT
+    assert re.findall(r'<g class="(?:keep|delete)" stroke-width="(.*)">', picture) == ["2", "2"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_draws_few_checkpoints_and_none(number: int) -> None:
-    picture = svg(made(number), "run")
+    picture = plan_picture(made(number), "run")
     ET.fromstring(picture)
     assert f"{number} checkpoint" in picture
     if number == 1:
-        assert f'x="{(LEFT + RIGHT) / 2 - 4.5:.1f}"' in picture
+        assert drawn(*group(picture, "keep"))[0][0] == (LEFT + RIGHT) / 2
 
 
 def test_says_in_words_what_it_shows_and_cuts_long_labels() -> None:
     planned = replace(made(23), rules=("match: " + "long." * 20 + "name:keep", *made(23).rules[1:]))
-    tree = ET.fromstring(svg(planned, "run"))
+    tree = ET.fromstring(plan_picture(planned, "run"))
     assert tree.get("role") == "img"
     assert tree.get("aria-labelledby") == "title summary"
     described = tree.find(f"{NAME}desc").text or ""  # type: ignore[union-attr]
@@ -144,7 +146,7 @@ def test_has_colours_that_are_seen_on_white_and_on_black() -> None:
     for colour in COLOURS:
         # The second is what GitHub's dark theme has behind pictures.
         assert min(contrast(colour, "#ffffff"), contrast(colour, "#0d1117")) >= 3
-    used = set(re.findall(r'(?:fill|stroke)="([^"]*)"', svg(made(23), "run")))
+    used = set(re.findall(r'(?:fill|stroke)="([^"]*)"', plan_picture(made(23), "run")))
     assert used <= {INK, "none", *COLOURS}
 
 

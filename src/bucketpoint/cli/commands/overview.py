@@ -99,7 +99,7 @@ def overview(
         verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
     if file is not None:
         from bucketpoint.catalog.notes import pins
-        from bucketpoint.cli.html.page import RunReport, page
+        from bucketpoint.cli.page import RunReport, page
 
         held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
         report = RunReport(
@@ -162,7 +162,7 @@ def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> It
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
     """Return how long saves took, by the URL of their checkpoint, as far as their records say it."""
     from bucketpoint.catalog.reconcile import read_record
-    from bucketpoint.cli.html.page import MOST_ROWS
+    from bucketpoint.cli.page import MOST_ROWS
     from bucketpoint.transfer import TransferOptions
     from bucketpoint.transfer.pieces import for_each
 

@@ -102,9 +102,9 @@ def _dry_run(
     document |= {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
     document |= beside_plan(policy, catalog, snapshot, planned)
     if picture is not None:
-        from bucketpoint.cli.plot import svg
+        from bucketpoint.cli.svg import plan_picture
 
-        write_file(picture, svg(planned, catalog.url), "picture")
+        write_file(picture, plan_picture(planned, catalog.url), "picture")
     return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or forced)
 
 

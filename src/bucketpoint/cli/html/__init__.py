@@ -1,1 +1,0 @@
-"""A page that describes a run: markup, charts and sections."""

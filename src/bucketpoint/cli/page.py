@@ -1,0 +1,177 @@
+"""The page that describes a run: the values of its template, from the document of `watch` and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from bucketpoint.cli import run_lines, svg, text
+from bucketpoint.cli.svg import SaveMark
+from bucketpoint.version import __version__
+
+if TYPE_CHECKING:
+    from bucketpoint.retention import Plan
+
+MOST_ROWS = 1000
+"""Most checkpoints in the table: a page of more is slow to open. The charts show all."""
+
+_KINDS = {
+    "kept": "saved",
+    "going": "has a tombstone",
+    "live": "not committed yet",
+    "dead": "never committed",
+}
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Content of the page.
+
+    Attributes:
+        title: URL of the run, without credentials.
+        document: fields as in the document of `watch`, with all checkpoints, the newest first.
+        costs: title, number of checkpoints, bytes and dollars a month of each line of costs.
+        price: dollars for a GB and month.
+        seconds: duration of saves by the URL of their checkpoint, as far as known.
+        pins: step, and the reason and the author of its pin.
+        plan: plan of the policy; None without a policy.
+        verified: URL of each checkpoint, True if it is whole, and the lines of `verify`; None if none was verified.
+    """
+
+    title: str
+    document: Mapping[str, Any]
+    costs: Sequence[tuple[str, int, int, float]]
+    price: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    pins: Sequence[tuple[int, str, str]] = ()
+    plan: Plan | None = None
+    verified: Sequence[tuple[str, bool, Sequence[str]]] | None = None
+
+
+def page(report: RunReport) -> str:
+    """Return the page: one file that needs no other."""
+    document, taken = report.document, report.document["taken"]
+    rows, seconds = document["checkpoints"], report.seconds
+    damaged = {url for url, ok, _ in report.verified or () if not ok}
+    marks = [*_marks(report)]
+    timed = [
+        SaveMark(row["created"], seconds[row["url"]], _kind(row), _words(report, row))
+        for row in rows
+        if row["url"] in seconds
+    ]
+    took = dict.fromkeys(run_lines.took(of(mark.amount for mark in timed)) for of in (min, max)) if timed else ()
+    stored, most = svg.storage(_changes(document), taken, "Stored bytes over time") or (None, 0)
+    plan = svg.plan_marks(report.plan, report.title) if report.plan is not None else None
+    return svg.render(
+        "page.html",
+        title=report.title,
+        document=document,
+        version=__version__,
+        tiles=[*_tiles(report, damaged)],
+        problems=[*run_lines.notices(document)],
+        stored=stored,
+        stored_at_most=f"at most {text.size(most)}, {_dollars(most / 1e9 * report.price)} a month",
+        costs=[
+            ("", (title, f"{number:,}", text.size(nbytes), f"{_dollars(dollars)} a month"))
+            for title, number, nbytes, dollars in report.costs
+        ],
+        saves=svg.saves(marks, "Saves over time") if marks else None,
+        legend=[(kind, words) for kind, words in _KINDS.items() if any(mark.kind == kind for mark in marks)],
+        durations=svg.saves(timed, "Duration of saves over time", beside=marks) if timed else None,
+        took=" to ".join(took),
+        plan=plan,
+        picture=Markup(svg.render("plan.svg", **plan)) if plan is not None else None,
+        prune=[*run_lines.prune_lines(document, taken)],
+        heads=[
+            *(("step", "number"), ("saved", "nowrap"), ("kind", "nowrap"), ("size", "number")),
+            *([("took", "number")] if timed else []),
+            *(("metrics", "words"), ("kept or deleted", "")),
+        ],
+        checkpoints=[*_checkpoints(report, damaged, timed=bool(timed))],
+        more=len(rows) - MOST_ROWS,
+        attempts=[*_attempts(document)],
+        verified=report.verified,
+        whole=sum(ok for _, ok, _ in report.verified or ()),
+    )
+
+
+def _tiles(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, str]]:
+    document, (_, number, nbytes, dollars) = report.document, report.costs[0]
+    newest: Mapping[str, Any] | None = document["newest"]
+    if newest is not None and newest["url"] in damaged:
+        # A checkpoint that was found damaged is not whole. One that is to be deleted comes last, as in a restore.
+        whole = [row for row in document["checkpoints"] if row["kind"] == "full" and row["url"] not in damaged]
+        newest = max(whole, key=lambda row: (_kind(row) == "kept", row["step"]), default=None)
+    if newest is None:
+        yield "none", "whole checkpoint"
+    else:
+        yield run_lines.age(newest, document["taken"]), f"age of the newest whole checkpoint, step {newest['step']}"
+    yield f"{number:,}", "checkpoint" if number == 1 else "checkpoints"
+    yield text.size(nbytes), "stored"
+    yield _dollars(dollars), f"a month, at ${report.price:g} a GB"
+    if count := len(document["attempts"]):
+        yield f"{count:,}", f"{'save that has' if count == 1 else 'saves that have'} not committed"
+
+
+def _changes(document: Mapping[str, Any]) -> Iterator[tuple[float, int]]:
+    """Yield the times at which bytes came, and those at which they go."""
+    for row in document["checkpoints"]:
+        if row["bytes"]:
+            yield row["created"], row["bytes"]
+            if row["tombstone"] and row["tombstone"]["action"] == "delete":
+                # A tombstone that is due is carried out by the next prune: soon, and not in the past.
+                yield max(row["tombstone"]["due"], document["taken"] + 1), -row["bytes"]
+
+
+def _marks(report: RunReport) -> Iterator[SaveMark]:
+    for row in report.document["checkpoints"]:
+        yield SaveMark(row["created"], row["bytes"] or 0, _kind(row), _words(report, row))
+    for save in report.document["attempts"]:
+        if save["started"] is not None:
+            words = f"step {save['step']}, began {text.when(save['started'])}, not committed"
+            yield SaveMark(save["started"], save["bytes"] or 0, "live" if save["live"] else "dead", words)
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return "going" if row["tombstone"] else "kept"
+
+
+def _words(report: RunReport, row: Mapping[str, Any]) -> str:
+    size = text.size(row["bytes"]) if row["bytes"] is not None else "unknown size"
+    words = f"step {row['step']}, {text.when(row['created'])}, {size}"
+    if row["url"] in report.seconds:
+        words += f", took {run_lines.took(report.seconds[row['url']])}"
+    return words
+
+
+def _checkpoints(report: RunReport, damaged: set[str], *, timed: bool) -> Iterator[tuple[str, list[str]]]:
+    """Yield the class and the cells of each row of the table."""
+    taken = report.document["taken"]
+    reasons: dict[int, list[str]] = {}
+    for pinned, reason, author in report.pins:
+        reasons.setdefault(pinned, []).append(f"pinned by {author or 'somebody'}{f': {reason}' if reason else ''}")
+    for row in report.document["checkpoints"][:MOST_ROWS]:
+        step, _, kind, size, metrics, _ = run_lines.row_cells(row, taken)
+        seconds = report.seconds.get(row["url"])
+        took = ["" if seconds is None else run_lines.took(seconds)] if timed else []
+        why = ["damaged"] if row["url"] in damaged else []
+        why += [word for word in run_lines.fate(row, taken) if word != "pinned"]
+        why += reasons.get(row["step"], ["pinned"]) if "pinned" in row["held"] else []
+        goes = row["tombstone"] or row.get("action") == "delete"
+        cells = [step, text.when(row["created"]), kind, size, *took, metrics, "; ".join(why)]
+        yield "damaged" if row["url"] in damaged else "goes" if goes else "", cells
+
+
+def _attempts(document: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for save in document["attempts"]:
+        # A save of which nothing was looked at is dead, or one of many.
+        words = run_lines.progress(save, document["newest"], document["taken"])
+        state = _KINDS["live" if save["live"] else "dead"]
+        yield "", (str(save["step"]), text.when(save["started"]), state, words)
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.2f}"
