@@ -131,20 +131,12 @@ def progress(save: Mapping[str, Any], newest: Mapping[str, Any] | None, now: flo
     return ", ".join(words)
 
 
-def share(save: Mapping[str, Any], newest: Mapping[str, Any] | None) -> float | None:
-    """Return the part of the newest checkpoint's size that a save has in the store; None if either is unknown."""
-    if newest is None or not newest["bytes"] or save["bytes"] is None:
-        return None
-    part: float = save["bytes"] / newest["bytes"]
-    return part
-
-
 def _of(save: Mapping[str, Any], newest: Mapping[str, Any] | None) -> str:
-    part = share(save, newest)
-    if newest is None or part is None:
+    if newest is None or not newest["bytes"]:
         return f"{text.count(save['objects'], 'object')}, {text.size(save['bytes'])}"
     objects = f"{save['objects']:,}" + (f" of {newest['objects']:,}" if newest["objects"] is not None else "")
-    return f"{objects} objects, {text.size(save['bytes'])} of {text.size(newest['bytes'])} ({part:.0%})"
+    part = f"{save['bytes'] / newest['bytes']:.0%}"
+    return f"{objects} objects, {text.size(save['bytes'])} of {text.size(newest['bytes'])} ({part})"
 
 
 def row_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -17,24 +14,14 @@ from rich.text import Text
 from bucketpoint.cli import run_lines, text
 from bucketpoint.errors import BucketpointError
 
-_BAR = 24
-"""Characters of a progress bar."""
-
 _LEAST_ROWS = 3
 """Checkpoints that are shown however low the terminal is."""
 
-_GLYPHS = {
-    "0": ("█▀█", "█ █", "▀▀▀"),
-    "1": ("▀█ ", " █ ", "▀▀▀"),
-    "2": ("▀▀█", "█▀▀", "▀▀▀"),
-    "3": ("▀▀█", " ▀█", "▀▀▀"),
-    "4": ("█ █", "▀▀█", "  ▀"),
-    "5": ("█▀▀", "▀▀█", "▀▀▀"),
-    "6": ("█▀▀", "█▀█", "▀▀▀"),
-    "7": ("▀▀█", "  █", "  ▀"),
-    "8": ("█▀█", "█▀█", "▀▀▀"),
-    "9": ("█▀█", "▀▀█", "▀▀▀"),
-}
+_DIGITS = (
+    "█▀█ ▀█  ▀▀█ ▀▀█ █ █ █▀▀ █▀▀ ▀▀█ █▀█ █▀█ ",
+    "█ █  █  █▀▀  ▀█ ▀▀█ ▀▀█ █▀█   █ █▀█ ▀▀█ ",
+    "▀▀▀ ▀▀▀ ▀▀▀ ▀▀▀   ▀ ▀▀▀ ▀▀▀   ▀ ▀▀▀ ▀▀▀ ",
+)
 
 
 class Screen:
@@ -42,43 +29,29 @@ class Screen:
 
     Attributes:
         document: the document of the last look that succeeded.
+        live: the display, which draws while it is entered.
     """
 
-    def __init__(self, document: dict[str, Any], clock: Callable[[], float], console: Console | None = None) -> None:
+    def __init__(self, document: dict[str, Any], clock: Callable[[], float]) -> None:
         self.document = document
         self._clock = clock
         self._failure: BucketpointError | None = None
-        self._lock = threading.Lock()
         # Give rich the underlying stream: the program's own stream would escape rich's control characters.
-        self._console = console or Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
-        self._live = Live(console=self._console, get_renderable=self.drawn, refresh_per_second=1, screen=True)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Draw while the block runs."""
-        self._live.start(refresh=True)
-        try:
-            yield
-        finally:
-            self._live.stop()
+        self._console = Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+        self.live = Live(console=self._console, get_renderable=self._drawn, refresh_per_second=1, screen=True)
 
     def show(self, document: dict[str, Any]) -> None:
         """Draw another document."""
-        with self._lock:
-            self.document, self._failure = document, None
-        self._live.refresh()
+        self.document, self._failure = document, None
+        self.live.refresh()
 
     def fail(self, error: BucketpointError) -> None:
         """Go on with the last document, and say that it is old."""
-        with self._lock:
-            self._failure = error
-        self._live.refresh()
+        self._failure = error
+        self.live.refresh()
 
-    def drawn(self) -> RenderableType:
-        """Return the picture of the present moment."""
-        with self._lock:
-            document, failure = self.document, self._failure
-        return picture(document, self._clock(), failure, height=self._console.height)
+    def _drawn(self) -> RenderableType:
+        return picture(self.document, self._clock(), self._failure, height=self._console.height)
 
 
 def picture(
@@ -90,7 +63,9 @@ def picture(
         old = run_lines.duration(now - document["taken"])
         parts.append(_words(f"The last look failed: {failure.message}. Shown is the run of {old} ago", "bold red"))
     parts += [_words(line, "yellow") for line in run_lines.notices(document)]
-    parts += [Text(), *_newest(document, now), *_attempts(document, now)]
+    parts += [Text(), *_newest(document, now)]
+    if document["attempts"]:
+        parts += [Text(), *(_words(line, "cyan") for line in run_lines.attempt_lines(document, now))]
     prune = [_words(line) for line in run_lines.prune_lines(document, now)]
     if document["checkpoints"]:
         rows = max(_LEAST_ROWS, height - len(parts) - len(prune) - 5)
@@ -101,41 +76,28 @@ def picture(
 
 def large(seconds: float) -> list[str]:
     """Return the three rows of a length of time in large digits, with its units in small ones."""
-    rows = ["", "", ""]
-    for word in run_lines.duration(seconds).split():
-        if word.isdecimal():
-            for digit in word:
-                rows = [row + part + " " for row, part in zip(rows, _GLYPHS[digit], strict=True)]
-        else:
-            blank = " " * len(word)
-            rows = [row + part + "   " for row, part in zip(rows, (blank, blank, word), strict=True)]
-    return [row.rstrip() for row in rows]
+    number_and_unit = run_lines.duration(seconds).split()
+    rows = []
+    for number, digits in enumerate(_DIGITS):
+        row = ""
+        for word in number_and_unit:
+            if word.isdecimal():
+                row += "".join(digits[4 * int(digit) :][:4] for digit in word)
+            else:
+                row += (word if number == 2 else " " * len(word)) + "   "
+        rows.append(row.rstrip())
+    return rows
 
 
-def _newest(document: Mapping[str, Any], now: float) -> Iterator[RenderableType]:
+def _newest(document: Mapping[str, Any], now: float) -> Iterator[Text]:
     newest = document["newest"]
     if newest is None:
         yield _words(run_lines.headline(document, now), "bold red")
         return
-    late = run_lines.is_late(document, now)
     yield _words(f"age of the newest whole checkpoint, step {newest['step']}:")
-    for row in large(now - newest["created"]):
-        yield _words("  " + row, "bold yellow" if late else "bold green")
-    for line in run_lines.details(document, now):
-        yield _words(line, "dim")
-
-
-def _attempts(document: Mapping[str, Any], now: float) -> Iterator[RenderableType]:
-    if document["attempts"]:
-        yield Text()
-    live = [save for save in document["attempts"] if save["live"]]
-    # All dead saves share the last line.
-    for line, save in zip_longest(run_lines.attempt_lines(document, now), live):
-        yield _words(line, "cyan" if save is not None else "dim")
-        part = run_lines.share(save, document["newest"]) if save is not None else None
-        if part is not None:
-            full = round(_BAR * min(part, 1.0))
-            yield Text.assemble("  ", ("━" * full, "cyan"), ("━" * (_BAR - full), "dim"), f" {part:.0%}")
+    style = "bold yellow" if run_lines.is_late(document, now) else "bold green"
+    yield from (_words("  " + row, style) for row in large(now - newest["created"]))
+    yield from (_words(line, "dim") for line in run_lines.details(document, now))
 
 
 def _checkpoints(document: Mapping[str, Any], now: float, rows: int) -> Table:

@@ -166,7 +166,8 @@ def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> C
     # An error of the first look ends the command: the bucket or the credentials are wrong.
     screen = Screen(_document(observer, policy), catalog.clock)
     try:
-        with screen.running():
+        with screen.live:
+            screen.live.refresh()
             while True:
                 time.sleep(every)
                 try:
