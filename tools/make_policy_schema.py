@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import bucketpoint.retention
-from bucketpoint.retention.schema import SCHEMA_FILE, schema_text
+from bucketpoint.retention.yaml_text import SCHEMA_FILE, schema_text
 
 if __name__ == "__main__":
     Path(bucketpoint.retention.__file__).with_name(SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")

@@ -40,8 +40,7 @@ from bucketpoint.retention import (
     to_yaml,
 )
 from bucketpoint.retention.policy import LEAST_DEBRIS_AGE
-from bucketpoint.retention.schema import SCHEMA_FILE, policy_schema, schema_text
-from bucketpoint.retention.yaml_text import MAX_BYTES
+from bucketpoint.retention.yaml_text import MAX_BYTES, SCHEMA_FILE, schema_text
 from retention.cases import every_rules, left, policies, rows_at, seen, universes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -367,8 +366,10 @@ def test_python_objects_are_checked_like_yaml() -> None:
         Keep(1, within=6)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="keeps nothing that another rule does not keep"):
         Keep(1, every=[EverySteps(10), EverySteps(20)])
-    with pytest.raises(PolicyError, match="3 is not of the class Keep"):
+    with pytest.raises(PolicyError, match=r"keep: 3 is not a mapping\. Write keys with values; in Python, a Keep"):
         RetentionPolicy(3)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="The key `5` is not known"):
+        RetentionPolicy({"latest": 1, 5: 1})  # type: ignore[arg-type]
     with pytest.raises(PolicyError) as caught:
         Best("", "less", 0)  # type: ignore[arg-type]
     assert [fault.path for fault in caught.value.faults] == [("metric",), ("mode",), ("count",)]
@@ -380,7 +381,7 @@ def test_the_schema_file_is_the_one_that_the_classes_make() -> None:
     jsonschema.Draft202012Validator.check_schema(json.loads(schema_text()))
 
 
-VALIDATOR = jsonschema.Draft202012Validator(policy_schema())
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(schema_text()))
 
 
 def as_editors_see_it(text: str) -> Any:

@@ -8,21 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from bucketpoint.errors import PolicyFault
 from bucketpoint.retention.rules import Best, EveryHours, EverySteps, Latest, Match, RetentionRule, Steps, Within
-from bucketpoint.retention.setting_types import (
-    Checked,
-    Duration,
-    Either,
-    Fields,
-    Fraction,
-    OneOf,
-    Several,
-    Text,
-    WholeNumber,
-)
+from bucketpoint.retention.setting_types import Checked, Duration, Fraction, Several, Text, WholeNumber
 
 POLICY_VERSION = 1
 
@@ -34,13 +24,9 @@ class Keep(Checked):
     """The rules, united: a checkpoint is kept if any rule keeps it, or if it is one that no policy can give up."""
 
     latest: Annotated[int, WholeNumber(1), "the full checkpoints with the highest steps, so many"]
-    best: Annotated[Sequence[Best], Several(Fields(Best)), "those with the best values of a metric"] = ()
-    every: Annotated[
-        Sequence[EverySteps | EveryHours],
-        Several(Either((EverySteps, EveryHours))),
-        "the earliest one in each cell of a fixed grid",
-    ] = ()
-    within: Annotated[timedelta | None, Duration(), "those at most so much older than the newest one"] = None
+    best: Annotated[Sequence[Best], "those with the best values of a metric"] = ()
+    every: Annotated[Sequence[EverySteps | EveryHours], "the earliest one in each cell of a fixed grid"] = ()
+    within: Annotated[timedelta | None, "those at most so much older than the newest one"] = None
     steps: Annotated[Sequence[int], Several(WholeNumber(0)), "named steps, forever"] = ()
     match: Annotated[
         str | None,
@@ -83,12 +69,8 @@ class InFlight(Checked):
     """Behaviour of a save while an earlier one is still under way."""
 
     max: Annotated[int, WholeNumber(1, 1), "saves on their way at once; more than one is not supported"] = 1
-    when_busy: Annotated[
-        Literal["wait", "skip", "error"],
-        OneOf(("wait", "skip", "error")),
-        "wait for it, skip this save, or raise",
-    ] = "wait"
-    timeout: Annotated[timedelta, Duration(), "after so long, waiting raises"] = timedelta(minutes=20)
+    when_busy: Annotated[Literal["wait", "skip", "error"], "wait for it, skip this save, or raise"] = "wait"
+    timeout: Annotated[timedelta, "after so long, waiting raises"] = timedelta(minutes=20)
 
 
 Occasion = Literal["first_step", "last_step", "sigterm", "sigusr1", "sigusr2"]
@@ -98,23 +80,11 @@ Occasion = Literal["first_step", "last_step", "sigterm", "sigusr1", "sigusr2"]
 class Save(Checked):
     """Triggers of saves: a save is made whenever one of them asks for it."""
 
-    every: Annotated[
-        Sequence[SaveEvery | SaveEveryMinutes],
-        Several(Either((SaveEvery, SaveEveryMinutes))),
-        "regular saves",
-    ] = ()
-    on: Annotated[
-        Sequence[Occasion],
-        Several(OneOf(get_args(Occasion))),
-        "saves on occasions",
-    ] = ()
-    in_flight: Annotated[InFlight, Fields(InFlight), "what happens while an earlier save is on its way"] = field(
-        default_factory=InFlight
-    )
+    every: Annotated[Sequence[SaveEvery | SaveEveryMinutes], "regular saves"] = ()
+    on: Annotated[Sequence[Occasion], "saves on occasions"] = ()
+    in_flight: Annotated[InFlight, "what happens while an earlier save is on its way"] = field(default_factory=InFlight)
     on_failure: Annotated[
-        Literal["raise", "warn"],
-        OneOf(("raise", "warn")),
-        "a failed save raises; or is logged and counted, and training goes on",
+        Literal["raise", "warn"], "a failed save raises; or is logged and counted, and training goes on"
     ] = "raise"
 
     @classmethod
@@ -137,14 +107,12 @@ LEAST_DEBRIS_AGE = (timedelta(hours=1), "a sweep could delete the data of a runn
 class Prune(Checked):
     """Settings of pruning: when and how checkpoints that are not kept are deleted."""
 
-    when: Annotated[
-        Literal["after_commit", "manual"], OneOf(("after_commit", "manual")), "after each commit, or on demand only"
-    ] = "after_commit"
+    when: Annotated[Literal["after_commit", "manual"], "after each commit, or on demand only"] = "after_commit"
     grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
     debris_after: Annotated[
         timedelta, Duration(least=LEAST_DEBRIS_AGE), "age at which data that was never committed is swept"
     ] = timedelta(hours=48)
-    max_delete: Annotated[MaxDelete, Fields(MaxDelete), "the circuit breaker"] = field(default_factory=MaxDelete)
+    max_delete: Annotated[MaxDelete, "the circuit breaker"] = field(default_factory=MaxDelete)
 
 
 @dataclass(frozen=True)
@@ -162,7 +130,7 @@ class Layout(Checked):
 class RetentionPolicy(Checked):
     """A whole policy: the file with its keys as objects."""
 
-    keep: Annotated[Keep, Fields(Keep), "the rules, united"]
+    keep: Annotated[Keep, "the rules, united"]
     root: Annotated[
         str | None,
         Text("a URL such as s3://bucket/run", r"\S(.*\S)?"),
@@ -173,9 +141,9 @@ class RetentionPolicy(Checked):
         Text("a name of letters, digits, dots, dashes and underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}"),
         "the run's name: jobs that say another, or none, are refused its folders",
     ] = None
-    layout: Annotated[Layout, Fields(Layout), "where a step's checkpoint lies"] = field(default_factory=Layout)
-    save: Annotated[Save, Fields(Save), "when saves are made"] = field(default_factory=Save)
-    prune: Annotated[Prune, Fields(Prune), "when and how what is not kept goes"] = field(default_factory=Prune)
+    layout: Annotated[Layout, "where a step's checkpoint lies"] = field(default_factory=Layout)
+    save: Annotated[Save, "when saves are made"] = field(default_factory=Save)
+    prune: Annotated[Prune, "when and how what is not kept goes"] = field(default_factory=Prune)
 
 
 def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any], bool]) -> Iterator[PolicyFault]:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.checkpoint_set import CheckpointSet, Explanation, RuleDecision, nth
 from bucketpoint.retention.row import FULL, Row
-from bucketpoint.retention.setting_types import Checked, Duration, Fields, Key, OneOf, Text, WholeNumber, written
+from bucketpoint.retention.setting_types import Checked, Key, Text, WholeNumber, written
 
 
 class RetentionRule:
@@ -75,7 +75,7 @@ class Latest(RetentionRule):
 class Await(Checked):
     """Limits of the hold on checkpoints whose value is not reported yet."""
 
-    for_: Annotated[timedelta, Key("for"), Duration(), "held until the newest checkpoint is this much younger"]
+    for_: Annotated[timedelta, Key("for"), "held until the newest checkpoint is this much younger"]
     max: Annotated[int, WholeNumber(1), "at most so many are held, the newest ones"]
 
 
@@ -84,12 +84,10 @@ class Best(Checked, RetentionRule):
     """The `count` checkpoints with the best values of one metric. NaN and infinite values are never ranked."""
 
     metric: Annotated[str, Text("a metric's name", r"\S(.*\S)?"), "the name that values are reported under"]
-    mode: Annotated[Literal["min", "max"], OneOf(("min", "max")), "which values are better"]
+    mode: Annotated[Literal["min", "max"], "which values are better"]
     count: Annotated[int, WholeNumber(1), "how many are kept"] = 1
-    ties: Annotated[Literal["oldest", "newest"], OneOf(("oldest", "newest")), "who wins among equal values"] = "oldest"
-    wait: Annotated[Await | None, Key("await"), Fields(Await), "hold checkpoints whose value is not reported yet"] = (
-        None
-    )
+    ties: Annotated[Literal["oldest", "newest"], "who wins among equal values"] = "oldest"
+    wait: Annotated[Await | None, Key("await"), "hold checkpoints whose value is not reported yet"] = None
 
     @property
     def label(self) -> str:
@@ -142,9 +140,7 @@ class Best(Checked, RetentionRule):
         return [at for at in newest if self.metric not in rows[at].metrics]
 
 
-Thin: TypeAlias = Annotated[
-    Literal["weights"] | None, OneOf(("weights",)), "keep only the weights of what no other rule keeps"
-]
+Thin: TypeAlias = Annotated[Literal["weights"] | None, "keep only the weights of what no other rule keeps"]
 
 
 class _Grid(Checked, RetentionRule):

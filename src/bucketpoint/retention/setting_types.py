@@ -1,7 +1,7 @@
 """Shapes of a policy's settings: the values that a setting may hold.
 
-A dataclass whose fields are annotated with these shapes is checked, read from YAML, written back and described as JSON
-Schema from that one source.
+A dataclass whose fields are annotated with these shapes, or with types that have one, is checked, read from YAML,
+written back and described as JSON Schema from that one source.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, TypeAlias, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from bucketpoint.errors import PolicyError, PolicyFault
 
@@ -28,7 +28,7 @@ class Shape:
     """Base of the shapes: the values that one setting may hold."""
 
     def check(self, value: Any) -> Any:
-        """Return `value` in the form in which it is stored.
+        """Return the stored form of a value from YAML or Python.
 
         Raises:
             PolicyError: the setting cannot hold it.
@@ -36,7 +36,7 @@ class Shape:
         raise NotImplementedError
 
     def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        """Return the stored form of a value from YAML; None, or what is right of a list, after noting its faults."""
+        """Return the stored form of a value; None, or what is right of a list, after noting its faults."""
         try:
             if value is None:
                 raise wrong("The value is missing", "Write a value, or leave the key out")
@@ -191,40 +191,22 @@ class Text(Shape):
 
 @dataclass(frozen=True)
 class Several(Shape):
-    """A list without duplicates, kept as a tuple. In YAML it is not empty: a key that says nothing is a mistake."""
+    """A list without duplicates, kept as a tuple. It is not empty: a key that says nothing is a mistake."""
 
     of: Shape
 
-    def check(self, value: Any) -> tuple[Any, ...]:
+    def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
             raise wrong(f"{shown(value)} is not a list", "Write a list, also for a single one")
-        kept, faults = [], []
-        for position, item in enumerate(value):
-            try:
-                kept.append(self.of.check(item))
-            except PolicyError as error:
-                faults += [fault.under(position) for fault in error.faults]
-        faults = faults or self.conflicts(kept)
-        if faults:
-            raise PolicyError.of(*faults)
-        return tuple(kept)
-
-    def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        if not isinstance(value, list):
-            return self.check(value)
-        if not value:
-            faults.append(PolicyFault("The list is empty", "Write at least one, or leave the key out", path))
         items = [self.of.read(item, (*path, position), faults) for position, item in enumerate(value)]
-        faults += [fault.under(*path) for fault in self.conflicts(items)]
-        return tuple(items)
-
-    def conflicts(self, items: Sequence[Any]) -> list[PolicyFault]:
-        """Return the faults of the list as a whole. Items that are None have faults of their own."""
-        return [
-            PolicyFault(f"{self.of.plain(item)!r:.60} is listed twice", "Remove one of the two", (position,))
+        if not items:
+            raise wrong("The list is empty", "Write at least one, or leave the key out")
+        faults += [
+            PolicyFault(f"{self.of.plain(item)!r:.60} is listed twice", "Remove one of the two", (*path, position))
             for position, item in enumerate(items)
             if item is not None and item in items[:position]
         ]
+        return tuple(items)
 
     def plain(self, value: tuple[Any, ...]) -> list[Any]:
         return [self.of.plain(item) for item in value]
@@ -240,12 +222,11 @@ class Checked:
         faults: list[PolicyFault] = []
         for setting in settings_of(type(self)):
             value = getattr(self, setting.name)
-            if value is None and setting.default is None:
-                continue
-            try:
-                object.__setattr__(self, setting.name, setting.shape.check(value))
-            except PolicyError as error:
-                faults += [fault.under(setting.key) for fault in error.faults]
+            if (value is None and setting.default is None) or (value in ([], ()) and setting.default == ()):
+                stored = setting.default
+            else:
+                stored = setting.shape.read(value, (setting.key,), faults)
+            object.__setattr__(self, setting.name, stored)
         faults += self.conflicts({setting.name: getattr(self, setting.name) for setting in settings_of(type(self))})
         if faults:
             raise PolicyError.of(*faults)
@@ -272,18 +253,24 @@ class Fields(Shape):
         return (*self.besides, *settings_of(self.kind))
 
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+        if isinstance(value, self.kind):
+            return value
         if not isinstance(value, dict):
-            raise wrong(f"{shown(value)} is not a mapping", "Write keys with values")
+            raise wrong(
+                f"{shown(value)} is not a mapping", f"Write keys with values; in Python, a {self.kind.__name__}"
+            )
         known = {setting.key: setting for setting in self.settings}
         values, meant, before = {}, set(), len(faults)
         for key, content in value.items():
             if key in known:
                 values[known[key].name] = known[key].shape.read(content, (*path, key), faults)
                 continue
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(str(key), known, n=1)
             meant.update(near)
             remedy = f"Did you mean `{near[0]}`?" if near else f"The known keys are: {', '.join(known)}"
-            faults.append(PolicyFault(f"The key `{key}` is not known", remedy, (*path, key), *key.place))
+            faults.append(
+                PolicyFault(f"The key `{key}` is not known", remedy, (*path, key), *getattr(key, "place", ()))
+            )
         for setting in known.values():
             if setting.required and setting.key not in value and setting.key not in meant:
                 faults.append(PolicyFault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path))
@@ -293,11 +280,6 @@ class Fields(Shape):
             return self.kind(**values)
         faults += [fault.under(*path) for fault in self.kind.conflicts(values)]
         return None
-
-    def check(self, value: Any) -> Any:
-        if not isinstance(value, self.kind):
-            raise wrong(f"{shown(value)} is not of the class {self.kind.__name__}", f"Pass a {self.kind.__name__}")
-        return value
 
     def plain(self, value: Any) -> dict[str, Any]:
         """Return the keys that differ from their defaults, and those without a default."""
@@ -325,27 +307,19 @@ class Either(Shape):
 
     kinds: tuple[type[Checked], ...]
 
-    def keys(self) -> dict[str, type[Checked]]:
-        """Return the kinds by the key that identifies each."""
-        return {settings_of(kind)[0].key: kind for kind in self.kinds}
-
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        kinds = self.keys()
+        if isinstance(value, self.kinds):
+            return value
+        kinds = {settings_of(kind)[0].key: kind for kind in self.kinds}
         names = [f"`{key}`" for key in kinds]
         if not isinstance(value, dict):
             raise wrong(f"{shown(value)} is not a mapping", f"Write a mapping with {' or '.join(names)}")
         given = (key for key in value if key in kinds)
-        meant = (near[0] for key in value if (near := difflib.get_close_matches(key, kinds, n=1)))
+        meant = (near[0] for key in value if (near := difflib.get_close_matches(str(key), kinds, n=1)))
         key = next(given, None) or next(meant, None)
         if key is None:
             raise wrong(f"Neither {' nor '.join(names)} is given", f"Add {' or '.join(names)}")
         return Fields(kinds[key]).convert(value, path, faults)
-
-    def check(self, value: Any) -> Any:
-        if not isinstance(value, self.kinds):
-            names = " or ".join(kind.__name__ for kind in self.kinds)
-            raise wrong(f"{shown(value)} is not of the class {names}", f"Pass a {names}")
-        return value
 
     def plain(self, value: Any) -> dict[str, Any]:
         return Fields(type(value)).plain(value)
@@ -392,10 +366,22 @@ def _settings_of(kind: Any) -> tuple[Setting, ...]:
     hints = get_type_hints(kind, include_extras=True)
     settings = []
     for field in fields(kind):
-        _, *extras = get_args(hints[field.name])
+        kind_of_value, *extras = get_args(hints[field.name])
         key = next((extra.name for extra in extras if isinstance(extra, Key)), field.name)
         doc = next(extra for extra in extras if isinstance(extra, str))
-        shape = next(extra for extra in extras if isinstance(extra, Shape))
+        shape = next((extra for extra in extras if isinstance(extra, Shape)), None) or _shape_of(kind_of_value)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         settings.append(Setting(field.name, key, shape, doc, default))
     return tuple(settings)
+
+
+def _shape_of(hint: Any) -> Shape:
+    """Return the shape of a type: of words, of durations, of a class of settings, or of a list of these."""
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    if get_origin(hint) is Literal:
+        return OneOf(tuple(parts))
+    if get_origin(hint) is Sequence:
+        return Several(_shape_of(parts[0]))
+    if parts:
+        return Either(tuple(parts)) if len(parts) > 1 else _shape_of(parts[0])
+    return Duration() if hint is timedelta else Fields(hint)

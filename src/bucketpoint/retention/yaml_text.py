@@ -6,6 +6,7 @@ The text is read as YAML's node graph, which knows the place of everything, and 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING
@@ -118,25 +119,20 @@ class _Reader:
         line, column = place if fault.line is None else (fault.line, fault.column)
         return PolicyFault(fault.message, fault.remedy, path, line, column)
 
-    def _interpolated(self, text: str, node: yaml.Node) -> str:
+    def _interpolated(self, text: str, node: yaml.ScalarNode) -> str:
         """Replace the variables in the root, or note a fault at a variable that is not set."""
 
         def replaced(match: re.Match[str]) -> str:
-            if match[0] == "$$":
-                return "$"
-            if match[1] is None:
-                return fault(
-                    match, "A `$` is not followed by a name", "Write $$ for a dollar sign, or ${VAR} for a variable"
-                )
-            value = self.environ.get(match[1]) or match[2]
-            if value is None:
-                state = "empty" if match[1] in self.environ else "not set"
-                return fault(match, f"{match[1]} is {state}", f"Set it, or write ${{{match[1]}:-default}}")
-            return value
-
-        def fault(match: re.Match[str], message: str, remedy: str) -> str:
+            name, default = match[1], match[2]
+            value = "$" if match[0] == "$$" else self.environ.get(name or "") or default
+            if value is not None:
+                return value
+            message, remedy = "A `$` is not followed by a name", "Write $$ for a dollar sign, or ${VAR} for a variable"
+            if name is not None:
+                message = f"{name} is {'empty' if name in self.environ else 'not set'}"
+                remedy = f"Set it, or write ${{{name}:-default}}"
             line, column = _place(node)
-            column += match.start() + (1 if getattr(node, "style", None) in ("'", '"') else 0)
+            column += match.start() + (node.style in ("'", '"'))
             self.faults.append(PolicyFault(message, remedy, ("root",), line, column))
             return "unset"
 
@@ -157,6 +153,20 @@ class _Version(Shape):
 
 
 POLICY = Fields(RetentionPolicy, (Setting("version", "version", _Version(), "of the policy's format", MISSING),))
+
+
+SCHEMA_FILE = "policy.schema.json"
+"""The JSON Schema of policy files, for editors, beside this module."""
+
+
+def schema_text() -> str:
+    """Return the content of the schema file, as JSON Schema 2020-12.
+
+    It covers keys, types and bounds. Unreachable rules and variables that are not set are found by reading the policy.
+    """
+    title = "A retention policy of bucketpoint"
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps({"$schema": draft, "title": title, **POLICY.schema()}, indent=2) + "\n"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
