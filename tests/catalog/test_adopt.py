@@ -8,10 +8,10 @@ import pytest
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
-from bucketpoint.catalog.deletion.pruner import prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
-from bucketpoint.catalog.reconcile import reconcile
+from bucketpoint.catalog.records import reconcile
 from catalog.memory import MemoryStore, memory_catalog, save
 from catalog.test_pruner import drop
 

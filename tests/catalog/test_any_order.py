@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.catalog.catalog import Catalog, newest_folder
-from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.state import schedule_deletion, undo
 from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
-from bucketpoint.catalog.reconcile import adopt, read_record, reconcile
+from bucketpoint.catalog.records import adopt, read_record, reconcile
 from bucketpoint.catalog.run import templates_of
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S
-from bucketpoint.catalog.tombstones import schedule_deletion, undo
 from bucketpoint.errors import BucketpointError, InvalidURLError, OtherRunError, PolicyError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import CommitKey, StepTemplate

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint import BucketWriter, S3Writer, async_save
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion import prune_worker as pruning
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
+from bucketpoint.catalog.deletion import worker as pruning
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.deletion.worker import PruneWorker, worker_of
+from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.run import open_run, parent_and_name
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError

@@ -9,11 +9,10 @@ import pytest
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.prune_worker import future_lines, prune_by
-from bucketpoint.catalog.deletion.pruner import prune
+from bucketpoint.catalog.deletion.prune import future_lines, prune, prune_by
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.observer import Observer
-from bucketpoint.catalog.reconcile import reconcile
+from bucketpoint.catalog.records import reconcile
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import NoteKey

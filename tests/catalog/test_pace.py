@@ -15,8 +15,15 @@ import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.delete import put_marker
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker
-from bucketpoint.catalog.deletion.throttle import LONGEST_REST_S, PAGE, REST_AT_MOST_S, RESTS, Throttle, paced
+from bucketpoint.catalog.deletion.worker import (
+    LONGEST_REST_S,
+    PAGE,
+    REST_AT_MOST_S,
+    RESTS,
+    PruneWorker,
+    Throttle,
+    counted,
+)
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
@@ -38,6 +45,9 @@ class Time:
         self.request_s = request_s
         self.pace = Throttle(clock=lambda: self.now, wait=self._rest)
 
+    def paced(self) -> Any:
+        return counted(self.store, lambda *_: self.pace.rest())  # type: ignore[arg-type]
+
     def _request(self, number: int, name: str) -> None:
         self.now += self.request_s
 
@@ -48,7 +58,7 @@ class Time:
 
 def test_after_each_request_it_rests_for_a_multiple_of_what_that_took() -> None:
     time = Time(0.01)
-    store: Any = paced(time.store, time.pace)  # type: ignore[arg-type]
+    store: Any = time.paced()
     assert store.url == time.store.url
     time.pace.begin()
     store.put("a", [])
@@ -62,7 +72,7 @@ def test_after_each_request_it_rests_for_a_multiple_of_what_that_took() -> None:
 
 def test_long_listings_and_deletions_are_paced_by_the_page() -> None:
     time = Time(0.001)
-    store: Any = paced(time.store, time.pace)  # type: ignore[arg-type]
+    store: Any = time.paced()
     many = [f"{number:05}" for number in range(3 * PAGE)]
     for key in many:
         time.store.put(key, [])
@@ -79,7 +89,7 @@ def test_long_listings_and_deletions_are_paced_by_the_page() -> None:
 
 def test_the_rests_of_one_round_are_bounded() -> None:
     time = Time(1000.0)
-    store: Any = paced(time.store, time.pace)  # type: ignore[arg-type]
+    store: Any = time.paced()
     for _ in range(2):
         time.rests.clear()
         time.pace.begin()
@@ -137,8 +147,8 @@ def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
         import threading
         from datetime import timedelta
         from bucketpoint.catalog.catalog import open_catalog
-        from bucketpoint.catalog.deletion.throttle import Throttle
-        from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+        from bucketpoint.catalog.deletion.worker import Throttle
+        from bucketpoint.catalog.deletion.worker import PruneWorker
         from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
         main, resting, rests = threading.main_thread(), threading.Event(), []
         def wait(seconds):
@@ -196,4 +206,4 @@ def test_a_paced_store_finds_out_about_deletions_as_the_store_itself_does() -> N
     store: Any = Unknown()
     time = Time(0.01)
     assert proven_deletes(store, "run").expiring_delete
-    assert proven_deletes(paced(store, time.pace), "run").expiring_delete
+    assert proven_deletes(counted(store, lambda *_: time.pace.rest()), "run").expiring_delete

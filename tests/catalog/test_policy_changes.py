@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import bury_discards, rolled_back
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.prune_worker import Round, prune_by
-from bucketpoint.catalog.notes import process_name, report
+from bucketpoint.catalog.deletion.prune import Round, prune_by
+from bucketpoint.catalog.deletion.remove import bury_discards, rolled_back
+from bucketpoint.catalog.deletion.state import schedule_deletion
+from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.records import process_name
 from bucketpoint.catalog.restore_candidates import restore_candidates
-from bucketpoint.catalog.tombstones import schedule_deletion
 from bucketpoint.retention import Best, EverySteps, Keep, MaxDelete, Prune, RetentionPolicy
 from catalog.memory import MemoryStore, killed, memory_catalog, save
 

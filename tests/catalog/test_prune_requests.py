@@ -8,7 +8,7 @@ from math import ceil
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.pruner import prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.stores import proven_deletes
 from catalog.memory import save
 from catalog.test_pruner import drop

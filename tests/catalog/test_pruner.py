@@ -11,12 +11,12 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import fence
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.pruner import Decide, Order, Pruned, prune
+from bucketpoint.catalog.deletion.prune import Decide, Order, prune
+from bucketpoint.catalog.deletion.state import GoneError, Pruned, undo
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, note_restored, pin, report
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
-from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import AccessDeniedError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey

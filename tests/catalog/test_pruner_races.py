@@ -12,16 +12,17 @@ import pytest
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import lock as locks
-from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch, condemn
+from bucketpoint.catalog.deletion.fence import AttemptFence, condemn
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.pruner import Order
+from bucketpoint.catalog.deletion.prune import Order
+from bucketpoint.catalog.deletion.state import BEGUN, GoneError, state_of, undo
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.tombstones import BEGUN, GoneError, state_of, undo
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import INDEX_GROUP
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
 from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catalog, metadata_bytes, save
 from catalog.test_pruner import HOUR, drop, in_folder, left_of, records_of, run, steps_of

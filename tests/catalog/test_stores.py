@@ -17,13 +17,13 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.reconcile import adopt, read_record
+from bucketpoint.catalog.records import adopt, read_record
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import THIN
-from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import keys

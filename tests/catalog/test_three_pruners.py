@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker, prune_by
+from bucketpoint.catalog.deletion.prune import prune_by
+from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.format.catalog_keys import StepTemplate

@@ -12,14 +12,12 @@ from datetime import timedelta
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import rolled_back
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker
-from bucketpoint.catalog.deletion.pruner import Order, prune
-from bucketpoint.catalog.deletion.remove import Removal, _identified, plan_removal, remove
-from bucketpoint.catalog.deletion.rollback import roll_back
+from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.remove import Removal, _identified, plan_removal, remove, roll_back, rolled_back
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
+from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.notes import report
-from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError

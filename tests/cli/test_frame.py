@@ -15,7 +15,7 @@ import click
 import pytest
 
 from bucketpoint import errors
-from bucketpoint.catalog.tombstones import GoneError
+from bucketpoint.catalog.deletion.state import GoneError
 from bucketpoint.cli import text
 from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options

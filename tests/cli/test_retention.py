@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.throttle import PAGE
-from bucketpoint.cli.progress_line import WatchedStore
+from bucketpoint.catalog.deletion.worker import PAGE, counted
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import DeleteFailure, LocalStore
@@ -352,11 +351,11 @@ def test_tells_of_every_batch_and_does_not_count_what_is_refused(tmp_path: Path)
             return [DeleteFailure(keys[0], "AccessDenied", "no"), *super().delete(keys[1:])]
 
     seen: list[tuple[int, int]] = []
-    store = WatchedStore(Refusing(str(tmp_path)), lambda listed, deleted: seen.append((listed, deleted)))
+    store = counted(Refusing(str(tmp_path)), lambda *numbers: seen.append(numbers))
     assert [info.key for info in store.list("k/")] == keys
-    assert seen == [(number, 0) for number in range(1, len(keys) + 1)]
+    assert seen == [(PAGE, 0), (PAGE, 0), (1, 0)]
     assert [failure.key for failure in store.delete(keys)] == [keys[0], keys[PAGE], keys[2 * PAGE]]
-    assert seen[len(keys) :] == [(len(keys), done) for done in (PAGE - 1, 2 * PAGE - 2, 2 * PAGE - 2)]
+    assert seen[3:] == [(0, PAGE - 1), (0, PAGE - 1), (0, 0)]
     assert store.url == LocalStore(str(tmp_path)).url
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.records import adopt
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.detect import open_source
 from bucketpoint.convert.journal import NAME

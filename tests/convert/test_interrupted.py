@@ -17,7 +17,7 @@ import bucketpoint.convert.journal as notes
 import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.records import adopt
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion

@@ -135,7 +135,7 @@ def test_every_metric_is_recorded_with_its_unit(minio: S3Server, monkeypatch: py
             planner=FailingPlanner("upload"),
         )
         assert failed.exception() is not None
-        monkeypatch.setattr("bucketpoint.catalog.deletion.prune_worker.judged", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("bucketpoint.catalog.deletion.prune.judged", lambda *_, **__: 1 / 0)
         with (
             CheckpointManager(run, policy=policy, storage_options=options) as manager,
             pytest.raises(ZeroDivisionError),

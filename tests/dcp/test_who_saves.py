@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import bucketpoint as bp
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.wholeness import look_for_damage
-from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.records import adopt
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, IncompleteSaveError, RanksDisagreeError

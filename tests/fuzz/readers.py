@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from bucketpoint.catalog import tombstones
-from bucketpoint.catalog.deletion import lock
+from bucketpoint.catalog.deletion import lock, state
 from bucketpoint.dcp.loading.decode import decode_item, load_bytes
 from bucketpoint.format import item_info, keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, content_of, decode
@@ -106,7 +105,7 @@ def read_note(data: bytes) -> None:
     assert isinstance(content_of(data), dict)
     assert lock._expires(data) != "soon"
     assert lock._holder(data) != 5
-    assert isinstance(tombstones.state_of(data), str)
+    assert isinstance(state.state_of(data), str)
 
 
 def read_policy(data: bytes) -> None:

@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.catalog import tombstones
-from bucketpoint.catalog.deletion import lock
+from bucketpoint.catalog.deletion import lock, state
 from bucketpoint.dcp.loading.decode import decode_item
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import keys
@@ -62,7 +61,7 @@ def test_a_note_that_is_none_is_nobodys(data: bytes) -> None:
     """JSON that is too deep is a RecursionError, and a number that is too large for a float an OverflowError."""
     read_note(data)
     assert lock._holder(data) is None
-    assert tombstones.state_of(data) == tombstones.BEGUN
+    assert state.state_of(data) == state.BEGUN
 
 
 def test_a_template_with_half_a_surrogate_pair_is_refused() -> None:

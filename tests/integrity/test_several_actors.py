@@ -19,9 +19,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.fence import AttemptFence
-from bucketpoint.catalog.deletion.pruner import Order, Pruned, prune
+from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.state import Pruned
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import BucketpointError, CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import keys

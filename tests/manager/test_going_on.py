@@ -21,9 +21,9 @@ import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.catalog import restore_candidates
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.pruner import Order, prune
-from bucketpoint.catalog.deletion.rollback import roll_back
-from bucketpoint.catalog.tombstones import undo
+from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.remove import roll_back
+from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -93,7 +93,7 @@ def run_with(root: str, *steps: int) -> None:
 
 
 def going(manager: CheckpointManager) -> list[int]:
-    return sorted({one.step for one in manager.catalog.steps().notes.tombstones if not one.undone})
+    return sorted({one.step for one in manager.catalog.steps().notes.tombstones})
 
 
 def counted(manager: CheckpointManager) -> list[int]:
@@ -284,8 +284,8 @@ def test_saves_go_on_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(roo
                 manager.save(step, state(step))
                 manager.wait()
     rolled = roll_back(open_catalog(root), 9, grace=0.0)
-    assert rolled.steps == ()
-    assert rolled.held == ((10, "without readable metadata"),)
+    assert rolled.buried == []
+    assert [why for _, why in rolled.held] == ["without readable metadata"]
 
 
 def test_what_a_save_that_fails_was_to_discard_stays(root: str) -> None:

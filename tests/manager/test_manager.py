@@ -27,9 +27,9 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.catalog import catalog, save_log
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
-from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.prune import Order, prune
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.notes import process_name
+from bucketpoint.catalog.records import process_name
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import session
 from bucketpoint.errors import (

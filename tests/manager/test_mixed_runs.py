@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.rollback import roll_back
+from bucketpoint.catalog.deletion.remove import roll_back
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 
 POLICY = RetentionPolicy(Keep(latest=2), prune=Prune(when="manual", grace=timedelta(0)))
@@ -120,8 +120,8 @@ def test_the_command_that_rolls_back_records_what_it_gives_up_and_what_it_goes_b
     for step in (3, 4, 5):
         save_plainly(root, step)
     catalog = open_catalog(root)
-    assert roll_back(catalog, 4, grace=3600.0, dry_run=True).steps == (5,)
+    assert roll_back(catalog, 4, grace=3600.0, dry_run=True).steps == [5]
     assert catalog.steps().checkpoints == ()
-    assert roll_back(catalog, 4, grace=3600.0).steps == (5,)
+    assert roll_back(catalog, 4, grace=3600.0).steps == [5]
     assert latest_checkpoint(root) == f"{root}/step-4"
     assert [one.step for one in catalog.steps().checkpoints] == [4, 5]

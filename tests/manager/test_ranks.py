@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, SavePlanner, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import catalog_keys
 from dcp.ranks import Ranks

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import bucketpoint as bp
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.wholeness import inspect
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.records import read_record
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy

@@ -18,11 +18,11 @@ import make_policies
 from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
-from bucketpoint.catalog.deletion.prune_worker import prune_by
+from bucketpoint.catalog.deletion.prune import prune_by
 from bucketpoint.catalog.deletion.remove import plan_removal, remove
+from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin, pins, unpin
-from bucketpoint.catalog.tombstones import undo
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import AccessDeniedError

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.catalog import latest_checkpoint, notes
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.prune_worker import prune_by, worker_of
+from bucketpoint.catalog.deletion.prune import prune_by
+from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.catalog.deletion.worker import worker_of
+from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.convert.pipeline import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle

@@ -14,8 +14,7 @@ from tests.simulation.bucket import View
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import delete as deletion
-from bucketpoint.catalog.deletion import fence, folder_sweep, pruner
-from bucketpoint.catalog.deletion import sweep as sweeping
+from bucketpoint.catalog.deletion import fence, prune, sweep
 from bucketpoint.catalog.snapshot import Attempt, Snapshot
 from bucketpoint.dcp import process_groups, reader
 from bucketpoint.dcp.saving import commit, commit_put
@@ -90,20 +89,20 @@ def _by_its_own_clock(self: Catalog, written: Any) -> Catalog:
 GUARDS: dict[str, Guard] = {
     "deletion is conditional": Guard(_unconditional_deletion, "asleep"),
     "deletion by token": Guard(_replaced(deletion, "_data", _all_that_is_there), "plain_over_due"),
-    "newest is whole": Guard(_replaced(pruner, "damage", lambda catalog, inspected: None), "newest_gone"),
+    "newest is whole": Guard(_replaced(prune, "damage", lambda catalog, inspected: None), "newest_gone"),
     "save takes its fence": Guard(_replaced(fence.AttemptFence, "ensure", lambda self: None), "long_save"),
-    "sweep takes the fence": Guard(_replaced(folder_sweep, "condemn", lambda *given: True), "long_save"),
-    "age floor": Guard(_replaced(sweeping, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
+    "sweep takes the fence": Guard(_replaced(sweep, "condemn", lambda *given: True), "long_save"),
+    "age floor": Guard(_replaced(sweep, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
     "metadata of ranks": Guard(_replaced(keys, "is_rank_metadata", lambda path: False), "alone"),
     "only what was seen": Guard(_replaced(commit_put, "_refuse_others", lambda *given, **named: None), "copies"),
-    "intent of a save that may commit again": Guard(_replaced(pruner, "_running", _under_way), "unheard"),
+    "intent of a save that may commit again": Guard(_replaced(prune, "_running", _under_way), "unheard"),
     "fence of a save that may commit again": Guard(_replaced(deletion, "_fenced", lambda *given: False), "unheard"),
     "intent after a second request": Guard(_replaced(commit, "process_budget", Budget), "unheard"),
     "a policy that keeps takes back": Guard(_replaced(Snapshot, "spared", lambda self, fates: []), "changed_mind"),
     "the store's time": Guard(_replaced(Catalog, "dated", _by_its_own_clock), "wrong_clocks"),
-    "commit that a record names": Guard(_replaced(pruner, "absent", lambda *given, **named: ([], False)), "removed"),
+    "commit that a record names": Guard(_replaced(prune, "absent", lambda *given, **named: ([], False)), "removed"),
     "metrics of a commit": Guard(_replaced(catalog_keys, "token_named", lambda metric: None), "measured_again"),
-    "claims are not withdrawn": Guard(_replaced(pruner, "still_goes", _may_withdraw(pruner.still_goes)), "held"),
+    "claims are not withdrawn": Guard(_replaced(prune, "still_goes", _may_withdraw(prune.still_goes)), "held"),
     "one commit on all ranks": Guard(_replaced(reader, "agree_on_commit", lambda plans, url: plans), "loads"),
     "ranks that staged the state": Guard(_replaced(process_groups, "refuse_other_ranks", lambda *given: None), "ended"),
     "a refusal is no damage": Guard(_replaced(errors, "translate", _as_a_condition), "refused"),

@@ -18,9 +18,8 @@ from tests.simulation.facts import Op
 from tests.simulation.scheduler import START, here
 
 from bucketpoint.catalog import catalog
-from bucketpoint.catalog.deletion import prune_worker as pruning
-from bucketpoint.catalog.deletion import rights
-from bucketpoint.catalog.deletion import throttle as pace
+from bucketpoint.catalog.deletion import lock
+from bucketpoint.catalog.deletion import worker as pruning
 from bucketpoint.stores import registry as opening
 from bucketpoint.stores import retry
 from bucketpoint.transfer import pieces, upload
@@ -233,7 +232,7 @@ def simulated() -> Iterator[None]:
         put(opening, "S3Options", _Options)
         for module in (upload, pieces, fetch):
             put(module, "TaskGroup", InlineGroup)
-        put(pace.Throttle, "rest", lambda self: None)
+        put(pruning.Throttle, "rest", lambda self: None)
         put(pruning, "threading", _Threading())
         put(pruning, "stand_back", lambda nice: None)
         put(pruning, "_workers", _Workers())
@@ -251,4 +250,4 @@ def forget() -> None:
     """Before each run: what a process of the real world would keep between them."""
     pruning._workers.clear()
     retry._budgets.clear()
-    rights._granted.clear()
+    lock._granted.clear()

@@ -31,7 +31,8 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
     """Parse checkpoints, attempts and tombstones from a listing. Unknown names, and other folders', are ignored."""
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []
-    tombstones = []
+    tombstones: list[Tombstone] = []
+    void: list[Tombstone] = []
     runs = set()
     for name, info in listed:
         named = CommitKey.parse(name) or AttemptKey.parse(name) or _tombstone(name, info)
@@ -42,7 +43,8 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
         elif isinstance(named, AttemptKey):
             attempts.append(Attempt(named.step, named.token, named.folder, info.key, info.modified))
         elif named is not None:
-            tombstones.append(named)
+            # A tombstone that was taken back is empty.
+            (tombstones if info.size else void).append(named)
         elif run := catalog_keys.run_of(name):
             runs.add(run)
     current, superseded = [], []
@@ -58,7 +60,7 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
         tuple(superseded),
         tuple(attempt for attempt in attempts if (attempt.folder, attempt.token) not in committed),
         tuple(attempt for attempt in attempts if (attempt.folder, attempt.token) in committed),
-        Notes(tombstones=tuple(tombstones)),
+        Notes(tombstones=tuple(tombstones), void=tuple(void)),
         frozenset(runs),
     )
 
@@ -122,9 +124,9 @@ def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
     due = catalog_keys.seconds(moment)
     if due is None or action not in (DELETE, THIN):
         return None
-    # An undone tombstone is empty, and a claimed one has at least `BEGUN_BYTES`: the size in a listing tells the state.
-    undone, begun = info.size == 0, info.size >= BEGUN_BYTES
-    return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, undone, begun, bool(author))
+    # A claimed tombstone has at least `BEGUN_BYTES`: the size in a listing tells the state.
+    begun = info.size >= BEGUN_BYTES
+    return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, begun, bool(author))
 
 
 def _time(text: str) -> float:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.listing import read_notes
-from bucketpoint.catalog.reconcile import metadata_record
-from bucketpoint.catalog.tombstones import GoneError, undo
+from bucketpoint.catalog.records import metadata_record
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
@@ -229,8 +229,3 @@ def _author() -> str:
     except (KeyError, OSError):
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
-
-
-def process_name() -> str:
-    """Name this process for the pruner's lock and for records: its host and its process id."""
-    return f"{socket.gethostname()}-{os.getpid()}"

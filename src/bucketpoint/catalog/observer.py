@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_notes, read_steps
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.snapshot import (
     BY_STEP,
     Attempt,
@@ -243,7 +243,7 @@ def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) ->
     notes = snapshot.notes
     read = {checkpoint.key for checkpoint in (*snapshot.checkpoints, *snapshot.superseded)}
     read |= {attempt.key for attempt in (*snapshot.attempts, *snapshot.finished)}
-    read |= notes.keys_of() | {tombstone.key for tombstone in notes.tombstones}
+    read |= notes.keys_of() | {tombstone.key for tombstone in (*notes.tombstones, *notes.void)}
     names = [name for name, info in listed if info.key not in read and catalog_keys.run_of(name) is None]
     if names:
         some = "1 object has a name that is" if len(names) == 1 else f"{len(names)} objects have names that are"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.records import read_record
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate

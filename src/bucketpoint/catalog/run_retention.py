@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
+from bucketpoint.catalog.deletion.worker import PruneWorker, worker_of
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, parent_and_name
 from bucketpoint.catalog.save_log import SaveLog

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.notes import process_name, report
-from bucketpoint.catalog.reconcile import write_record
+from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.records import process_name, write_record
 from bucketpoint.catalog.run_owner import ensure
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalog_keys
@@ -19,7 +19,7 @@ from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention.row import FULL, KINDS
 
 if TYPE_CHECKING:
-    from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+    from bucketpoint.catalog.deletion.worker import PruneWorker
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,6 @@ class Tombstone:
     """An order to delete or thin a checkpoint at `due`, by the store's clock. `etag`: the note's ETag as listed.
 
     Attributes:
-        undone: True if it was taken back; what remains of it is void.
         begun: True if a pruner has claimed it, and may have begun to delete.
         by_policy: True if a prune by a policy wrote it. Otherwise a person or a restore gave the checkpoint up.
     """
@@ -95,7 +94,6 @@ class Tombstone:
     folder: str
     key: str
     etag: str | None = None
-    undone: bool = False
     begun: bool = False
     by_policy: bool = False
 
@@ -107,7 +105,7 @@ class Tombstone:
     @property
     def is_revocable(self) -> bool:
         """True if a prune may still take it back, because the policy of that prune keeps the checkpoint."""
-        return self.by_policy and not self.begun and not self.undone
+        return self.by_policy and not self.begun
 
     def is_due(self, now: float | None) -> bool:
         """Return True if its time has come by the store's clock. Without a time from the store only 0 has come."""
@@ -173,7 +171,7 @@ class Resume:
 class Notes:
     """All notes on steps, with or without a checkpoint.
 
-    Tombstones are stored with the records, not with other notes.
+    Tombstones are stored with the records, not with other notes. `void` are what is left of those that were taken back.
     """
 
     reports: tuple[MetricReport, ...] = ()
@@ -181,6 +179,7 @@ class Notes:
     leases: tuple[ReadLease, ...] = ()
     resumes: tuple[Resume, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
+    void: tuple[Tombstone, ...] = ()
 
     def keys_of(self, step: int | None = None) -> set[str]:
         """Return the keys of the notes on a step, or on all, without tombstones."""
@@ -230,7 +229,7 @@ class Snapshot:
 
     def with_notes(self, notes: Notes) -> Snapshot:
         """Return the snapshot with these notes; the tombstones stay those of the snapshot."""
-        return replace(self, notes=replace(notes, tombstones=self.notes.tombstones))
+        return replace(self, notes=replace(notes, tombstones=self.notes.tombstones, void=self.notes.void))
 
     def rows(self) -> list[Row]:
         """Return the rows that the rules decide on: checkpoints with a record that have not been given up.
@@ -302,15 +301,15 @@ class Snapshot:
 
     def going(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that a tombstone will delete."""
-        return {stone.name for stone in self.notes.tombstones if stone.action == DELETE and not stone.undone}
+        return {stone.name for stone in self.notes.tombstones if stone.action == DELETE}
 
     def given_up(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that will be deleted whatever a policy says.
 
         A person or a restore has given them up, or a pruner has begun to delete them.
         """
-        stones = (stone for stone in self.notes.tombstones if stone.action == DELETE and not stone.undone)
-        return {stone.name for stone in stones if not stone.is_revocable}
+        stones = self.notes.tombstones
+        return {stone.name for stone in stones if stone.action == DELETE and not stone.is_revocable}
 
     def spared(self, fates: Mapping[tuple[int, str], str]) -> list[Tombstone]:
         """Return the tombstones that a policy takes back, by the actions that it plans now for (step, id)."""

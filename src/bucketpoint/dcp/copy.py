@@ -17,8 +17,8 @@ from typing import Any
 from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
-from bucketpoint.catalog.deletion.fence import LONG_AGO, AttemptFence, Stopwatch
-from bucketpoint.catalog.reconcile import named
+from bucketpoint.catalog.deletion.fence import AttemptFence
+from bucketpoint.catalog.records import named
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.block_tables import read_tables, with_blocks
@@ -40,6 +40,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.item_info import data_paths
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import make_record
+from bucketpoint.stopwatch import LONG_AGO, Stopwatch
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.dcp.planning.agreement import Statement
 from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.dcp.stats import SaveTimes
 from bucketpoint.errors import BucketpointError, InvalidURLError, RanksDisagreeError, first_of
 from bucketpoint.format.keys import new_token
 from bucketpoint.staging import SavingRanks
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import Store, accepts_url, open_store, retry
 from bucketpoint.stores import as_url as as_url
 

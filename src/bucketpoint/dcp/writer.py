@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from bucketpoint.catalog.deletion.fence import AttemptFence
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.run_retention import RunRetention
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import meshes, process_groups

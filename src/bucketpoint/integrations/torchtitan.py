@@ -24,7 +24,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.prune_worker import worker_of
+from bucketpoint.catalog.deletion.worker import worker_of
 from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog

@@ -20,7 +20,8 @@ from typing_extensions import Self
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
+from bucketpoint.catalog.deletion.prune import Round
+from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog

@@ -7,10 +7,9 @@ import time
 from typing import Literal, get_args
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import HOLDS, Discard, rolled_back
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker
-from bucketpoint.catalog.notes import process_name
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.deletion.remove import HOLDS, Discard, rolled_back
+from bucketpoint.catalog.deletion.worker import PruneWorker
+from bucketpoint.catalog.records import process_name, read_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import Discard, among, damaged, rolled_back, united
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.deletion.remove import Discard, among, damaged, rolled_back, united
 from bucketpoint.catalog.deletion.wholeness import inspect
+from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.manager.running import Running
 
 

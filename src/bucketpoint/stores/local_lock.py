@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 
+from bucketpoint.stopwatch import boottime
 from bucketpoint.stores.local_folders import NEW, TEMPORARY, open_file, temporary
 
 HELD_S = 30.0
@@ -51,7 +52,7 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
     Yields:
         a function to call right before the change. Raises OSError if the lock has been held for too long.
     """
-    began, token = _now(), None
+    began, token = boottime(), None
     try:
         token = _acquire(above, name)
     except LockedError:
@@ -62,14 +63,14 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
             raise
 
     def ensure() -> None:
-        if token is not None and _now() - began > HELD_S:
+        if token is not None and boottime() - began > HELD_S:
             raise OSError(errno.EAGAIN, "the process was suspended while it held the lock of the file", name)
 
     try:
         yield ensure
     finally:
         if token is not None:
-            _release(above, temporary("lock", name), token, broken=_now() - began > HELD_S)
+            _release(above, temporary("lock", name), token, broken=boottime() - began > HELD_S)
 
 
 def _acquire(above: int, name: str, of: str = "") -> str:
@@ -184,9 +185,3 @@ def _time_of(above: int) -> float:
     finally:
         os.close(fd)
         os.unlink(name, dir_fd=above)
-
-
-def _now() -> float:
-    # CLOCK_MONOTONIC stands still while a laptop sleeps, and CLOCK_BOOTTIME does not. Only Linux has it.
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)

@@ -171,7 +171,7 @@ def test_takes_a_small_multiple_of_the_bytes_and_no_torch(form: str, tmp_path: P
             Outline(b"\x80\x04" + endless + b".")
     (tmp_path / "metadata").write_bytes(data)
     program = (
-        "import sys, bucketpoint.catalog.deletion.pruner\n"
+        "import sys, bucketpoint.catalog.deletion.prune\n"
         "from bucketpoint.format.metadata.thinning import Outline\n"
         "Outline(open(sys.argv[1], 'rb').read()).thinned()\n"
         "assert 'torch' not in sys.modules\n"

@@ -1,34 +1,45 @@
-"""Deletion of checkpoints. A deletion is a commit: one conditional request removes `.metadata` before any data.
+"""Deletion and thinning of checkpoints that a pruner has claimed. A deletion is a commit.
 
-If the store can compare and delete in one step, and all data carries the commit's own token, that request is a DELETE.
-Otherwise it replaces `.metadata` by a marker, which tells the next pruner what to delete, and which is deleted last. No
-object is deleted only because it is in the folder: it must be named by the commit that is deleted. Data objects carry a
-token of their rank and attempt.
+One conditional request removes `.metadata` before any data. If the store can compare and delete in one step, and all
+data carries the commit's own token, it is a DELETE. Otherwise it replaces `.metadata` by a marker, which tells the next
+pruner what to delete, and which is deleted last. No object is deleted only because it is in the folder: the commit must
+name it. Data objects carry a token of their rank and attempt.
+
+Thinning reduces a checkpoint to its weights by new metadata and deletes. No tensor is read or written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
-from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
-from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.reconcile import named
-from bucketpoint.catalog.snapshot import Snapshot, Tombstone
-from bucketpoint.catalog.tombstones import withdraw
-from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.state import Pruned, withdraw
+from bucketpoint.catalog.records import named, read_record, write_record
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, Tombstone
+from bucketpoint.errors import (
+    CheckpointDeletedError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    UnsafeDataError,
+)
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.metadata import plain
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
-from bucketpoint.format.metadata.plain import read_metadata, read_record
+from bucketpoint.format.metadata.thinning import WEIGHTS, Outline
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.retention.row import FULL
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
 from bucketpoint.transfer import retry_transient
 
 SIGNED_S = 300
 """Seconds for which a signed deletion of a marker is valid. More than deleting some thousand objects takes."""
-
 
 LOOKED_S = 300.0
 """Seconds for which a check of the newest checkpoint holds. A pruner that was suspended for longer deletes nothing."""
@@ -52,7 +63,7 @@ def delete_checkpoints(
     going: list[Tombstone],
     done: Pruned,
     looked: Stopwatch,
-    by: str = "by the retention policy",
+    by: str,
 ) -> None:
     """Delete checkpoints whose tombstones this pruner has claimed, and report the outcome in `done`.
 
@@ -144,7 +155,7 @@ def _uncommit(
             withdraw(catalog, one, done)
             return None
     if _fenced(catalog, listed, tokens):
-        # If the checkpoint were deleted now, a second request would commit it without its data: see `pruner._unheard`.
+        # If the checkpoint were deleted now, a second request would commit it without its data: see `prune._unheard`.
         done.refused[one.step, one.id] = "its save still has a fence, and may send its commit again"
         return None
     if looked.seconds() > LOOKED_S:
@@ -177,7 +188,7 @@ def _fenced(catalog: Catalog, listed: dict[str, ObjectInfo], tokens: set[str]) -
 
 def _token_in(data: bytes, info: ObjectInfo) -> str | None:
     try:
-        return named(read_record(data), data, info).token
+        return named(plain.read_record(data), data, info).token
     except (MetadataError, UnsafeDataError):
         return None
 
@@ -185,7 +196,7 @@ def _token_in(data: bytes, info: ObjectInfo) -> str | None:
 def _flat_paths(data: bytes) -> tuple[str, ...]:
     """Return the objects beside `.metadata` that another writer's metadata names. Deeper ones may be another's."""
     try:
-        paths = data_paths(read_metadata(data))
+        paths = data_paths(plain.read_metadata(data))
     except (MetadataError, UnsafeDataError):
         return ()
     return tuple(sorted(filter(_is_flat, paths)))
@@ -223,3 +234,68 @@ def _delete_all(
     failed = {failure.key for failure in failures}
     for one in [tombstone for tombstone in doomed if not failed.isdisjoint(wanted[tombstone])]:
         del doomed[one]
+
+
+def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> None:
+    """Thin a checkpoint: replace the metadata, then the record; delete the optimizer's objects, then the tombstone."""
+    name = (one.step, one.id)
+    key = catalog.metadata_key(one.folder)
+    try:
+        data, info = get_metadata(catalog.store, key)
+        outline = Outline(data)
+        if outline.facts.get("token") not in (None, one.id):
+            withdraw(catalog, one, done)
+            return
+        if outline.facts.get("kind") != WEIGHTS:
+            data = outline.thinned(info.etag)
+            outline = Outline(data)
+            # If another process has replaced the metadata meanwhile, the condition fails, and that metadata stays.
+            info = catalog.write(key, data, if_match=info.etag)
+    except (ObjectNotFoundError, CheckpointDeletedError):
+        withdraw(catalog, one, done)
+        return
+    except PreconditionFailedError:
+        done.refused[name] = "its metadata was replaced meanwhile"
+        return
+    except (MetadataError, UnsafeDataError) as error:
+        withdraw(catalog, one, done)
+        done.refused[name] = f"it cannot be thinned: {error.message}"
+        return
+    record = outline.record(metadata_etag=info.etag)
+    records = [*snapshot.checkpoints, *snapshot.superseded]
+    old = [other for other in records if other.name == one.name]
+    for other in old:
+        # Another writer's metadata has no time and no token: the old record supplies them.
+        former = _record_of(catalog, other)
+        created = record.created if record.created is not None else other.created
+        metrics = {**(former.metrics if former else {}), **record.metrics}
+        # The tensors that stay are as whole as they were.
+        covers = (former and former.covers) or None
+        record = dataclasses.replace(record, token=other.id, created=created, metrics=metrics, covers=covers)
+    if record.token is None:
+        record = dataclasses.replace(record, token=one.id)
+    written = write_record(catalog, one.folder, one.step, record)
+    failures = catalog.store.delete([other.key for other in old if other.key and other.key != written])
+    objects = {path: info.key for path, info in catalog.objects_of(one.folder).items()}
+    if keys.METADATA not in objects:
+        # Another pruner has deleted the checkpoint meanwhile: the new record describes nothing, and must go.
+        done.failures += failures + catalog.store.delete([written])
+        withdraw(catalog, one, done)
+        return
+    # Only objects of this attempt: a save that is under way has objects of the same groups in the same folder.
+    goes = set(outline.facts.get("thinned_paths", ())) - outline.paths
+    failures += catalog.store.delete([objects[path] for path in sorted(goes & objects.keys()) if keys.token_of(path)])
+    done.failures += failures
+    if not failures:
+        done.failures += catalog.store.delete([one.key])
+        done.thinned.append(name)
+        before = next((sum(other.groups.values()) for other in old if other.kind == FULL), record.bytes)
+        done.freed[name] = before - record.bytes
+
+
+def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
+    """Return the checkpoint's record; None also if it is damaged: the metrics are then those reported as notes."""
+    try:
+        return read_record(catalog, one.key) if one.key else None
+    except MetadataError:
+        return None

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from bucketpoint.catalog.deletion.state import CHANGES
 from bucketpoint.errors import AccessDeniedError, IncompleteSaveError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import content_of
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
@@ -32,29 +32,6 @@ FENCE_AGE_S = MIN_SWEEP_AGE_S / 2
 """Seconds without a sign of life after which a save writes its fence before it commits."""
 
 ATTEMPTS = 3
-SAVE, SWEEP = "save", "sweep"
-
-
-@dataclass(frozen=True)
-class Stopwatch:
-    """Time since the start, including any suspension of the process or of the machine."""
-
-    wall: float = field(default_factory=lambda: time.time())
-    awake: float = field(default_factory=lambda: _boottime())
-
-    def seconds(self) -> float:
-        """Return the seconds since the start by the larger of two clocks: either may stand still or be set back."""
-        return max(time.time() - self.wall, _boottime() - self.awake)
-
-
-def _boottime() -> float:
-    # CLOCK_MONOTONIC stands still while a laptop sleeps, and CLOCK_BOOTTIME does not. Only Linux has it.
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)
-
-
-LONG_AGO = Stopwatch(float("-inf"), float("-inf"))
-"""Start of an attempt that takes over data of an earlier one, of any age: it always writes its fence."""
 
 
 class AttemptFence:
@@ -107,7 +84,7 @@ class AttemptFence:
         self._etags = {}
 
     def _write(self, key: str) -> ObjectInfo:
-        body, taken, etag = memoryview(_body(SAVE)), key in self._etags, self._etags.get(key)
+        body, taken, etag = memoryview(_body("fence")), key in self._etags, self._etags.get(key)
         for _ in range(ATTEMPTS):
             try:
                 return retry_transient(
@@ -125,7 +102,7 @@ class AttemptFence:
             if data == body:
                 # The fence is this save's own: the answer to its PUT was lost.
                 return info
-            if _held_by(data) != SAVE:
+            if _held_by(data) != CHANGES["fence"].after:
                 break
             # The fence is of another copy of the same checkpoint, and is taken over.
             taken, etag = True, info.etag
@@ -163,21 +140,21 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
     Args:
         there: the fence as it was listed, old enough; None if there was none.
     """
-    key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body(SWEEP))
+    key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body("condemn"))
     etag = there.etag if there is not None else None
     try:
         store.put(key, [body], crc32c=crc32c(body), if_none_match=there is None, if_match=etag)
         return True
     except PreconditionFailedError:
         try:
-            return _held_by(store.get(key, first=1 << 16)[0]) == SWEEP
+            return _held_by(store.get(key, first=1 << 16)[0]) == CHANGES["condemn"].after
         except ObjectNotFoundError:
             return False
 
 
-def _body(by: str) -> bytes:
+def _body(change: str) -> bytes:
     # S3 makes an ETag of the bytes alone: the nonce gives a renewed fence another ETag than a sweep has listed.
-    return json.dumps({"held_by": by, "nonce": os.urandom(8).hex()}).encode()
+    return json.dumps({"held_by": CHANGES[change].after, "nonce": os.urandom(8).hex()}).encode()
 
 
 def _held_by(data: bytes) -> object:

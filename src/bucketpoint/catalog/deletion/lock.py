@@ -1,4 +1,4 @@
-"""The lock of pruners, an object that expires: one pruner at a time.
+"""The lock of pruners, an object that expires, and the check that this process may delete.
 
 Losing the lock is harmless: it only saves work, and no safety depends on it.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.fence import Stopwatch
-from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.catalog.deletion.state import Pruned
+from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalog_keys
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
+from bucketpoint.stores.trials import SCRATCH
 
 LOCK_SECONDS = 900.0
 """Seconds for which a lock holds, by the store's time of its write. Longer than deleting a batch takes; a dead pruner
@@ -58,6 +61,17 @@ def acquire(catalog: Catalog, holder: str) -> Lock | None:
     return None if written is None else Lock(catalog.dated(written), watch)
 
 
+def under_lock(catalog: Catalog, holder: str, work: Callable[[Lock], Pruned]) -> Pruned:
+    """Return the report of `work`, which runs under the lock, or one that says who holds the lock."""
+    lock = acquire(catalog, holder)
+    if lock is None:
+        return Pruned(stopped=held_by(catalog))
+    try:
+        return work(lock)
+    finally:
+        give_back(lock)
+
+
 def held_by(catalog: Catalog) -> str:
     """Describe who holds the lock, and when it is free at the latest. One small GET."""
     try:
@@ -93,3 +107,40 @@ def _expires(data: bytes) -> float:
 def _holder(data: bytes) -> str | None:
     holder = catalog_keys.content_of(data).get("holder")
     return holder if isinstance(holder, str) else None
+
+
+_NOBODYS = f"{SCRATCH}delete"
+"""Name of an object that nobody writes. In a bucket with versioning its deletion leaves a delete marker."""
+
+_granted: set[tuple[str, str]] = set()
+"""Stores and prefixes where this process may delete."""
+
+
+def require_deletes(catalog: Catalog, folder: str) -> None:
+    """Check that data in a checkpoint's folder may be deleted, by a deletion of an object that does not exist.
+
+    A marker in place of `.metadata` ends a checkpoint, and a role that saves may write one. Without the right to
+    delete, such a role would end checkpoints and leave all their data. Costs one request for each store and prefix of a
+    process.
+
+    Raises:
+        AccessDeniedError: the deletion was refused.
+        StoreError: the request failed for good.
+    """
+    place = catalog.store.identity, catalog.prefix
+    if place in _granted:
+        return
+    try:
+        # Among the data: a trainer may delete notes.
+        kept = next(iter(catalog.store.delete([catalog.key(f"{folder}/{_NOBODYS}")])), None)
+        reason, remedy = (f"{kept.code}: {kept.message}", kept.remedy) if kept is not None else (None, None)
+    except AccessDeniedError as error:
+        reason, remedy = error.message, error.remedy
+    if reason is not None:
+        raise AccessDeniedError(
+            f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')})",
+            url=catalog.url,
+            remedy=f"{f'{remedy}. ' if remedy else ''}Delete with the role pruner, which may delete, and let other "
+            "jobs have a policy with when: manual",
+        )
+    _granted.add(place)

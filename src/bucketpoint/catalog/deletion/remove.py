@@ -1,4 +1,9 @@
-"""Removal of one checkpoint that a person names, with a record or without, by the steps of a prune."""
+"""Removal of checkpoints without a policy: by name, by a rollback, or because they could not be loaded.
+
+A checkpoint that a person names is deleted at once, by the steps of a prune. Those that a run gives up, damaged ones
+and those newer than the step of a rollback, get a tombstone once another checkpoint is committed, never before: until
+then they may be all that there is.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +11,31 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata, open_catalog
-from bucketpoint.catalog.deletion import lock as locks
-from bucketpoint.catalog.deletion.delete import delete_checkpoints
-from bucketpoint.catalog.deletion.fence import Stopwatch
-from bucketpoint.catalog.deletion.pruner import still_goes
-from bucketpoint.catalog.deletion.rights import require_deletes
-from bucketpoint.catalog.deletion.wholeness import is_whole
-from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.reconcile import metadata_record, reconcile
+from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
+from bucketpoint.catalog.deletion.prune import carry_out
+from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion, undo
+from bucketpoint.catalog.deletion.wholeness import look_for_damage
+from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write_record
 from bucketpoint.catalog.run import catalog_above, parent_and_name
-from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot
+from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import size_of
-from bucketpoint.catalog.tombstones import claim, schedule_deletion
-from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError, first_of
+from bucketpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    InvalidURLError,
+    ObjectNotFoundError,
+    first_of,
+)
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.retention.row import FULL
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import this_url
 
 logger = logging.getLogger(__name__)
@@ -36,6 +44,202 @@ LOOKED_AT_MOST = 20
 """Most checkpoints that are searched for a whole one. So many damaged ones in a row are no accident of one save."""
 
 _NUMBERED = re.compile(r"(.*?)[0-9]{1,16}([^0-9]*)", re.ASCII | re.DOTALL)
+
+HOLDS = frozenset({"pinned", "leased"})
+"""Notes that keep a given-up checkpoint. "restored from" is not among them: it ends with the next commit."""
+
+
+@dataclass(frozen=True)
+class Discard:
+    """A checkpoint that is given up.
+
+    Attributes:
+        checkpoint: the checkpoint as it was found. Its mark is that of the `.metadata` that is there, altered or not.
+            Its id is empty if there is no record, and no metadata that can be read.
+        damaged: True if it could not be loaded. Otherwise training was rolled back to an earlier step.
+    """
+
+    checkpoint: Checkpoint
+    reason: str
+    damaged: bool = False
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.checkpoint.name
+
+
+@dataclass
+class Discarded:
+    """Outcome for the checkpoints that were given up.
+
+    Attributes:
+        due: time of the deletion, in seconds since the epoch.
+        buried: have a tombstone now.
+        held: stay, because somebody holds them, or because nothing tells which commit they are. A restart finds them.
+        void: are gone, were given up already, or were saved anew.
+    """
+
+    due: float
+    buried: list[Discard] = field(default_factory=list)
+    held: list[tuple[Discard, str]] = field(default_factory=list)
+    void: list[Discard] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of `buried`."""
+        return [discard.checkpoint.step for discard in self.buried]
+
+
+def damaged(catalog: Catalog, checkpoint: Checkpoint, reason: str) -> Discard | None:
+    """Give up a checkpoint that could not be loaded. None if another one has been committed in its place.
+
+    One small GET, and a GET of the whole `.metadata` if it differs from the record.
+    """
+    present = _as_committed(catalog, checkpoint)
+    return None if present is None else Discard(present, reason, damaged=True)
+
+
+def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return the checkpoint with the id and the mark of its present `.metadata`. None if another one replaced it."""
+    committed = catalog.metadata_info(checkpoint.folder)
+    if committed is None:
+        return checkpoint if checkpoint.key is not None else None
+    mark = catalog_keys.mark_of(committed.etag)
+    if checkpoint.key is not None and mark == checkpoint.mark:
+        return checkpoint
+    if checkpoint.key is None and mark != checkpoint.mark:
+        return None
+    record = metadata_record(catalog, checkpoint.folder)
+    token = checkpoint.id if record is None else record.token or ""
+    if checkpoint.id and token != checkpoint.id:
+        return None
+    return replace(checkpoint, id=token, mark=mark)
+
+
+def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard]:
+    """Give up the checkpoints of higher steps, of all kinds, except those that were given up already.
+
+    Two GETs for each checkpoint without a record, to find out which commit it is.
+    """
+    given_up = snapshot.given_up()
+    reason = f"training was rolled back to step {step}"
+    newer = (one for one in snapshot.checkpoints if one.step > step and one.name not in given_up)
+    present = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
+    return [Discard(checkpoint, reason) for checkpoint in present if checkpoint is not None]
+
+
+def united(discards: Iterable[Discard]) -> tuple[Discard, ...]:
+    """Return each checkpoint once, with the first reason that is given."""
+    first: dict[tuple[str, str], Discard] = {}
+    for discard in discards:
+        first.setdefault(discard.name, discard)
+    return tuple(first.values())
+
+
+def among(discards: Iterable[Discard]) -> Callable[[Checkpoint], bool]:
+    """Return a test whether a listed checkpoint is one of these."""
+    names, folders = set(), set()
+    for discard in discards:
+        # A checkpoint without a record has no id in a listing, so its folder identifies it.
+        if discard.checkpoint.key is None:
+            folders.add(discard.checkpoint.folder)
+        names.add(discard.name)
+    return lambda one: one.name in names or (one.key is None and one.folder in folders)
+
+
+def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:
+    """Give tombstones to given-up checkpoints, except those that somebody holds or has saved anew.
+
+    Two LISTs, and a PUT for each.
+    """
+    done = Discarded(due)
+    snapshot = catalog.snapshot()
+    if not dry_run:
+        snapshot = _with_records(catalog, snapshot, discards)
+    there = {checkpoint.folder: checkpoint for checkpoint in snapshot.checkpoints}
+    if dry_run:
+        # Without `dry_run` they would have a record by now.
+        there |= {one.folder: one for one in (discard.checkpoint for discard in discards) if one.key is None}
+    # A tombstone by a policy is not enough: a later prune may take it back.
+    given_up, held = snapshot.given_up(), snapshot.held()
+    for discard in discards:
+        current = there.get(discard.checkpoint.folder)
+        if not discard.checkpoint.id and (current is None or current.key is None):
+            done.held.append((discard, "without readable metadata"))
+        elif current is None or not _same(current, discard.checkpoint) or discard.name in given_up:
+            done.void.append(discard)
+        elif reasons := held.get(current.step, set()) & HOLDS:
+            done.held.append((discard, " and ".join(sorted(reasons))))
+        else:
+            if not dry_run:
+                schedule_deletion(
+                    catalog, replace(current, mark=discard.checkpoint.mark), DELETE, due=due, reason=discard.reason
+                )
+            done.buried.append(discard)
+    return done
+
+
+def _same(current: Checkpoint, given_up: Checkpoint) -> bool:
+    """Return True if the listed checkpoint is the one that was given up, and no later one of its step."""
+    if given_up.key is not None:
+        return current.key == given_up.key
+    return (current.id, current.mark) == (given_up.id, given_up.mark)
+
+
+def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Discard]) -> Snapshot:
+    """Write the missing records of given-up checkpoints, since a tombstone needs one. Return the snapshot with them."""
+    known, written = snapshot.folders, False
+    for one in (discard.checkpoint for discard in discards):
+        if one.key is not None or not one.id or one.folder in known:
+            continue
+        record = metadata_record(catalog, one.folder)
+        if record is not None and record.token == one.id:
+            write_record(catalog, one.folder, one.step, record)
+            written = True
+    return catalog.snapshot() if written else snapshot
+
+
+def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> Discarded:
+    """Give all checkpoints of higher steps a tombstone, and take back that of `step`, if it has one.
+
+    Checkpoints from `step` on that have no record get one.
+
+    Args:
+        grace: seconds until the deletion.
+        dry_run: report what would be done, and change nothing.
+
+    Raises:
+        CheckpointNotFoundError: there is no full checkpoint of this step.
+        CorruptDataError: the checkpoint of this step is not whole, so nothing is given up for it.
+        GoneError: the deletion of the checkpoint of this step has begun.
+    """
+    snapshot = catalog.with_unrecorded(catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot()))
+    unrecorded = [checkpoint.step for checkpoint in snapshot.unrecorded if checkpoint.step >= step]
+    if unrecorded and not dry_run:
+        adopt(catalog, unrecorded)
+        snapshot = catalog.with_unrecorded(catalog.snapshot())
+    target = next((checkpoint for checkpoint in snapshot.full if checkpoint.step == step), None)
+    if target is None:
+        there = ", ".join(str(checkpoint.step) for checkpoint in snapshot.full)
+        raise CheckpointNotFoundError(
+            f"There is no full checkpoint of step {step} in this run",
+            url=catalog.url,
+            remedy=f"These steps have full checkpoints: {there}"
+            if there
+            else "The run has no full checkpoint; see `bucketpoint ls`",
+        )
+    problem = look_for_damage(catalog, target)
+    if problem is not None:
+        raise CorruptDataError(
+            f"Step {step} is not whole, so nothing was rolled back: {problem}",
+            url=catalog.url_of_folder(target.folder),
+            remedy="Roll back to another step; `bucketpoint verify` lists the damage of this one",
+        )
+    due = (catalog if dry_run else catalog.at_store_time()).due(grace)
+    discards = rolled_back(catalog, snapshot, step)
+    if not dry_run and any(tombstone.step == step for tombstone in snapshot.notes.tombstones):
+        undo(catalog, step)
+    return bury_discards(catalog, discards, due=due, dry_run=dry_run) if discards else Discarded(due)
 
 
 class OneFolder(StepTemplate):
@@ -105,31 +309,27 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
     """
     catalog, one = removal.catalog, removal.checkpoint
     require_deletes(catalog, one.folder)
-    lock = locks.acquire(catalog, holder)
-    if lock is None:
-        return Pruned(stopped=locks.held_by(catalog))
-    catalog = lock.catalog
-    try:
-        done = Pruned()
+
+    def work(lock: Lock) -> Pruned:
+        catalog, done = lock.catalog, Pruned()
+
+        def held(snapshot: Snapshot, _: Tombstone) -> str | None:
+            reasons = None if force else " and ".join(_reasons(catalog, catalog.with_unrecorded(snapshot), one))
+            if reasons:
+                done.refused[one.step, one.id] = reasons
+            return reasons or None
+
         reconcile(catalog, catalog.snapshot())
         key = schedule_deletion(catalog, one, DELETE, due=catalog.due(0.0), reason="a person deleted it by name")
         stones = [stone for stone in catalog.steps().notes.tombstones if stone.key == key]
-        begun = claim(catalog, stones[0]) if stones else None
-        if begun is None:
-            done.refused[one.step, one.id] = "its tombstone was withdrawn meanwhile"
-            return done
-        # Listed again, now that the claim is visible: a pin, lease or save that came meanwhile is in this listing.
-        snapshot = catalog.snapshot()
-        held = None if force else " and ".join(_reasons(catalog, catalog.with_unrecorded(snapshot), one)) or None
-        if held is not None:
-            done.refused[one.step, one.id] = held
-        if still_goes(catalog, snapshot, begun, done, held=held, taken_over=False):
-            delete_checkpoints(catalog, snapshot, [begun], done, Stopwatch(), by="by `bucketpoint rm`")
+        carry_out(stones, done, Stopwatch(), lock, held=held, by="by `bucketpoint rm`")
         if done.deleted:
             logger.info("%s is deleted", removal.url)
+        elif not (done.refused or done.withdrawn or done.failures):
+            done.refused[one.step, one.id] = "its tombstone was withdrawn meanwhile"
         return done
-    finally:
-        locks.give_back(lock)
+
+    return under_lock(catalog, holder, work)
 
 
 def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Catalog, str]:
@@ -187,7 +387,7 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
         return reasons
     going = snapshot.going() - {one.name}
     full = [other for other in snapshot.full if other.name not in going]
-    whole = next((other for other in full[: -LOOKED_AT_MOST - 1 : -1] if is_whole(catalog, other)), None)
+    whole = next((other for other in full[: -LOOKED_AT_MOST - 1 : -1] if look_for_damage(catalog, other) is None), None)
     if whole is None:
         reasons.append("its run has no whole checkpoint")
     elif whole.folder == one.folder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
-from bucketpoint.catalog.reconcile import read_record
+from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import keys
@@ -38,64 +38,49 @@ class Inspected:
     gone: bool = False
 
 
-def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
-    """Read the record and the metadata of a checkpoint. Two GETs."""
-    folder = newest.folder
+def inspect(catalog: Catalog, checkpoint: Checkpoint) -> Inspected:
+    """Read the record, if there is one, and the metadata of a checkpoint. Two GETs."""
+    folder = checkpoint.folder
     try:
-        record = read_record(catalog, newest.key) if newest.key is not None else None
+        record = read_record(catalog, checkpoint.key) if checkpoint.key is not None else None
         data, _ = get_metadata(catalog.store, catalog.metadata_key(folder))
     except ObjectNotFoundError:
-        return Inspected(newest, f"checkpoint {folder} has no metadata", gone=True)
+        return Inspected(checkpoint, f"checkpoint {folder} has no metadata", gone=True)
     except MetadataError as error:
-        return Inspected(newest, f"the record of checkpoint {folder} cannot be read: {error.message}")
+        return Inspected(checkpoint, f"the record of checkpoint {folder} cannot be read: {error.message}")
     if is_marker(data):
-        return Inspected(newest, f"checkpoint {folder} is being deleted")
-    if record is None or record.metadata_crc32c != crc32c(memoryview(data)):
-        return Inspected(newest, f"the metadata of checkpoint {folder} differs from its record")
-    return Inspected(newest, None, record, data)
+        return Inspected(checkpoint, f"checkpoint {folder} is being deleted")
+    if checkpoint.key is not None and (record is None or record.metadata_crc32c != crc32c(memoryview(data))):
+        return Inspected(checkpoint, f"the metadata of checkpoint {folder} differs from its record")
+    return Inspected(checkpoint, None, record, data)
 
 
 def damage(catalog: Catalog, inspected: Inspected) -> str | None:
-    """Describe the damage of a checkpoint: of its tensors, or its objects. None if it is whole. One LIST."""
-    checkpoint, record = inspected.checkpoint, inspected.record
-    if inspected.problem is not None or record is None:
-        return inspected.problem
-    sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
-    data = {
-        path: size for path, size in sizes.items() if keys.token_of(path) and path != index_path(record.token or "")
-    }
-    if not record.covers and (part := _part(inspected.data)) is not None:
-        return f"checkpoint {checkpoint.folder} does not hold all of its state: {part}"
-    whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
-    # The tokens are compared too: objects of a save that is under way may be as many and as large as those that are
-    # gone.
-    if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
-        return None
-    missing = _missing(inspected.data, sizes)
-    return f"data of checkpoint {checkpoint.folder} is missing: {missing}" if missing is not None else None
-
-
-def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint's metadata can be relied on and all its objects are there: see `look_for_damage`."""
-    return look_for_damage(catalog, checkpoint) is None
-
-
-def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
-    """Describe the damage of a checkpoint; None if it is whole. Two GETs, one LIST.
+    """Describe the damage of a checkpoint: of its tensors, or its objects. None if it is whole. One LIST.
 
     Without a record, the metadata itself tells which objects the checkpoint has.
     """
-    if checkpoint.key is not None:
-        return damage(catalog, inspect(catalog, checkpoint))
-    try:
-        data, _ = get_metadata(catalog.store, catalog.metadata_key(checkpoint.folder))
-    except ObjectNotFoundError:
-        return f"checkpoint {checkpoint.folder} has no metadata"
-    if (part := _part(data)) is not None:
-        return f"checkpoint {checkpoint.folder} does not hold all of its state: {part}"
-    sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
-    missing = _missing(data, sizes)
-    return f"data of checkpoint {checkpoint.folder} is missing: {missing}" if missing is not None else None
+    folder, record = inspected.checkpoint.folder, inspected.record
+    if inspected.problem is not None:
+        return inspected.problem
+    if not (record and record.covers) and (part := _part(inspected.data)) is not None:
+        return f"checkpoint {folder} does not hold all of its state: {part}"
+    sizes = {path: info.size for path, info in catalog.objects_of(folder).items()}
+    if record is not None:
+        index = index_path(record.token or "")
+        data = {path: size for path, size in sizes.items() if keys.token_of(path) and path != index}
+        whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
+        # The tokens are compared too: objects of a save that is under way may be as many and as large as those that are
+        # gone.
+        if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
+            return None
+    missing = _missing(inspected.data, sizes)
+    return f"data of checkpoint {folder} is missing: {missing}" if missing is not None else None
+
+
+def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
+    """Describe the damage of a checkpoint; None if it is whole. Two GETs, one LIST."""
+    return damage(catalog, inspect(catalog, checkpoint))
 
 
 def _part(data: bytes) -> str | None:

@@ -95,7 +95,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
-    from bucketpoint.catalog.reconcile import adopt
+    from bucketpoint.catalog.records import adopt
     from bucketpoint.catalog.survey import survey
 
     folders = adopt(catalog, dry_run=dry_run)

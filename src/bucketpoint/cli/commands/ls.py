@@ -53,7 +53,7 @@ def json_number(value: float) -> float | str:
 
 def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
     metrics, held = snapshot.metrics(), snapshot.held()
-    tombstones = {(note.folder, note.id): note for note in snapshot.notes.tombstones if not note.undone}
+    tombstones = {(note.folder, note.id): note for note in snapshot.notes.tombstones}
     for saved in snapshot.checkpoints:
         tombstone = tombstones.get((saved.folder, saved.id))
         yield {
@@ -72,7 +72,7 @@ def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    from bucketpoint.catalog.deletion.prune_worker import gone_lines
+    from bucketpoint.catalog.deletion.prune import gone_lines
 
     rows = document["checkpoints"]
     if not rows:

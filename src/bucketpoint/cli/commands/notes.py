@@ -55,9 +55,9 @@ def undo(catalog: Catalog, step: int) -> CommandResult:
 
     The next prune decides anew about the step: pin it to keep it. Exits with 1 if there is no tombstone.
     """
-    from bucketpoint.catalog import tombstones
+    from bucketpoint.catalog.deletion import state
 
-    count = tombstones.undo(catalog, step)
+    count = state.undo(catalog, step)
     line = f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
     return CommandResult({"step": step, "undone": count}, [line], ok=count > 0)
 

@@ -70,7 +70,7 @@ def overview(
     requests of `watch`, one listing for each checkpoint without a record and, for the page, one small read for each
     checkpoint and each pin. Exits with 1 if --verify finds damage.
     """
-    from bucketpoint.catalog.deletion.prune_worker import judged
+    from bucketpoint.catalog.deletion.prune import judged
     from bucketpoint.catalog.observer import Observer
     from bucketpoint.catalog.survey import size_of, survey
     from bucketpoint.stores.redact import clean
@@ -161,8 +161,8 @@ def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> It
 
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
     """Return how long saves took, by the URL of their checkpoint, as far as their records say it."""
-    from bucketpoint.catalog.reconcile import read_record
-    from bucketpoint.cli.page import MOST_ROWS
+    from bucketpoint.catalog.records import read_record
+    from bucketpoint.cli.html.page import MOST_ROWS
     from bucketpoint.transfer import TransferOptions
     from bucketpoint.transfer.pieces import for_each
 

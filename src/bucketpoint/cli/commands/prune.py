@@ -50,8 +50,8 @@ def prune(
     the rule that nearly kept it. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could
     be done, or if a delete failed.
     """
-    from bucketpoint.catalog.deletion.prune_worker import prune_by
-    from bucketpoint.catalog.notes import process_name
+    from bucketpoint.catalog.deletion.prune import prune_by
+    from bucketpoint.catalog.records import process_name
     from bucketpoint.catalog.survey import survey
 
     if picture is not None and not (dry_run and picture.endswith(".svg")):
@@ -86,8 +86,7 @@ def _dry_run(
     policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, picture: str | None, *, forced: bool
 ) -> CommandResult:
     """Make the plan that a prune would make, which looks for each checkpoint that stays: one HEAD for each."""
-    from bucketpoint.catalog.deletion.prune_worker import judged
-    from bucketpoint.catalog.deletion.pruner import Order, existing
+    from bucketpoint.catalog.deletion.prune import Order, existing, judged
 
     def decide(rows: Sequence[Row]) -> list[Order]:
         entries = judged(policy, rows)[0].entries
@@ -114,7 +113,7 @@ def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
 
 def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
     """Return what a plan needs to be understood: what it does not decide on, and clocks that were ahead."""
-    from bucketpoint.catalog.deletion.prune_worker import future_lines, missing_metrics
+    from bucketpoint.catalog.deletion.prune import future_lines, missing_metrics
 
     return {
         "gone": sorted(checkpoint.step for checkpoint in snapshot.gone),
@@ -141,8 +140,7 @@ def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, p
             "bytes": sizes[note.folder, note.id],
         }
         for note in snapshot.notes.tombstones
-        if not note.undone
-        and (note.folder, note.id) in sizes
+        if (note.folder, note.id) in sizes
         # The tombstone of a checkpoint that is held is void while it is held.
         and (note.begun or fates.get((note.step, note.id), note.action) == note.action)
     ]
@@ -196,7 +194,7 @@ def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any]) -> Itera
 
 
 def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
-    from bucketpoint.catalog.deletion.prune_worker import gone_lines
+    from bucketpoint.catalog.deletion.prune import gone_lines
 
     if document["stopped"] is not None:
         yield f"nothing was pruned: {document['stopped']}"
@@ -221,7 +219,7 @@ def _due(note: Mapping[str, Any]) -> str:
 
 
 def _notice_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    from bucketpoint.catalog.deletion.prune_worker import gone_lines
+    from bucketpoint.catalog.deletion.prune import gone_lines
 
     yield from document["future"]
     yield from gone_lines(document["root"], document["gone"])

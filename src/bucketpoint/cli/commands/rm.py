@@ -13,7 +13,7 @@ from bucketpoint.cli.command import Access, CommandResult, as_json, command
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.deletion.remove import Removal
-    from bucketpoint.catalog.prune_report import Pruned
+    from bucketpoint.catalog.deletion.state import Pruned
 
 
 @command("rm")
@@ -31,7 +31,7 @@ def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access) -> Comma
     or if a delete failed.
     """
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
-    from bucketpoint.catalog.notes import process_name
+    from bucketpoint.catalog.records import process_name
 
     removal = plan_removal(url, storage_options=access.for_url(url))
     if dry_run or (removal.reasons and not force):

@@ -33,21 +33,22 @@ def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool) -> Comman
     are named. The command then exits with 1, because a restore finds the newest of them. In a program,
     `manager.restore(state, step, rollback=True)` does the same with its next commit.
     """
-    from bucketpoint.catalog.deletion.rollback import roll_back
+    from bucketpoint.catalog.deletion.remove import roll_back
 
     done = roll_back(catalog, step, grace=grace, dry_run=dry_run)
     document = {
         "root": catalog.url,
         "step": step,
         "dry_run": dry_run,
-        "tombstones": list(done.steps),
+        "tombstones": done.steps,
         "due": done.due,
-        "held": [{"step": newer, "why": why} for newer, why in done.held],
+        "held": [{"step": discard.checkpoint.step, "why": why} for discard, why in done.held],
     }
     words = "would be deleted" if dry_run else "will be deleted"
     lines = [f"step {newer} {words} after {text.when(done.due)}" for newer in done.steps]
     lines += [
-        f"step {newer} stays, because it is {why}: until that ends, a restore finds it" for newer, why in done.held
+        f"step {discard.checkpoint.step} stays, because it is {why}: until that ends, a restore finds it"
+        for discard, why in done.held
     ]
     if not done.held:
         lines.append(f"the next restore {'would load' if dry_run else 'loads'} step {step}")

@@ -127,7 +127,7 @@ def _attempt(catalog: Catalog, save: AttemptProgress, now: float | None) -> dict
 
 
 def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPolicy, observation: Observation) -> None:
-    from bucketpoint.catalog.deletion.prune_worker import judged
+    from bucketpoint.catalog.deletion.prune import judged
 
     planned, verdict = judged(policy, observation.snapshot.rows())
     entries = {(entry.row.step, entry.row.id): entry for entry in planned.entries}

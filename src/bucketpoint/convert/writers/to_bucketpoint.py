@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from bucketpoint.catalog.deletion.fence import LONG_AGO, AttemptFence
+from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.payload_reader import Filling
@@ -34,6 +34,7 @@ from bucketpoint.dcp.saving.object_layout import (
 from bucketpoint.errors import MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES
+from bucketpoint.stopwatch import LONG_AGO
 from bucketpoint.transfer import Segment, Uploaded
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.catalog.deletion.delete import SIGNED_S
-from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch
+from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S
 from bucketpoint.dcp.session import PriorCommit
@@ -32,6 +32,7 @@ from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo, Store, proven, retry
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c

@@ -1,26 +1,27 @@
-"""The pruner: tombstone, grace, deletion. It carries out orders and refuses unsafe ones; its caller makes the orders.
+"""A round of pruning: tombstone, grace, deletion. It carries out orders and refuses unsafe ones.
 
 If a pruner is killed at any request, the next one finishes its work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion import lock as locks
-from bucketpoint.catalog.deletion.delete import delete_checkpoints
-from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
-from bucketpoint.catalog.deletion.rights import require_deletes
-from bucketpoint.catalog.deletion.thin import thin
+from bucketpoint.catalog.deletion.delete import delete_checkpoints, thin
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
+from bucketpoint.catalog.deletion.state import Pruned, claim, schedule_deletion, spare, unclaim, withdraw
 from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
-from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.reconcile import absent, reconcile
+from bucketpoint.catalog.records import absent, reconcile
 from bucketpoint.catalog.snapshot import DELETE, KEEP, THIN, Attempt, Checkpoint, Snapshot, Tombstone
-from bucketpoint.catalog.tombstones import claim, schedule_deletion, spare, unclaim, withdraw
-from bucketpoint.errors import PreconditionFailedError
-from bucketpoint.retention.row import Row
+from bucketpoint.errors import first_of
+from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
+from bucketpoint.retention.engine import unreported
+from bucketpoint.stopwatch import Stopwatch
+
+_NAMED_AT_MOST = 5
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,86 @@ Decide = Callable[[Sequence[Row]], Sequence[Order]]
 """A policy, as a pure function. Called under the lock with all rows; returns the orders."""
 
 
+@dataclass(frozen=True)
+class Round:
+    """Report of one prune by a policy.
+
+    Attributes:
+        plan: the policy's plan; None if nothing was looked at, for the reason in `done.stopped`.
+        verdict: the circuit breaker's verdict on the plan.
+        done: the report of the pruner.
+    """
+
+    plan: Plan | None
+    verdict: Verdict | None
+    done: Pruned
+
+
+def prune_by(
+    catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
+) -> Round:
+    """Prune once by a policy. Raises as `prune`, and `PolicyError` if `match` fails.
+
+    Args:
+        force: carry out the whole plan, even if the circuit breaker refuses it.
+        committed: number of checkpoints that the job has committed since its last round.
+    """
+    planned: Plan | None = None
+    verdict: Verdict | None = None
+
+    def decide(rows: Sequence[Row]) -> list[Order]:
+        nonlocal planned, verdict
+        planned, verdict = judged(policy, rows, committed=committed)
+        entries = [entry for entry in (*planned.deleted, *planned.thinned) if not entry.is_ordered]
+        # The oldest go first; later rounds delete the rest.
+        allowed = entries if verdict or force else entries[: verdict.unasked]
+        # What keeps more of a checkpoint than its tombstone says is no loss, so the circuit breaker does not count it.
+        spared = [
+            entry
+            for entry in planned.entries
+            if entry.row.tombstone and entry.action not in ("delete", entry.row.tombstone)
+        ]
+        return [
+            Order(entry.row.step, entry.row.id, entry.action, str(entry.miss or "")) for entry in (*allowed, *spared)
+        ]
+
+    done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
+    return Round(planned, verdict, done)
+
+
+def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) -> tuple[Plan, Verdict]:
+    """Return the policy's plan for these rows, and the circuit breaker's verdict on it."""
+    planned, limit = plan(policy, rows), policy.prune.max_delete
+    return planned, circuit_breaker(planned, count=limit.count, fraction=limit.fraction, committed=committed)
+
+
+def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Collection[str]) -> dict[str, str]:
+    """Return a line for each metric of a `best` rule that nobody reports, which is probably a misspelt name."""
+    names = first_of(sorted(reported), _NAMED_AT_MOST)
+    return {
+        metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
+        for metric in unreported(policy, rows, reported)
+    }
+
+
+def gone_lines(root: str, gone: Collection[int]) -> Iterator[str]:
+    """Yield a line about records whose checkpoints something other than bucketpoint has removed or replaced."""
+    if gone:
+        yield (
+            f"the checkpoint that the record names is gone, or another one is in its place, so no rule counts it: step "
+            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {root}` removes such records"
+        )
+
+
+def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
+    """Yield a line for each step that claims to have been committed after its record was written."""
+    for step, seconds in sorted(ahead.items()):
+        yield (
+            f"step {step} was saved by a machine whose clock was {seconds / 3600:.1f} h ahead: its "
+            "record is from the future, and counts from when it was written by the store's clock"
+        )
+
+
 def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pruned:
     """Run one round: checkpoints that `decide` orders to go get a tombstone, and due tombstones are carried out.
 
@@ -53,43 +134,42 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
     Raises:
         StoreError: a request failed for good. The next round finishes what was begun.
     """
-    lock = locks.acquire(catalog, holder)
-    if lock is None:
-        return Pruned(stopped=locks.held_by(catalog))
+    return under_lock(catalog, holder, lambda lock: _round(lock, decide, grace))
+
+
+def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
     # The time of the round is the store's. A pruner's own clock may be wrong by days.
     catalog = lock.catalog
-    try:
-        snapshot, newest = _newest(catalog, reconcile(catalog, catalog.snapshot()))
-        done = Pruned(metrics=snapshot.metric_names(), now=catalog.now)
-        if not snapshot.full and (snapshot.checkpoints or snapshot.gone):
-            done.stopped = "the run has no full checkpoint"
-        elif newest is not None and newest.problem is not None:
-            done.stopped = newest.problem
-        else:
-            snapshot, decided = existing(catalog, snapshot, decide, looked_at=newest.checkpoint if newest else None)
-        done.gone += sorted(checkpoint.step for checkpoint in snapshot.gone)
-        done.ahead |= snapshot.ahead
-        if done.stopped is not None:
-            return done
-        spared = snapshot.spared({(order.step, order.id): order.action for order in decided})
-        snapshot, orders = snapshot.without(spared), [order for order in decided if order.action != KEEP]
-        looked = Stopwatch()
-        problem = _damage_of_newest(catalog, snapshot, orders, newest)
-        if problem is not None:
-            return Pruned(stopped=problem)
-        for tombstone in spared:
-            spare(catalog, tombstone, done)
-        _bury(catalog, snapshot, orders, catalog.due(grace), done)
-        # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
-        # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be
-        # left.
-        replaced, unheard = {checkpoint.folder for checkpoint in snapshot.superseded}, _unheard(snapshot)
-        ended = [attempt for attempt in snapshot.finished if attempt not in unheard and attempt.folder not in replaced]
-        done.failures += catalog.store.delete([attempt.key for attempt in ended])
-        collect(catalog, done, looked, lock)
+    snapshot, newest = _newest(catalog, reconcile(catalog, catalog.snapshot()))
+    done = Pruned(metrics=snapshot.metric_names(), now=catalog.now)
+    decided: Sequence[Order] = ()
+    if not snapshot.full and (snapshot.checkpoints or snapshot.gone):
+        done.stopped = "the run has no full checkpoint"
+    elif newest is not None and newest.problem is not None:
+        done.stopped = newest.problem
+    else:
+        snapshot, decided = existing(catalog, snapshot, decide, looked_at=newest.checkpoint if newest else None)
+    done.gone += sorted(checkpoint.step for checkpoint in snapshot.gone)
+    done.ahead |= snapshot.ahead
+    if done.stopped is not None:
         return done
-    finally:
-        locks.give_back(lock)
+    spared = snapshot.spared({(order.step, order.id): order.action for order in decided})
+    snapshot, orders = snapshot.without(spared), [order for order in decided if order.action != KEEP]
+    looked = Stopwatch()
+    problem = _damage_of_newest(catalog, snapshot, orders, newest)
+    if problem is not None:
+        return Pruned(stopped=problem)
+    for tombstone in spared:
+        spare(catalog, tombstone, done)
+    _bury(catalog, snapshot, orders, catalog.due(grace), done)
+    # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
+    # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be left.
+    replaced, unheard = {checkpoint.folder for checkpoint in snapshot.superseded}, _unheard(snapshot)
+    ended = [attempt for attempt in snapshot.finished if attempt not in unheard and attempt.folder not in replaced]
+    notes = catalog.snapshot().notes
+    done.failures += catalog.store.delete([*(attempt.key for attempt in ended), *(stone.key for stone in notes.void)])
+    carry_out([stone for stone in notes.tombstones if stone.is_due(catalog.now)], done, looked, lock)
+    return done
 
 
 def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected | None]:
@@ -121,7 +201,7 @@ def existing(
     while True:
         decided = decide(snapshot.rows())
         fates = {(order.step, order.id): order.action for order in decided}
-        stones = [stone for stone in snapshot.without(snapshot.spared(fates)).notes.tombstones if not stone.undone]
+        stones = snapshot.without(snapshot.spared(fates)).notes.tombstones
         if {*fates.values()} <= {KEEP} and not any(stone.is_due(snapshot.taken) for stone in stones):
             return snapshot, decided
         going = {stone.name for stone in stones if stone.action == DELETE}
@@ -143,10 +223,10 @@ def _damage_of_newest(
     catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
 ) -> str | None:
     """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or if nothing goes."""
-    stones = [tombstone for tombstone in snapshot.notes.tombstones if not tombstone.undone]
-    if newest is None or (not orders and not any(tombstone.is_due(snapshot.taken) for tombstone in stones)):
+    stones = snapshot.notes.tombstones
+    if newest is None or (not orders and not any(stone.is_due(snapshot.taken) for stone in stones)):
         return None
-    going = {(tombstone.step, tombstone.id) for tombstone in stones} | {(order.step, order.id) for order in orders}
+    going = {(stone.step, stone.id) for stone in stones} | {(order.step, order.id) for order in orders}
     staying = [checkpoint for checkpoint in snapshot.full if (checkpoint.step, checkpoint.id) not in going]
     if staying and staying[-1] != newest.checkpoint:
         newest = inspect(catalog, staying[-1])
@@ -155,7 +235,7 @@ def _damage_of_newest(
 
 def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: float, done: Pruned) -> None:
     there = {(checkpoint.step, checkpoint.id): checkpoint for checkpoint in snapshot.checkpoints}
-    buried = {(*tombstone.name, tombstone.action) for tombstone in snapshot.notes.tombstones if not tombstone.undone}
+    buried = {(*stone.name, stone.action) for stone in snapshot.notes.tombstones}
     for order in orders:
         name = (order.step, order.id)
         one = there.get(name)
@@ -177,26 +257,24 @@ def _held(snapshot: Snapshot, one: Checkpoint | Tombstone) -> str | None:
     return f"it is {' and '.join(sorted(reasons))}" if reasons else None
 
 
-def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, lock: locks.Lock) -> None:
-    """Carry out the tombstones that are due. One claim and one LIST for each; deletes share requests.
+def carry_out(
+    due: Sequence[Tombstone],
+    done: Pruned,
+    looked: Stopwatch,
+    lock: Lock,
+    *,
+    held: Callable[[Snapshot, Tombstone], str | None] = _held,
+    by: str = "by the retention policy",
+) -> None:
+    """Carry out tombstones that are due. One claim and one LIST for each; deletes share requests.
 
     Args:
         looked: started when the newest checkpoint was looked at.
         lock: nothing is begun after it has expired.
+        held: returns the reason to keep a checkpoint, None if there is none.
+        by: author of the deletion, which the marker names.
     """
-    tombstones = catalog.snapshot().notes.tombstones
-    for tombstone in tombstones:
-        if tombstone.undone:
-            done.failures += catalog.store.delete([tombstone.key])
-    # Anybody may have named a folder in a key. One that the template does not make is no checkpoint of this run, and
-    # nothing here knows who holds it.
-    due = [
-        tombstone
-        for tombstone in tombstones
-        if not tombstone.undone
-        and tombstone.is_due(catalog.now)
-        and catalog.template.step_of(tombstone.folder) == tombstone.step
-    ]
+    catalog = lock.catalog
     if due:
         # Before the claims: no undo takes back a claimed tombstone.
         require_deletes(catalog, due[0].folder)
@@ -208,16 +286,17 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, lock: locks.Lock)
     snapshot = catalog.snapshot()
     going = []
     for one, begun in claimed:
-        if still_goes(catalog, snapshot, begun, done, held=_held(snapshot, one), taken_over=one.begun):
+        if still_goes(catalog, snapshot, begun, done, held=held(snapshot, one), taken_over=one.begun):
             going.append(begun)
     # A checkpoint may have two: what gave it up knows its present `.metadata`, which may differ from its record.
     by_policy_first = sorted(going, key=lambda tombstone: not tombstone.by_policy)
     deleted = {tombstone.name: tombstone for tombstone in by_policy_first if tombstone.action == DELETE}
     if lock.holds and deleted:
-        delete_checkpoints(catalog, snapshot, [*deleted.values()], done, looked)
-    if lock.holds and (thinned := [tombstone for tombstone in going if tombstone.action == THIN]):
-        for tombstone in thinned:
-            thin(catalog, snapshot, tombstone, done)
+        delete_checkpoints(catalog, snapshot, [*deleted.values()], done, looked, by)
+    if lock.holds:
+        for tombstone in going:
+            if tombstone.action == THIN:
+                thin(catalog, snapshot, tombstone, done)
 
 
 def still_goes(
@@ -240,14 +319,10 @@ def still_goes(
     if replaced or held is not None:
         withdraw(catalog, one, done)
         return False
-    try:
-        if any(attempt.folder == one.folder for attempt in _running(snapshot)):
-            if not taken_over:
-                unclaim(catalog, one)
+    if any(attempt.folder == one.folder for attempt in _running(snapshot)):
+        # A pruner that has taken over meanwhile makes the same decision.
+        if taken_over or unclaim(catalog, one):
             done.refused[one.step, one.id] = "a save into its folder is under way"
-            return False
-    except PreconditionFailedError:
-        # Another pruner has taken over, and makes the same decision.
         return False
     return True
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -168,3 +170,8 @@ def named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:
     """Add the token and the time that the metadata of other writers lacks: made from its bytes and its object."""
     created = record.created if record.created is not None else info.modified or 0.0
     return replace(record, token=record.token or hashlib.sha256(data).hexdigest()[:12], created=created)
+
+
+def process_name() -> str:
+    """Name this process for the pruner's lock and for records: its host and its process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"

@@ -1,114 +1,141 @@
-"""Pruning by a policy: the orders, the circuit breaker, and the worker that prunes beside training."""
+"""The worker that prunes beside training, and its throttle: it rests after every request."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import Discard, bury_discards, united
-from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.prune import Round, future_lines, gone_lines, missing_metrics, prune_by
+from bucketpoint.catalog.deletion.remove import Discard, bury_discards, united
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.deletion.throttle import Throttle, paced
-from bucketpoint.catalog.notes import process_name
-from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.errors import BucketpointError, first_of
+from bucketpoint.catalog.records import process_name
+from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format.keys import new_token
-from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
-from bucketpoint.retention.engine import unreported
+from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.setting_types import written
+from bucketpoint.stores import DeleteFailure, ExpiringDeletes, Store
 from bucketpoint.stores.redact import without_credentials
 from bucketpoint.telemetry import begin_span, current_context, end_span, record
 from bucketpoint.transfer.tasks import stand_back
 
 logger = logging.getLogger(__name__)
 
-_NAMED_AT_MOST = 5
+RESTS = 19
+"""Length of a rest, as a multiple of the time that the pruner worked: one part in twenty is work.
+
+Wall time, not CPU time: where training keeps the interpreter's lock or the cores busy, a request takes longer, and so
+does the rest after it.
+"""
+
+LONGEST_REST_S = 1.0
+"""Longest rest in seconds. Nothing tells this thread that the program ends, so a longer rest would hold up the exit."""
+
+REST_AT_MOST_S = 300.0
+"""Most seconds of rest in one round: a third of the time of the pruner's lock, so that a round ends within the lock."""
+
+PAGE = 1000
+"""Keys that one request lists or deletes."""
 
 
-@dataclass(frozen=True)
-class Round:
-    """Report of one prune by a policy.
-
-    Attributes:
-        plan: the policy's plan; None if nothing was looked at, for the reason in `done.stopped`.
-        verdict: the circuit breaker's verdict on the plan.
-        done: the report of the pruner.
-    """
-
-    plan: Plan | None
-    verdict: Verdict | None
-    done: Pruned
-
-
-def prune_by(
-    catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
-) -> Round:
-    """Prune once by a policy. Raises as `prune`, and `PolicyError` if `match` fails.
+class Throttle:
+    """Rests of one thread. Before `begin`, and after `hurry`, there are none.
 
     Args:
-        force: carry out the whole plan, even if the circuit breaker refuses it.
-        committed: number of checkpoints that the job has committed since its last round.
+        clock: returns seconds, as `time.monotonic`.
+        wait: rests for the given seconds; by default it also ends at `hurry`.
     """
-    planned: Plan | None = None
-    verdict: Verdict | None = None
 
-    def decide(rows: Sequence[Row]) -> list[Order]:
-        nonlocal planned, verdict
-        planned, verdict = judged(policy, rows, committed=committed)
-        entries = [entry for entry in (*planned.deleted, *planned.thinned) if not entry.is_ordered]
-        # The oldest go first; later rounds delete the rest.
-        allowed = entries if verdict or force else entries[: verdict.unasked]
-        # What keeps more of a checkpoint than its tombstone says is no loss, so the circuit breaker does not count it.
-        spared = [
-            entry
-            for entry in planned.entries
-            if entry.row.tombstone and entry.action not in ("delete", entry.row.tombstone)
-        ]
-        return [
-            Order(entry.row.step, entry.row.id, entry.action, str(entry.miss or "")) for entry in (*allowed, *spared)
-        ]
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], object] | None = None
+    ) -> None:
+        self._hurried = threading.Event()
+        self._clock = clock
+        self._wait = wait or self._hurried.wait
+        self._left = 0.0
+        self._since = clock()
 
-    done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
-    return Round(planned, verdict, done)
+    def begin(self) -> None:
+        """Note that a round of work begins."""
+        self._left, self._since = REST_AT_MOST_S, self._clock()
 
+    def hurry(self) -> None:
+        """Stop resting until `calm`, because somebody waits. A rest under way ends. Callable from any thread."""
+        self._hurried.set()
 
-def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) -> tuple[Plan, Verdict]:
-    """Return the policy's plan for these rows, and the circuit breaker's verdict on it."""
-    planned, limit = plan(policy, rows), policy.prune.max_delete
-    return planned, circuit_breaker(planned, count=limit.count, fraction=limit.fraction, committed=committed)
+    def calm(self) -> None:
+        """Allow rests again: nobody waits any more."""
+        self._hurried.clear()
 
-
-def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Collection[str]) -> dict[str, str]:
-    """Return a line for each metric of a `best` rule that nobody reports, which is probably a misspelt name."""
-    names = first_of(sorted(reported), _NAMED_AT_MOST)
-    return {
-        metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
-        for metric in unreported(policy, rows, reported)
-    }
+    def rest(self) -> None:
+        """Rest for the work done since the last rest."""
+        # No rest once the main thread has ended: the program then waits for this thread.
+        if not self._hurried.is_set() and threading.main_thread().is_alive():
+            rest = min(RESTS * (self._clock() - self._since), LONGEST_REST_S, self._left)
+            if rest > 0:
+                self._left -= rest
+                self._wait(rest)
+        self._since = self._clock()
 
 
-def gone_lines(root: str, gone: Collection[int]) -> Iterator[str]:
-    """Yield a line about records whose checkpoints something other than bucketpoint has removed or replaced."""
-    if gone:
-        yield (
-            f"the checkpoint that the record names is gone, or another one is in its place, so no rule counts it: step "
-            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {root}` removes such records"
-        )
+def counted(store: Store, after: Callable[[int, int], object]) -> Store:
+    """Wrap a store so that it calls `after` once each request is answered, with the numbers of objects that the request
+    listed and deleted. Deletes are sent in pages.
+    """
+    return cast("Store", _CountedStore(store, after))
 
 
-def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield a line for each step that claims to have been committed after its record was written."""
-    for step, seconds in sorted(ahead.items()):
-        yield (
-            f"step {step} was saved by a machine whose clock was {seconds / 3600:.1f} h ahead: its "
-            "record is from the future, and counts from when it was written by the store's clock"
-        )
+class _CountedStore:
+    def __init__(self, store: Store, after: Callable[[int, int], object]) -> None:
+        self._store = store
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._store, name)
+        if not callable(attribute):
+            return attribute
+
+        def call(*given: Any, **named: Any) -> Any:
+            answer = attribute(*given, **named)
+            if isinstance(answer, Iterator):
+                return self._page_by_page(answer, int(name == "list"))
+            self._after(0, int(name == "delete_if"))
+            return answer
+
+        return call
+
+    def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
+        failures: list[DeleteFailure] = []
+        for start in range(0, len(keys), PAGE):
+            page = keys[start : start + PAGE]
+            refused = self._store.delete(page)
+            failures += refused
+            self._after(0, len(page) - len(refused))
+        return failures
+
+    def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
+        send = cast("ExpiringDeletes", self._store).expiring_delete(key, seconds)
+
+        def counted_send() -> bool:
+            gone = send()
+            self._after(0, 1)
+            return gone
+
+        # Nothing is called before the signed request is sent: it expires.
+        return counted_send
+
+    def _page_by_page(self, found: Iterator[Any], each: int) -> Iterator[Any]:
+        number = 0
+        for number, one in enumerate(found, 1):
+            yield one
+            if number % PAGE == 0:
+                self._after(each * PAGE, 0)
+        self._after(each * (number % PAGE), 0)
 
 
 class PruneWorker:
@@ -290,7 +317,7 @@ class PruneWorker:
             self._round()
 
     def _round(self) -> None:
-        catalog = replace(self.catalog, store=paced(self.catalog.store, self._pace))
+        catalog = replace(self.catalog, store=counted(self.catalog.store, lambda *_: self._pace.rest()))
         self._pace.begin()
         try:
             self.last, self.failure = self._carried_out(catalog), None

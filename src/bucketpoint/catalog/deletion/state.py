@@ -1,0 +1,217 @@
+"""The states of a deletion: a table of all changes, and the tombstone, whose state the functions here change.
+
+Each object that takes part changes by a request with a condition, so that of two processes exactly one wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.listing import read_steps
+from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone
+from bucketpoint.errors import CommitConflictError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import NoteKey
+from bucketpoint.stores import DeleteFailure
+
+
+class Change(NamedTuple):
+    """A change of an object from one state to another. An empty state is an object that is not there.
+
+    Attributes:
+        by: process that makes the change, and when.
+        condition: condition on which the store accepts it, and what that process has checked before.
+        guards: guards of `tests/simulation`: without them something is lost.
+    """
+
+    what: str
+    before: str
+    after: str
+    by: str
+    condition: str
+    guards: tuple[str, ...] = ()
+
+
+WAITING, BEGUN, VOID = "waiting", "begun", "void"
+SAVE, SWEEP = "save", "sweep"
+
+# fmt: off
+CHANGES = {
+    "begin": Change("intent", "", "open", "a save, before it sends data", "a key of its own"),
+    "fence": Change("fence", "", SAVE, "a save of half an hour or more, before its commit",
+        "create-only, renewed by If-Match; then all its data is there", ("save takes its fence",)),
+    "condemn": Change("fence", "", SWEEP, "a sweep, before it deletes data of a dead save",
+        "create-only, or If-Match on a fence without a sign of life for an hour or more",
+        ("sweep takes the fence", "age floor")),
+    "commit": Change("`.metadata`", "", "commit", "a save", "create-only, or If-Match on what was there when it began",
+        ("only what was seen",)),
+    "record": Change("record", "", "written", "the save; if it died, a prune or a sweep",
+        "create-only; the commit is there", ("commit that a record names",)),
+    "finish": Change("intent, fence", "open", "", "the save; if it may not delete, a prune an hour later", "the record",
+        ("intent of a save that may commit again", "intent after a second request")),
+    "lock": Change("lock", "", "held", "a pruner, first of all",
+        "create-only, or If-Match 15 minutes after it was written by the store's time"),
+    "schedule": Change("tombstone", "", WAITING, "a prune by a policy; `rm`, a rollback, a restore past damage",
+        "create-only; by a policy: not held, and the newest is whole", ("newest is whole",)),
+    "undo": Change("tombstone", WAITING, VOID, "`undo`, a pin, a lease; a prune, if a policy wrote it",
+        "If-Match, then DELETE", ("a policy that keeps takes back",)),
+    "claim": Change("tombstone", WAITING, BEGUN, "a pruner, once it is due; also of another pruner's claim",
+        "If-Match; the newest is whole, and data may be deleted", ("the store's time",)),
+    "unclaim": Change("tombstone", BEGUN, WAITING, "its pruner, while a save into the folder is under way", "If-Match"),
+    "withdraw": Change("tombstone", BEGUN, VOID, "its pruner, if the checkpoint is held; any, if it was saved anew",
+        "If-Match, then DELETE", ("claims are not withdrawn",)),
+    "delete": Change("`.metadata`", "commit", "", "the pruner, if all data has one token and the store can",
+        "DELETE with If-Match; no young fence; the newest was checked five minutes ago at most",
+        ("deletion is conditional", "fence of a save that may commit again")),
+    "mark": Change("`.metadata`", "commit", "marker", "the pruner, otherwise", "as `delete`, by a PUT with If-Match"),
+    "thin": Change("`.metadata`", "commit", "weights", "the pruner", "PUT with If-Match"),
+    "clear": Change("record, data", "", "", "the pruner", "of a token or name of the commit", ("deletion by token",)),
+    "unmark": Change("`.metadata`", "marker", "", "the pruner; two days later a sweep",
+        "DELETE with If-Match, or one that was signed before `mark` and expires"),
+    "end": Change("notes, tombstone", BEGUN, "", "the pruner", "everything else is gone"),
+    "sweep": Change("data, uploads, intent", "", "", "a sweep, two days after the last sign of life",
+        "`condemn`; no metadata names the data", ("metadata of ranks",)),
+}
+"""All changes by their names, in their order. `docs/catalog.md` shows them."""
+# fmt: on
+
+
+_WAITING_BYTES = BEGUN_BYTES // 2
+"""Most bytes of a waiting tombstone, so that the size of a tombstone tells its state: the reason is cut."""
+
+
+@dataclass
+class Pruned:
+    """Report of one prune. Checkpoints are (step, id).
+
+    Attributes:
+        buried: got a tombstone.
+        deleted, thinned: were deleted, and were reduced to their weights.
+        withdrawn: had a tombstone that is now void: the policy keeps them, they are held, or they were saved anew.
+        refused: were ordered to go and were left, with the reason.
+        freed: bytes of data that were removed with each deleted or thinned checkpoint.
+        metrics: names of all metrics that the run has values of.
+        failures: keys that the store did not delete, with the reason; the next prune tries them again.
+        gone: steps with a record whose checkpoint something else has removed or replaced. No rule counts them.
+        ahead: steps that were saved by a machine whose clock was ahead, and by how many seconds.
+        now: the store's time of the round; None if it tells none.
+        stopped: the reason why nothing was done at all: another pruner is at work, or the newest checkpoint is not
+            whole.
+    """
+
+    buried: list[tuple[int, str]] = field(default_factory=list)
+    deleted: list[tuple[int, str]] = field(default_factory=list)
+    thinned: list[tuple[int, str]] = field(default_factory=list)
+    withdrawn: list[tuple[int, str]] = field(default_factory=list)
+    refused: dict[tuple[int, str], str] = field(default_factory=dict)
+    freed: dict[tuple[int, str], int] = field(default_factory=dict)
+    metrics: frozenset[str] = frozenset()
+    failures: list[DeleteFailure] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    ahead: dict[int, float] = field(default_factory=dict)
+    now: float | None = None
+    stopped: str | None = None
+
+
+class GoneError(CommitConflictError):
+    """The error for a checkpoint that is being deleted or thinned, and cannot be recovered: a deletion is a commit."""
+
+    remedy_default = "It is too late to keep this checkpoint: `bucketpoint ls ROOT` lists those that are left"
+
+
+def schedule_deletion(
+    catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "", by_policy: bool = False
+) -> str:
+    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (see `Catalog.due`); its key.
+
+    Args:
+        by_policy: a later prune whose policy keeps the checkpoint takes the tombstone back.
+    """
+    author = (catalog_keys.BY_POLICY,) if by_policy else ()
+    fields = (checkpoint.id, catalog_keys.milliseconds(due), action, checkpoint.mark, checkpoint.folder, *author)
+    note = NoteKey(checkpoint.step, catalog_keys.TOMBSTONE, fields)
+    key = catalog.own_key(catalog_keys.STEPS, note.name())
+    catalog.create(key, _body(CHANGES["schedule"].after, reason))
+    return key
+
+
+def undo(catalog: Catalog, step: int) -> int:
+    """Take back all tombstones of a step. Return their number. One LIST, and three requests for each.
+
+    Raises:
+        GoneError: a pruner has begun to delete or thin the checkpoint.
+    """
+    listed = catalog.listed(catalog_keys.STEPS, NoteKey(step, catalog_keys.TOMBSTONE, ("",)).name())
+    notes = read_steps(listed, catalog.template, taken=None).notes
+    for tombstone in (*notes.tombstones, *notes.void):
+        _take_back(catalog, tombstone)
+    return len(notes.tombstones) + len(notes.void)
+
+
+def spare(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
+    """Make void a tombstone that waits, and report it. Do nothing if a pruner has claimed it. Three requests."""
+    with contextlib.suppress(GoneError):
+        _take_back(catalog, tombstone)
+        done.withdrawn.append((tombstone.step, tombstone.id))
+
+
+def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
+    begun = f"Step {tombstone.step} is being {'thinned' if tombstone.action == 'thin' else 'deleted'}"
+    try:
+        data, info = catalog.store.get(tombstone.key, first=BEGUN_BYTES)
+        gone = bool(data) and state_of(data) != WAITING
+        if not gone and _change(catalog, replace(tombstone, etag=info.etag), "undo") is None:
+            # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
+            gone = bool(catalog.store.get(tombstone.key, first=BEGUN_BYTES)[0])
+    except ObjectNotFoundError:
+        return  # another process withdrew it, or its pruner is done, which the next load will show
+    if gone:
+        raise GoneError(begun, url=catalog.url_of_folder(tombstone.folder))
+
+
+def withdraw(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
+    """Make void a tombstone that this pruner has claimed, and report it. Do nothing if another pruner has it now."""
+    if _change(catalog, tombstone, "withdraw") is not None:
+        done.withdrawn.append((tombstone.step, tombstone.id))
+
+
+def claim(catalog: Catalog, tombstone: Tombstone) -> Tombstone | None:
+    """Claim a tombstone that is due. None if it was taken back, or if another pruner has claimed it."""
+    return _change(catalog, tombstone, "claim")
+
+
+def unclaim(catalog: Catalog, tombstone: Tombstone) -> bool:
+    """Leave a claimed tombstone to a later prune: nothing has been deleted yet. False if another pruner has it now."""
+    return _change(catalog, tombstone, "unclaim") is not None
+
+
+def state_of(data: bytes) -> str:
+    return str(catalog_keys.content_of(data).get("state", BEGUN))
+
+
+def _change(catalog: Catalog, tombstone: Tombstone, change: str) -> Tombstone | None:
+    """Bring a tombstone into the next state; None if it has been changed meanwhile."""
+    state = CHANGES[change].after
+    try:
+        info = catalog.write(tombstone.key, _body(state), if_match=tombstone.etag)
+    except PreconditionFailedError:
+        return None
+    if state == VOID:
+        # Emptied first: a delete has no condition, and could remove a tombstone that a pruner has just claimed. If the
+        # delete fails, an empty tombstone remains, and the next prune removes it.
+        catalog.store.delete([tombstone.key])
+    return replace(tombstone, etag=info.etag, begun=state == BEGUN)
+
+
+def _body(state: str, reason: str = "") -> bytes:
+    if state == VOID:
+        return b""
+    # S3 makes an ETag of the bytes alone: the nonce gives a rewritten tombstone another ETag than before.
+    content = {"nonce": os.urandom(8).hex(), "reason": reason[: _WAITING_BYTES // 12], "state": state}
+    body = json.dumps(content, sort_keys=True).encode()
+    return body.ljust(BEGUN_BYTES) if state == BEGUN else body
