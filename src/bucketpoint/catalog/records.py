@@ -34,16 +34,26 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     them, and the next round tries again what fails.
     """
     catalog.store.delete(snapshot.misleading)
-    healed = bool(snapshot.misleading)
-    for attempt in snapshot.attempts:
-        record = metadata_record(catalog, attempt.folder, new=True)
-        # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace. That may be one
+    attempts = ((attempt.step, attempt.folder, attempt.token) for attempt in snapshot.attempts)
+    written = write_missing(catalog, attempts, new=True)
+    return catalog.snapshot() if written or snapshot.misleading else snapshot
+
+
+def write_missing(catalog: Catalog, commits: Iterable[tuple[int, str, str]], *, new: bool = False) -> bool:
+    """Write the records of commits, by step, folder and token, that are there. Return True if there was one.
+
+    Args:
+        new: as for `metadata_record`.
+    """
+    written = False
+    for step, folder, token in commits:
+        record = metadata_record(catalog, folder, new=new)
+        # Metadata with another token is that of an older checkpoint, which this attempt would replace. That may be one
         # of a plain writer, on which no policy decides until somebody adopts it.
-        if record is None or record.token != attempt.token:
-            continue
-        _write_record(catalog, attempt.folder, attempt.step, record)
-        healed = True
-    return catalog.snapshot() if healed else snapshot
+        if record is not None and record.token == token:
+            _write_record(catalog, folder, step, record)
+            written = True
+    return written
 
 
 def absent(

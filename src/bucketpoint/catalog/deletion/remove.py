@@ -20,7 +20,7 @@ from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
 from bucketpoint.catalog.deletion.prune import carry_out
 from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion, undo
 from bucketpoint.catalog.deletion.wholeness import look_for_damage
-from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write_record
+from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write_missing
 from bucketpoint.catalog.run import catalog_above, parent_and_name
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import size_of
@@ -188,15 +188,9 @@ def _same(current: Checkpoint, given_up: Checkpoint) -> bool:
 
 def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Discard]) -> Snapshot:
     """Write the missing records of given-up checkpoints, since a tombstone needs one. Return the snapshot with them."""
-    known, written = snapshot.folders, False
-    for one in (discard.checkpoint for discard in discards):
-        if one.key is not None or not one.id or one.folder in known:
-            continue
-        record = metadata_record(catalog, one.folder)
-        if record is not None and record.token == one.id:
-            write_record(catalog, one.folder, one.step, record)
-            written = True
-    return catalog.snapshot() if written else snapshot
+    missing = (one for one in (discard.checkpoint for discard in discards) if one.key is None and one.id)
+    commits = [(one.step, one.folder, one.id) for one in missing if one.folder not in snapshot.folders]
+    return catalog.snapshot() if write_missing(catalog, commits) else snapshot
 
 
 def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> Discarded:

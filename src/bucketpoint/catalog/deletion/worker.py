@@ -335,10 +335,44 @@ class PruneWorker:
             self._failed(ours)
 
     def _log(self, catalog: Catalog, report: Round, *, forced: bool = False) -> None:
-        _log(catalog, self.policy, report, forced=forced)
-        rows = [entry.row for entry in report.plan.entries] if report.plan is not None else []
-        missed = missing_metrics(self.policy, rows, report.done.metrics).values()
-        for line in (*missed, *gone_lines(catalog.url, report.done.gone), *future_lines(report.done.ahead)):
+        done, verdict = report.done, report.verdict
+        entries = report.plan.entries if report.plan is not None else ()
+        why = {(entry.row.step, entry.row.id): entry for entry in entries}
+        for step, token in done.buried:
+            entry = why[step, token]
+            fate = "deleted" if entry.action == "delete" else "thinned to its weights"
+            logger.info("step %d will be %s %s: %s", step, fate, _after(self.policy), entry.miss)
+        for name in done.withdrawn:
+            if name in why and why[name].action != "delete":
+                reasons = "; ".join(map(str, why[name].reasons))
+                logger.info("step %d stays after all, and its tombstone is withdrawn: %s", name[0], reasons)
+        for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
+            for name in gone:
+                miss = why[name].miss if name in why else None
+                reason = f": {miss}" if miss else ""
+                logger.info(
+                    "step %d is %s, which frees %.1f MB%s", name[0], words, done.freed.get(name, 0) / 1e6, reason
+                )
+        if done.stopped is not None:
+            logger.info("nothing was pruned: %s", done.stopped)
+        if verdict is not None and not verdict and not forced:
+            logger.warning(
+                "%s; this prune is limited to %d of them. `bucketpoint prune POLICY.yaml --root %s --dry-run` shows "
+                "the plan, `bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
+                verdict.why,
+                len(done.buried),
+                catalog.url,
+                catalog.url,
+            )
+        if done.failures:
+            logger.warning(
+                "%d objects were not deleted, the first is %s (%s); the next prune tries them again",
+                len(done.failures),
+                done.failures[0].key,
+                done.failures[0].code,
+            )
+        missed = missing_metrics(self.policy, [entry.row for entry in entries], done.metrics).values()
+        for line in (*missed, *gone_lines(catalog.url, done.gone), *future_lines(done.ahead)):
             if line not in self._missed:
                 self._missed.add(line)
                 logger.warning("%s", line)
@@ -372,42 +406,6 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
         # The latest caller may have newer credentials.
         worker.catalog = catalog
         return worker
-
-
-def _log(catalog: Catalog, policy: RetentionPolicy, report: Round, *, forced: bool = False) -> None:
-    done, verdict = report.done, report.verdict
-    why = {(entry.row.step, entry.row.id): entry for entry in report.plan.entries} if report.plan is not None else {}
-    for step, token in done.buried:
-        entry = why[step, token]
-        fate = "deleted" if entry.action == "delete" else "thinned to its weights"
-        logger.info("step %d will be %s %s: %s", step, fate, _after(policy), entry.miss)
-    for name in done.withdrawn:
-        if name in why and why[name].action != "delete":
-            reasons = "; ".join(map(str, why[name].reasons))
-            logger.info("step %d stays after all, and its tombstone is withdrawn: %s", name[0], reasons)
-    for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
-        for name in gone:
-            miss = why[name].miss if name in why else None
-            reason = f": {miss}" if miss else ""
-            logger.info("step %d is %s, which frees %.1f MB%s", name[0], words, done.freed.get(name, 0) / 1e6, reason)
-    if done.stopped is not None:
-        logger.info("nothing was pruned: %s", done.stopped)
-    if verdict is not None and not verdict and not forced:
-        logger.warning(
-            "%s; this prune is limited to %d of them. `bucketpoint prune POLICY.yaml --root %s --dry-run` shows the "
-            "plan, `bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
-            verdict.why,
-            len(done.buried),
-            catalog.url,
-            catalog.url,
-        )
-    if done.failures:
-        logger.warning(
-            "%d objects were not deleted, the first is %s (%s); the next prune tries them again",
-            len(done.failures),
-            done.failures[0].key,
-            done.failures[0].code,
-        )
 
 
 def _after(policy: RetentionPolicy) -> str:
