@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.simulation.facts import ViolationError
@@ -11,6 +12,8 @@ from tests.simulation.patches import simulated
 from tests.simulation.run import run
 from tests.simulation.scenarios import FAMILIES
 from tests.simulation.shrink import shrunk, told
+
+from bucketpoint.catalog.deletion.state import CHANGES
 
 A_FEW, MANY = 40, 1000
 """Schedules of each family. All of the first take some 15 s."""
@@ -49,6 +52,19 @@ def test_without_a_guard_something_is_violated(name: str) -> None:
     with switched_off(name):
         found = (run(seed, only=GUARDS[name].family).violation for seed in range(GUARD_SEEDS))
         assert any(isinstance(violation, ViolationError) for violation in found)
+
+
+def test_guards_of_a_deletion_belong_to_its_changes() -> None:
+    guards = {guard for change in CHANGES.values() for guard in change.guards}
+    others = {"metrics of a commit", "one commit on all ranks", "ranks that staged the state", "a refusal is no damage"}
+    assert guards | others == GUARDS.keys()
+
+
+def test_documents_show_all_changes_of_a_deletion() -> None:
+    rows = (" | ".join((name, *(text or "-" for text in change[:5]))) for name, change in CHANGES.items())
+    assert "".join(f"| {row} |\n" for row in rows) in (Path(__file__).parents[2] / "docs" / "catalog.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_seed_is_repeated_to_the_request() -> None:
