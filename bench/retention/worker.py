@@ -18,12 +18,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from bucketpoint.catalog.deletion.prune_worker import PruneWorker, prune_by
-from bucketpoint.catalog.deletion.throttle import Throttle
 
 from bench.lines import commands, speaker
 from bench.staging.steps import SETTLE_S, WORK, Trainer
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.deletion.prune import prune_by
+from bucketpoint.catalog.deletion.worker import PruneWorker, Throttle
 from bucketpoint.retention import (
     Await,
     Best,

@@ -162,7 +162,7 @@ def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> It
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
     """Return how long saves took, by the URL of their checkpoint, as far as their records say it."""
     from bucketpoint.catalog.records import read_record
-    from bucketpoint.cli.html.page import MOST_ROWS
+    from bucketpoint.cli.page import MOST_ROWS
     from bucketpoint.transfer import TransferOptions
     from bucketpoint.transfer.pieces import for_each
 
