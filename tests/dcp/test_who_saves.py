@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, IncompleteSaveError, RanksDisagreeError
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.staging import stager
 from dcp import who_saves_scenarios as scenarios
 from dcp.ranks import Ranks
+from staging.helpers import held_copies
 
 KEEP = RetentionPolicy(Keep(latest=1))
 
@@ -52,32 +51,15 @@ def half() -> Iterator[dict[str, Any]]:
         yield state
 
 
-class Gate:
-    """Holds copies to host memory back until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        copy = stager.run_copies
-
-        def held_back(*args: Any, **kwargs: Any) -> Any:
-            assert self.opened.wait(60)
-            return copy(*args, **kwargs)
-
-        monkeypatch.setattr(stager, "run_copies", held_back)
-
-
 @pytest.mark.parametrize("kind", ["a sharded tensor", "values of each rank", "a group made again"])
-def test_refuses_the_save_of_dcp_whose_group_is_gone(
-    half: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    gate = Gate(monkeypatch)
+def test_refuses_the_save_of_dcp_whose_group_is_gone(half: dict[str, Any], tmp_path: Path, kind: str) -> None:
     state = {"b": torch.ones(3), "loader": bp.rank_state(7)} if kind == "values of each rank" else half
     writer = bp.BucketWriter(staging=bp.StagingOptions(use_async_staging=True))
-    begun: Any = dcp.async_save(state, checkpoint_id=str(tmp_path / "a"), storage_writer=writer)
-    dist.destroy_process_group()
-    if kind == "a group made again":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    gate.opened.set()
+    with held_copies():
+        begun: Any = dcp.async_save(state, checkpoint_id=str(tmp_path / "a"), storage_writer=writer)
+        dist.destroy_process_group()
+        if kind == "a group made again":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(CheckpointException) as raised:
         begun.upload_completion.result()
     (error, _) = raised.value.failures[0]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import bucketpoint
 from bucketpoint import BucketWriter, CheckpointManager, RetentionPolicy, StagingOptions
 from bucketpoint.retention import Keep
-from bucketpoint.staging import stager
+from staging.helpers import held_copies
 
 
 def leaves_during_its_last_save(rank: int, world: int, root: str) -> list[str]:
@@ -25,19 +22,12 @@ def leaves_during_its_last_save(rank: int, world: int, root: str) -> list[str]:
     first = manager.save(1, state)
     assert first is not None
     first.result()
-    writer, opened, copy = BucketWriter(staging=beside), threading.Event(), stager.run_copies
-
-    def held_back(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(60)
-        return copy(*args, **kwargs)
-
-    stager.run_copies = held_back  # type: ignore[assignment]
-    second = manager.save(2, state)
-    handles = [second, bucketpoint.async_save(state, checkpoint_id=f"{root}-other/a", storage_writer=writer)]
-    dist.destroy_process_group()
-    opened.set()
+    writer = BucketWriter(staging=beside)
+    with held_copies():
+        second = manager.save(2, state)
+        handles = [second, bucketpoint.async_save(state, checkpoint_id=f"{root}-other/a", storage_writer=writer)]
+        dist.destroy_process_group()
     errors = [type(handle.exception()).__name__ for handle in handles if handle is not None]
-    stager.run_copies = copy
     # The ranks go on with another test.
     dist.init_process_group("gloo", store=dist.FileStore(f"{root}-store", world), rank=rank, world_size=world)
     return errors

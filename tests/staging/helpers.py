@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-from bucketpoint.staging import StagedState, Stager, StagingOptions
+from bucketpoint.staging import StagedState, Stager, StagingOptions, stager
 
 
 def finished(staged: StagedState | Future[StagedState]) -> StagedState:
@@ -19,6 +20,20 @@ def finished(staged: StagedState | Future[StagedState]) -> StagedState:
 def staged_copy(state: dict[str, Any], **options: Any) -> StagedState:
     """A copy by a stager that is used for nothing else."""
     return finished(Stager(StagingOptions(**options)).stage(state))
+
+
+@contextmanager
+def held_copies() -> Iterator[threading.Event]:
+    """Hold copies to host memory back until the event is set, at the end of the block at the latest."""
+    opened, run_copies = threading.Event(), stager.run_copies
+
+    def run_later(*args: Any, **kwargs: Any) -> Any:
+        assert opened.wait(240)
+        return run_copies(*args, **kwargs)
+
+    with mock.patch.object(stager, "run_copies", run_later):
+        yield opened
+        opened.set()
 
 
 def memory_of(staged: StagedState, key: str = "w") -> int:
@@ -81,7 +96,3 @@ class Beside(threading.Thread):
     def is_blocked(self, for_s: float = 0.1) -> bool:
         self.join(for_s)
         return not self.outcome.done()
-
-
-def is_gone(what: weakref.ref[Any]) -> bool:
-    return what() is None

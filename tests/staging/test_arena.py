@@ -92,15 +92,6 @@ def test_an_arena_is_rounded_up_to_a_cache_line_and_no_further(nbytes: int, shar
     assert arena.memory.data_ptr() % 64 == 0
 
 
-@pytest.mark.parametrize("sizes", [[1], [64], [1, 2, 3], [1000] * 100, [(1 << 20) + 1, 5, 77]])
-def test_staged_bytes_are_the_states_and_at_most_a_cache_line_a_tensor(sizes: list[int]) -> None:
-    state = {str(index): torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
-    stager = Stager()
-    copied = stager.stage(state)
-    assert sum(sizes) <= stager.staged_bytes <= sum(sizes) + 64 * len(sizes)
-    del copied
-
-
 @both_kinds
 def test_memory_that_is_not_to_be_had_says_how_much_was_wanted(shared: bool) -> None:
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
@@ -156,16 +147,6 @@ def test_memory_of_a_layout_that_has_gone_is_unregistered(driver: Driver, from_c
     stager.close()
     assert not driver.registered
     assert len(driver.named("unregister")) == 3
-
-
-def test_each_of_two_buffers_is_registered_once(driver: Driver, from_cuda: None) -> None:
-    stager = Stager(StagingOptions(when_busy="double_buffer"))
-    for _ in range(3):
-        one, two = (finished(stager.stage({"w": torch.ones(100)})) for _ in range(2))
-        del one, two
-    assert len(driver.named("register")) == len(driver.registered) == 2
-    stager.close()
-    assert not driver.registered
 
 
 def test_a_stager_that_nobody_closed_leaves_no_registration_behind(driver: Driver, from_cuda: None) -> None:

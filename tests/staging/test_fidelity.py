@@ -61,20 +61,6 @@ def test_keeps_the_class_and_attributes_of_a_dict_that_is_pickled_with_its_value
 # -- a snapshot -------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_to_the_original_does_not_reach_the_copy() -> None:
-    state: dict[str, Any] = {"w": torch.zeros(3), "nested": {"list": [torch.zeros(2), 5]}, "tuple": (torch.zeros(1),)}
-    copied = staged_copy(state)
-    state["w"].fill_(1)
-    state["nested"]["list"][0].fill_(1)
-    state["nested"]["list"].append("more")
-    state["tuple"][0].fill_(1)
-    state["nested"]["new"] = 1
-    assert copied["w"].tolist() == [0, 0, 0]
-    assert [copied["nested"]["list"][0].tolist(), copied["nested"]["list"][1:]] == [[0, 0], [5]]
-    assert copied["tuple"][0].tolist() == [0]
-    assert list(copied["nested"]) == ["list"]
-
-
 def test_an_empty_state_is_staged() -> None:
     assert dict(staged_copy({})) == {}
 
@@ -99,14 +85,10 @@ def test_the_bits_of_every_dtype_are_kept(dtype: torch.dtype) -> None:
     assert copied["none"].shape == (0,)
     assert (copied["column"].shape, copied["column"].stride()) == ((2,), (3,))
     assert copied["column"].data_ptr() - copied["w"].data_ptr() == dtype.itemsize
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_column_alone_keeps_the_bits_of_every_dtype(dtype: torch.dtype) -> None:
-    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (4, 3 * dtype.itemsize), dtype=torch.uint8)
-    copied = staged_copy({"column": bits.view(dtype)[:, 1:2]})["column"]
-    assert copied.dtype is dtype
-    assert torch.equal(copied.view(torch.uint8), bits[:, dtype.itemsize : 2 * dtype.itemsize])
+    bits = bits.view(2, -1)
+    alone = staged_copy({"column": bits.view(dtype)[:, 1:2]})["column"]
+    assert alone.dtype is dtype
+    assert torch.equal(alone.view(torch.uint8), bits[:, dtype.itemsize : 2 * dtype.itemsize])
 
 
 # -- shapes and strides -----------------------------------------------------------------------------------------------
@@ -134,18 +116,6 @@ def test_shape_and_strides_are_kept(source: torch.Tensor) -> None:
     assert source.numel() == 0 or copied.data_ptr() != source.data_ptr()
 
 
-def test_a_view_of_a_large_tensor_copies_only_what_it_shows() -> None:
-    large = torch.randn(1 << 20)
-    assert staged_bytes({"w": large[1000:1256]}) <= 256 * 4 + 64
-
-
-def test_a_column_slice_takes_its_own_bytes_and_not_the_gaps() -> None:
-    large = torch.randn(1024, 1024)
-    column = large[:, 16:32]
-    assert staged_bytes({"w": column}) <= 1024 * 16 * 4 + 64
-    assert torch.equal(staged_copy({"w": column})["w"], column)
-
-
 def test_a_column_of_a_tensor_that_is_saved_too_costs_nothing_and_shows_the_same_memory() -> None:
     large = torch.randn(256, 256)
     state = {"whole": large, "column": large[:, 3:7], "every other": large[::2]}
@@ -165,46 +135,7 @@ def test_one_column_in_two_places_is_copied_once_and_stays_shared() -> None:
     assert not copied["b"].any()
 
 
-def test_an_expanded_tensor_is_copied_once_and_repeats_on() -> None:
-    source = torch.randn(5, 1, 3).expand(5, 1000, 3)
-    assert staged_bytes({"w": source}) <= 5 * 3 * 4 + 64
-    copied = staged_copy({"w": source})["w"]
-    assert copied.stride()[1] == 0
-    assert torch.equal(copied, source)
-
-
-def test_a_constant_expanded_everywhere_is_one_element() -> None:
-    source = torch.ones(()).expand(100, 100)
-    assert staged_bytes({"w": source}) <= 64
-    assert torch.equal(staged_copy({"w": source})["w"], source)
-
-
-def test_windows_that_overlap_themselves_keep_their_values() -> None:
-    source = torch.arange(10.0).unfold(0, 4, 1)
-    assert torch.equal(staged_copy({"w": source})["w"], source)
-
-
 # -- memory that is shared --------------------------------------------------------------------------------------------
-
-
-def test_tied_weights_are_copied_once_and_stay_one_object() -> None:
-    tied = torch.ones(1024)
-    state = {"a": tied, "b": {"c": tied}, "d": [tied]}
-    copied = staged_copy(state)
-    assert copied["a"] is copied["b"]["c"] is copied["d"][0]
-    assert copied["a"] is not tied
-    assert staged_bytes(state) <= tied.nbytes + 64
-
-
-def test_one_storage_under_two_tensor_objects_is_copied_once_and_stays_shared() -> None:
-    weight = torch.randn(1024)
-    state = {"a": weight, "b": weight.detach(), "as a matrix": weight.view(32, 32), "t": weight.view(32, 32).t()}
-    assert staged_bytes(state) <= weight.nbytes + 64
-    copied = staged_copy(state)
-    copied["a"].fill_(7)
-    assert copied["a"] is not copied["b"]
-    assert all(bool((tensor == 7).all()) for tensor in copied.values())
-    assert not (weight == 7).any()
 
 
 def test_a_tied_parameter_is_still_one_parameter() -> None:
@@ -214,31 +145,6 @@ def test_a_tied_parameter_is_still_one_parameter() -> None:
         dict(torch.nn.ModuleDict({"e": embedding, "h": head}).named_parameters(remove_duplicate=False))
     )
     assert copied["e.weight"] is copied["h.weight"]
-
-
-def test_views_that_overlap_in_part_overlap_as_much_in_the_copy() -> None:
-    buffer = torch.arange(100.0)
-    state = {"a": buffer[10:40], "b": buffer[30:60], "c": buffer[59:70], "apart": buffer[80:90]}
-    assert staged_bytes(state) <= (60 + 10) * 4 + 2 * 64
-    copied = staged_copy(state)
-    buffer.fill_(-1)
-    assert copied["a"].tolist() == list(range(10, 40))
-    assert copied["b"].tolist() == list(range(30, 60))
-    assert copied["c"].tolist() == list(range(59, 70))
-    copied["b"].fill_(-2)
-    assert copied["a"].tolist() == [*range(10, 30), *[-2] * 10]
-    assert copied["c"].tolist() == [-2, *range(60, 70)]
-    assert copied["apart"].tolist() == list(range(80, 90))
-
-
-def test_one_memory_under_two_dtypes_is_copied_once() -> None:
-    floats = torch.randn(64)
-    state = {"f": floats, "i": floats.view(torch.int32), "bytes": floats.view(torch.uint8)[3:]}
-    assert staged_bytes(state) <= floats.nbytes + 64
-    copied = staged_copy(state)
-    assert torch.equal(copied["f"].view(torch.int32), copied["i"])
-    copied["bytes"].zero_()
-    assert not copied["i"][1:].any()
 
 
 def test_parts_of_one_numpy_array_overlap_in_the_copy_though_each_has_a_storage() -> None:
@@ -550,9 +456,12 @@ def test_containers_keep_their_kinds_and_their_order() -> None:
         z=[1, (2, torch.ones(1)), [torch.zeros(1)]],
         a={"pair": Pair(torch.ones(1), "r"), "typed": Typed(torch.ones(2), 3)},
         size=torch.Size([1, 2]),
+        model=OrderedDict(b=torch.ones(1), a=torch.ones(1)),
     )
     copied = staged_copy(state)
-    assert list(copied) == ["z", "a", "size"]
+    assert list(copied) == ["z", "a", "size", "model"]
+    assert type(copied["model"]) is OrderedDict
+    assert list(copied["model"]) == ["b", "a"]
     assert copied["z"][0] == 1
     assert type(copied["z"][1]) is tuple
     assert copied["z"][1][1].tolist() == [1]
@@ -563,12 +472,6 @@ def test_containers_keep_their_kinds_and_their_order() -> None:
     assert copied["a"]["pair"].left.data_ptr() != state["a"]["pair"].left.data_ptr()
     assert copied["size"] == (1, 2)
     assert type(copied["size"]) is torch.Size
-
-
-def test_a_nested_ordered_dict_stays_ordered() -> None:
-    copied = staged_copy({"model": OrderedDict(b=torch.ones(1), a=torch.ones(1))})["model"]
-    assert type(copied) is OrderedDict
-    assert list(copied) == ["b", "a"]
 
 
 def test_a_tuple_in_two_places_stays_one() -> None:
@@ -622,20 +525,6 @@ def test_objects_are_copied_deeply() -> None:
     assert copied["array"].tolist() == [0, 0]
 
 
-def test_an_optimizers_state_is_staged_as_it_is() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = {"optimizer": optimizer.state_dict()}
-    copied = staged_copy(state)
-    before = {index: {k: v.clone() for k, v in s.items()} for index, s in state["optimizer"]["state"].items()}
-    optimizer.step()
-    assert copied["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
-    for index, values in before.items():
-        assert all(torch.equal(copied["optimizer"]["state"][index][name], value) for name, value in values.items())
-
-
 class Stubborn:
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("never")
@@ -654,17 +543,11 @@ class Stubborn:
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 def test_what_cannot_be_copied_is_refused_at_once(value: Any, said: str, beside: bool) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside))
-    with pytest.raises(StagingError, match=said):
-        stager.stage({"app": {"things": [1, value]}})
+    with pytest.raises(StagingError, match=said) as caught:
+        stager.stage({"fine": torch.ones(1), "app": {"things": [1, value]}})
+    assert caught.value.key == "app.things.1"
     assert stager.staged_bytes == 0
     finished(stager.stage({"w": torch.ones(1)}))
-
-
-@pytest.mark.parametrize("value", [Stubborn(), threading.Lock(), torch.empty(2, device="meta")])
-def test_what_cannot_be_copied_is_named_by_its_key(value: Any) -> None:
-    with pytest.raises(StagingError) as caught:
-        staged_copy({"fine": torch.ones(1), "app": {"things": [1, value]}})
-    assert caught.value.key == "app.things.1"
 
 
 def test_a_tensor_whose_memory_was_freed_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import math
 import threading
 import weakref
@@ -124,12 +123,6 @@ def test_the_error_policy_counts_saves_of_other_stagers_on_the_same_thread() -> 
     assert strict.staged_bytes == 0
     upload.finish()
     assert values(finished(strict.stage(state(2)))) == {2}
-
-
-def test_several_stagers_do_not_wait_for_each_others_memory() -> None:
-    upload = uploading(finished(Stager().stage(state(1))))
-    assert values(finished(Stager().stage(state(2)))) == {2}
-    upload.finish()
 
 
 # -- the ends of a lease ----------------------------------------------------------------------------------------------
@@ -259,17 +252,9 @@ def test_a_held_state_that_is_never_saved_stops_blocking_and_keeps_its_values(
         assert values(staged) == {step}
         del staged
     assert [values(staged) for staged in held] == [{step} for step in range(len(held))]
+    assert when_busy == "error" or "has not been saved" in caplog.text
     stager.close()
     assert [values(staged) for staged in held] == [{step} for step in range(len(held))]
-
-
-def test_a_held_state_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    stager = Stager(StagingOptions(unread_timeout_s=0.1))
-    held = stager.stage(state(1))
-    with caplog.at_level(logging.WARNING):
-        finished(stager.stage(state(2)))
-    assert [record.message for record in caplog.records if "has not been saved" in record.message]
-    assert values(finished(held)) == {1}
 
 
 def test_a_held_state_can_still_be_saved_after_its_deadline() -> None:

@@ -154,27 +154,3 @@ def test_every_upload_reads_its_own_step_from_beginning_to_end(
     assert sum(upload.looks for upload in uploads) == len(uploads) + committed * (LOOKS + 1)
     stager.close()
     assert stager.staged_bytes == 0
-
-
-@settings(max_examples=20)
-@given(
-    pauses=st.lists(st.sampled_from([0.0, 0.002]), min_size=3, max_size=6),
-    when_busy=st.sampled_from(["wait", "double_buffer"]),
-)
-def test_training_that_goes_on_beside_the_upload_is_never_seen_by_it(pauses: list[float], when_busy: Any) -> None:
-    """The state is changed over and over while uploads run, not just once."""
-    stager = Stager(StagingOptions(when_busy=when_busy, use_async_staging=True))
-    training = Training(2000)
-    uploads: list[SlowUpload] = []
-    for step, pause_s in enumerate(pauses, start=1):
-        training.set_to(step)
-        staging = stager.stage(training.state(step))
-        uploads.append(SlowUpload(finished(staging), step, Save("committed", pause_s, 0.0, True)))
-        del staging
-        for noise in range(20):
-            training.set_to(-noise)
-    for upload in uploads:
-        upload.join(60)
-        assert not upload.is_alive()
-    assert [wrong for upload in uploads for wrong in upload.wrong] == []
-    stager.close()

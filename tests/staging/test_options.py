@@ -68,11 +68,6 @@ def test_torchs_own_options_keep_their_meaning() -> None:
         assert taken == StagingOptions(**switches)
 
 
-def test_options_by_position_mean_what_they_mean_to_torch() -> None:
-    for values in itertools.product((False, True), repeat=4):
-        assert as_staging_options(TorchStagingOptions(*values)) == StagingOptions(*values)
-
-
 def test_the_default_returns_the_copy_and_no_future() -> None:
     assert as_staging_options(None) == StagingOptions()
     assert not isinstance(Stager().stage({"w": torch.ones(1)}), Future)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import staging as torch_staging
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import bucketpoint
-from bucketpoint import BucketpointError, BucketWriter, Stager, StagingOptions, TransferOptions
+from bucketpoint import BucketWriter, Stager, StagingOptions, TransferOptions
 from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging import stager as stager_module
 from bucketpoint.stores.local import LocalStore
@@ -39,6 +39,7 @@ from dcp.saving.async_scenarios import (
     error_of,
     wait,
 )
+from staging.helpers import held_copies
 
 pytestmark = pytest.mark.contract
 
@@ -60,18 +61,9 @@ def gated() -> Iterator[GatedFileSystem]:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies wait until it is set."""
-    gate = threading.Event()
-    run_copies = stager_module.run_copies
-
-    def run_later(*args: Any, **kwargs: Any) -> Any:
-        assert gate.wait(WAIT_S)
-        return run_copies(*args, **kwargs)
-
-    monkeypatch.setattr(stager_module, "run_copies", run_later)
-    yield gate
-    gate.set()
+def copies() -> Iterator[threading.Event]:
+    with held_copies() as opened:
+        yield opened
 
 
 def fail_to_copy(*args: Any, **kwargs: Any) -> None:
@@ -217,15 +209,6 @@ def test_a_copy_that_fails_beside_training_fails_the_handle(root: str, monkeypat
             future.result(WAIT_S)
 
 
-def test_what_dcp_refuses_is_raised_at_once(root: str) -> None:
-    writer = BucketWriter()
-    writer.close()
-    stager = Stager()
-    stager.close()
-    with pytest.raises(StagingError, match="closed"):
-        bucketpoint.async_save(Training().state, checkpoint_id=root, async_stager=stager, no_dist=True)
-
-
 # -- what a failed save leaves behind ---------------------------------------------------------------------------------
 
 
@@ -332,54 +315,6 @@ def test_a_save_that_would_overlap_is_refused_by_policy(root: str, gated: GatedF
     assert not Path(root, "second").exists()
 
 
-def test_double_buffering_copies_at_once_and_saves_in_turn(root: str, gated: GatedFileSystem) -> None:
-    training = Training()
-    committed = []
-    with Stager(StagingOptions(when_busy="double_buffer")) as stager:
-        handles = []
-        for step in range(2):
-            handles.append(
-                bucketpoint.async_save(
-                    training.run(step),
-                    checkpoint_id=f"{root}/{step}",
-                    storage_writer=BucketWriter(fs=gated),
-                    async_stager=stager,
-                    no_dist=True,
-                )
-            )
-            handles[-1].add_done_callback(lambda _, step=step: committed.append(step))
-            training.spoil()
-        assert gated.arrived.wait(WAIT_S)
-        assert not any(handle.done() for handle in handles)
-        assert handles[1].progress is None
-        gated.gate.set()
-        for step, handle in enumerate(handles):
-            handle.result(WAIT_S)
-            assert_holds(f"{root}/{step}", step)
-    assert committed == [0, 1]
-
-
-def test_a_third_state_waits_while_two_are_being_saved(root: str, gated: GatedFileSystem) -> None:
-    training = Training()
-    writer = BucketWriter(fs=gated, staging=StagingOptions(when_busy="double_buffer"))
-    begun = [
-        bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, no_dist=True)
-        for step in range(2)
-    ]
-    opener = threading.Timer(0.2, gated.gate.set)
-    opener.start()
-    begun.append(
-        bucketpoint.async_save(training.run(2), checkpoint_id=f"{root}/2", storage_writer=writer, no_dist=True)
-    )
-    assert begun[0].done()
-    training.spoil()
-    for step, handle in enumerate(begun):
-        handle.result(WAIT_S)
-        assert_holds(f"{root}/{step}", step)
-    opener.join()
-    writer.close()
-
-
 # -- writers and stagers ----------------------------------------------------------------------------------------------
 
 
@@ -418,62 +353,6 @@ def test_a_closed_writer_has_no_memory_and_saves_on(root: str, gated: GatedFileS
         assert_holds(f"{root}/{step}", step)
     writer.close()
     writer.close()
-
-
-def test_synchronous_and_asynchronous_saves_take_turns_on_one_writer(root: str) -> None:
-    training = Training()
-    writer = BucketWriter(fs=SlowFileSystem(0.02))
-    begun = []
-    for step in range(6):
-        save = dcp.save if step % 2 else dcp.async_save
-        begun.append(save(training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, no_dist=True))
-        training.spoil()
-        assert all(future.done() for future in begun[:-1] if step % 2 and isinstance(future, Future))
-    for future in begun[::2]:
-        wait(future)
-    for step in range(6):
-        assert_holds(f"{root}/{step}", step)
-
-
-@pytest.mark.parametrize("staging", [None, BESIDE])
-def test_two_writers_share_a_stager(root: str, staging: StagingOptions | None) -> None:
-    training = Training()
-    with Stager(staging) as stager:
-        writers = [BucketWriter(fs=SlowFileSystem(0.02)), FileSystemWriter(root), BucketWriter()]
-        handles = []
-        for step in range(6):
-            handles.append(
-                bucketpoint.async_save(
-                    training.run(step),
-                    checkpoint_id=f"{root}/{step}",
-                    storage_writer=writers[step % 3],
-                    async_stager=stager,
-                    no_dist=True,
-                )
-            )
-            handles[-1].staged.result(WAIT_S)
-            training.spoil()
-        for step, handle in enumerate(handles):
-            handle.result(WAIT_S)
-            assert_holds(f"{root}/{step}", step)
-        assert stager.staged_bytes < 300_000
-    assert stager.staged_bytes == 0
-
-
-def test_a_writer_that_is_dropped_with_its_future_still_commits(root: str) -> None:
-    training = Training()
-    for step in range(3):
-        dcp.async_save(
-            training.run(step),
-            checkpoint_id=f"{root}/{step}",
-            storage_writer=BucketWriter(fs=SlowFileSystem(0.05)),
-            no_dist=True,
-        )
-        training.spoil()
-    # The order of saves makes the last one the last to end.
-    dcp.save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=BucketWriter(), no_dist=True)
-    for step in range(4):
-        assert_holds(f"{root}/{step}", step)
 
 
 # -- code written against DefaultStager -------------------------------------------------------------------------------
@@ -517,53 +396,7 @@ def test_code_written_for_torchs_stager_works_with_ours(root: str, kind: Any, be
         assert_holds(f"{root}/{step}", step)
 
 
-def test_torchs_stager_without_arguments_is_ours_without_arguments() -> None:
-    with Stager() as ours:
-        staged = ours.stage({"w": torch.ones(3)})
-        assert staged["w"].tolist() == [1, 1, 1]
-        ours.synchronize_staging()
-        del staged
-
-
 # -- PyTorch's recipes ------------------------------------------------------------------------------------------------
-
-
-def test_the_zero_overhead_recipe_runs_with_our_writer(root: str) -> None:
-    """Staging overlaps the forward and backward pass, and is waited for before the optimizer changes the weights."""
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    stager = Stager(torch_staging.StagingOptions(use_async_staging=True))
-    saved, response = {}, None
-    for step in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        if response is not None:
-            response.staging_completion.result()
-        optimizer.step()
-        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-        saved[step] = model.weight.detach().clone()
-        response = dcp.async_save(
-            state,
-            checkpoint_id=f"{root}/{step}",
-            storage_writer=BucketWriter(),
-            async_stager=stager,
-            no_dist=True,
-        )
-    response.upload_completion.result(WAIT_S)
-    stager.close()
-    for step, weight in saved.items():
-        target = {"model": {"weight": torch.zeros(64, 64)}}
-        dcp.load(target, checkpoint_id=f"{root}/{step}", storage_reader=bucketpoint.BucketReader(), no_dist=True)
-        assert torch.equal(target["model"]["weight"], weight)
-
-
-def test_errors_of_ours_are_exceptions_and_dcps_are_not(root: str) -> None:
-    """What a training loop's `except Exception` catches."""
-    arguments = {"checkpoint_id": root, "storage_writer": BucketWriter(), "no_dist": True}
-    with pytest.raises(BucketpointError):
-        bucketpoint.async_save(Training().state, planner=FailingPlanner("plan"), **arguments).result(WAIT_S)
-    begun = dcp.async_save(Training().state, planner=FailingPlanner("plan"), **arguments)
-    assert not isinstance(begun.exception(WAIT_S), Exception)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
