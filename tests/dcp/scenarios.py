@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bucketpoint import BucketpointError, BucketReader, BucketWriter
+from bucketpoint import BucketReader, BucketWriter
 
 SHAPES = {"even": (16, 24), "uneven": (13, 7), "narrow": (2, 50), "big": (1031, 613)}
 
@@ -71,60 +67,6 @@ def load_one_process(url: str, options: dict[str, Any]) -> None:
     assert_state(state)
 
 
-def save_with_cached_plans(rank: int, world: int, root: str, options: dict[str, Any]) -> None:
-    writer = BucketWriter(storage_options=options)
-    for step in range(3):
-        state = {"w": torch.full((4, 4), float(step)), f"only_{rank}": torch.full((3,), float(10 * step + rank))}
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save(state, checkpoint_id=f"{root}/cached-{step}", storage_writer=writer, planner=planner)
-    for step in range(3):
-        state = {"w": torch.zeros(4, 4), f"only_{rank}": torch.zeros(3)}
-        dcp.load(state, checkpoint_id=f"{root}/cached-{step}", storage_reader=BucketReader(storage_options=options))
-        assert state["w"].unique().tolist() == [float(step)]
-        assert state[f"only_{rank}"].tolist() == [float(10 * step + rank)] * 3
-
-
-def save_async(rank: int, world: int, root: str, options: dict[str, Any], kind: str) -> None:
-    writer = BucketWriter(storage_options=options)
-    group = dist.new_group(backend="gloo")
-    for step in range(3):
-        state = {f"only_{rank}": torch.full((1000,), float(step)), "shared": torch.full((10,), float(step))}
-        future = dcp.async_save(
-            state,
-            checkpoint_id=f"{root}/{kind}-{step}",
-            storage_writer=writer,
-            process_group=group,
-            async_checkpointer_type=AsyncCheckpointerType[kind],
-        )
-        assert isinstance(future, Future)
-        state[f"only_{rank}"].fill_(-1.0)
-        future.result()
-        state = {f"only_{rank}": torch.zeros(1000), "shared": torch.zeros(10)}
-        dcp.load(state, checkpoint_id=f"{root}/{kind}-{step}", storage_reader=BucketReader(storage_options=options))
-        assert state[f"only_{rank}"].unique().tolist() == [float(step)]
-        assert state["shared"].unique().tolist() == [float(step)]
-
-
-class FailingPlanner(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        if dist.get_rank() == 1 and write_item.index.fqn == "only_1":
-            raise OSError("this disk is on fire")
-        return super().resolve_data(write_item)
-
-
-def one_rank_fails(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
-    state = {f"only_{rank}": torch.ones(3)}
-    try:
-        dcp.save(
-            state, checkpoint_id=url, storage_writer=BucketWriter(storage_options=options), planner=FailingPlanner()
-        )
-    except dcp.CheckpointException as failure:
-        errors = [error for error, _ in failure.failures.values()]
-        assert all(isinstance(error, BucketpointError) for error in errors)
-        return [str(error) for error in errors]
-    raise AssertionError("a failed save reported success")
-
-
 def save_without_collectives(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
     writer = BucketWriter(storage_options=options)
     dcp.save({"own": torch.full((5,), float(rank))}, checkpoint_id=url, storage_writer=writer, use_collectives=False)
@@ -150,22 +92,3 @@ def load_fails_everywhere(rank: int, world: int, url: str, options: dict[str, An
     except dcp.CheckpointException as failure:
         return [type(error).__name__ for error, _ in failure.failures.values()]
     raise AssertionError("a load of nothing reported success")
-
-
-def sharded_tensor_round_trip(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
-    from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{index}/cpu" for index in range(world)])
-    saved = sharded_tensor.full(spec, (10, 4), 0.0)
-    saved.local_shards()[0].tensor.fill_(float(rank))
-    future = dcp.async_save({"st": saved}, checkpoint_id=url, storage_writer=BucketWriter(storage_options=options))
-    saved.local_shards()[0].tensor.fill_(-1.0)
-    future.result()
-    target = sharded_tensor.full(spec, (10, 4), -1.0)
-    dcp.load({"st": target}, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
-    assert target.local_shards()[0].tensor.unique().tolist() == [float(rank)]
-
-
-def environment(rank: int, world: int) -> str:
-    return os.environ["RANK"]

@@ -147,31 +147,6 @@ def test_a_path_without_the_classes_scheme_is_refused_at_once(makes: Any, own: s
                 make(path)
 
 
-def test_keys_that_are_missing_are_named(service: Service, whole: str) -> None:
-    with pytest.raises(dcp.CheckpointException, match="absent"):
-        reader = service.reader()
-        dcp.load({"absent": torch.zeros(2)}, checkpoint_id=whole, storage_reader=reader, no_dist=True)
-
-
-def test_a_shape_that_does_not_fit_is_named(service: Service, whole: str) -> None:
-    with pytest.raises(dcp.CheckpointException, match="w"):
-        reader = service.reader()
-        dcp.load({"w": torch.zeros(3)}, checkpoint_id=whole, storage_reader=reader, no_dist=True)
-
-
-def test_a_failed_save_harms_nothing_that_is_committed(service: Service, whole: str) -> None:
-    class Unsavable:
-        def __reduce__(self) -> Any:
-            raise OSError("cannot be pickled")
-
-    with pytest.raises(dcp.CheckpointException):
-        writer = service.writer()
-        dcp.save({"w": torch.zeros(2), "x": Unsavable()}, checkpoint_id=whole, storage_writer=writer, no_dist=True)
-    target = {"w": torch.zeros(2), "v": torch.zeros(50_000)}
-    dcp.load(target, checkpoint_id=whole, storage_reader=service.reader(), no_dist=True)
-    assert target["w"].tolist() == [1.0, 1.0]
-
-
 def test_a_role_that_may_only_read_is_refused_by_name_and_harms_nothing(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     url = f"s3://{bucket}/run/step-1"
@@ -205,28 +180,3 @@ def test_a_trainer_needs_to_put_get_and_abort_and_nothing_else(minio: S3Server) 
     target = {"w": torch.zeros(6_000_000)}
     dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=trainer), no_dist=True)
     assert target["w"].unique().tolist() == [2.0]
-
-
-def test_our_planner_lists_every_misfit_before_anything_is_read(service: Service, whole: str) -> None:
-    state = {"absent": torch.zeros(2), "w": torch.zeros(3), "v": torch.zeros(2, 2), "gone": {"deep": 1}}
-    with pytest.raises(dcp.CheckpointException) as caught:
-        reader = service.reader()
-        dcp.load(state, checkpoint_id=whole, storage_reader=reader, planner=bp.LoadPlanner(), no_dist=True)
-    error = checked(caught.value.failures[0][0])
-    assert isinstance(error, bp.MismatchError)
-    for text in (
-        "absent is not in the checkpoint",
-        "gone.deep is not in the checkpoint",
-        "w is [2] in the checkpoint and [3] in the state",
-        "v is [50000] in the checkpoint and [2, 2] in the state",
-        whole,
-    ):
-        assert text in str(error)
-
-
-def test_our_planner_loads_what_fits_and_skips_what_is_missing_if_told(service: Service, whole: str) -> None:
-    target = {"w": torch.zeros(2), "absent": torch.full((2,), 7.0)}
-    reader, planner = service.reader(), bp.LoadPlanner(allow_partial_load=True)
-    dcp.load(target, checkpoint_id=whole, storage_reader=reader, planner=planner, no_dist=True)
-    assert target["w"].tolist() == [1.0, 1.0]
-    assert target["absent"].tolist() == [7.0, 7.0]

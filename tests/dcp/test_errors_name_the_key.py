@@ -1,5 +1,6 @@
 """Saves and loads name the key of the value at fault."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], layout=torch.jagged),
     "mkldnn": lambda: torch.randn(4, 4).to_mkldnn(),
     "uninitialized": torch.nn.parameter.UninitializedParameter,
+    "lock": threading.Lock,
+    "function": lambda: lambda: None,
 }
 
 
@@ -28,8 +31,9 @@ def test_names_the_key_of_a_value_that_cannot_be_saved(
     name: str, save: Callable[[dict[str, Any], str], None], tmp_path: Path
 ) -> None:
     state = {"model": {"first": torch.ones(2), "the_key": _MAKERS[name](), "last": torch.ones(2)}}
-    with pytest.raises(BucketpointError, match=r"model\.the_key"):
+    with pytest.raises(BucketpointError) as caught:
         save(state, tmp_path.as_uri())
+    assert caught.value.key == "model.the_key"
 
 
 @pytest.mark.filterwarnings("ignore")

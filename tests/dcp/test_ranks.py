@@ -27,22 +27,6 @@ def test_any_world_size_loads_what_any_other_saved(
     four_ranks.run(scenarios.load, f"{root}/two", service.options)
 
 
-def test_cached_plans_are_served(two_ranks: Ranks, service: Service, root: str) -> None:
-    two_ranks.run(scenarios.save_with_cached_plans, root, service.options)
-
-
-@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
-def test_three_asynchronous_saves_in_a_row(two_ranks: Ranks, service: Service, root: str, kind: str) -> None:
-    two_ranks.run(scenarios.save_async, root, service.options, kind)
-
-
-def test_a_failing_rank_fails_every_rank_and_commits_nothing(four_ranks: Ranks, service: Service, root: str) -> None:
-    answers = four_ranks.run(scenarios.one_rank_fails, f"{root}/failed", service.options)
-    for errors in answers:
-        assert any("this disk is on fire" in text and "rank=1" in text for text in errors)
-    assert not [key for key in service.listed() if key.endswith(".metadata")]
-
-
 def test_a_save_without_collectives_is_read_by_as_many_ranks(
     two_ranks: Ranks, four_ranks: Ranks, service: Service, root: str
 ) -> None:
@@ -55,10 +39,6 @@ def test_a_save_without_collectives_is_read_by_as_many_ranks(
 
 def test_a_subgroup_saves_and_loads(four_ranks: Ranks, service: Service, root: str) -> None:
     four_ranks.run(scenarios.save_in_a_subgroup, f"{root}/sub", service.options)
-
-
-def test_sharded_tensors_are_staged_saved_and_loaded(two_ranks: Ranks, service: Service, root: str) -> None:
-    two_ranks.run(scenarios.sharded_tensor_round_trip, f"{root}/sharded", service.options)
 
 
 def test_loading_nothing_raises_the_reason_on_every_rank(two_ranks: Ranks, service: Service, root: str) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
 from torch.distributed.checkpoint import FileSystemReader
 
 import bucketpoint.dcp.planning.results as planned
@@ -27,7 +25,6 @@ from bucketpoint.format.metadata.codec import decode_metadata, record_from_metad
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import LocalStore
 from dcp.loading import index_scenarios
-from dcp.planning.test_reshard import any_layout_is_loaded, jobs, pairs
 from dcp.ranks import Ranks
 from dcp.test_compat import counted
 from services import Service
@@ -276,11 +273,3 @@ def test_many_ranks_save_and_load_with_an_index(two_ranks: Ranks, tmp_path: Path
         data = (tmp_path / str(step) / ".metadata").read_bytes()
         assert decode_index(index.read_bytes()) == decode_metadata(data)
         assert len(data) > 10 * index.stat().st_size
-
-
-@pytest.mark.timeout(600)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(which=jobs(), pair=pairs())
-def test_any_saved_layout_is_loaded_into_any_other_through_the_index(which: Any, pair: dict[str, Any]) -> None:
-    with mock.patch.object(index_ref, "INDEX_ITEMS", 1), mock.patch.object(index_ref, "HEAD_BYTES", 512):
-        any_layout_is_loaded(which, pair)

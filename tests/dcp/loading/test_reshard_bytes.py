@@ -27,6 +27,8 @@ MIB = 1 << 20
 LAYER = {"q": (1024, 1024), "kv": (256, 1024), "up": (4096, 1024), "down": (1024, 4096), "norm": (1024,)}
 """Shapes of a small transformer's layer, in bfloat16: 21 MB."""
 
+MATRICES, LARGE = ("q", "up", "down"), ("large",)
+
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
@@ -48,7 +50,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[BufferPool]:
 
 
 def layer(only: tuple[str, ...] = tuple(LAYER)) -> dict[str, torch.Tensor]:
-    return {name: filled(LAYER[name], torch.bfloat16, seed=number) for number, name in enumerate(only)}
+    shapes = {**LAYER, "large": (8192, 2048)}
+    return {name: filled(shapes[name], torch.bfloat16, seed=number) for number, name in enumerate(only)}
 
 
 def line(world: int, *placements: Placement, mesh: tuple[int, ...] | None = None) -> OnMesh:
@@ -91,32 +94,32 @@ def received(stores: list[CountingStore]) -> tuple[int, int]:
     return sum(store.received for store in stores), sum(store.calls["read_into"] for store in stores)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(4, 4), (8, 4), (8, 1), (16, 2)])
-def test_rows_that_fewer_ranks_load_are_read_once(
-    tmp_path: Path, stores: list[CountingStore], saving: int, loading: int
+@pytest.mark.parametrize(
+    ("before", "after", "names", "most"),
+    [
+        *[
+            (line(ranks, Shard(0)), line(fewer, Shard(0)), tuple(LAYER), 1.02)
+            for ranks, fewer in ((4, 4), (8, 1), (16, 2))
+        ],
+        *[(line(ranks, Shard(0)), line(more, Shard(0)), LARGE, 1.02) for ranks, more in ((2, 8), (4, 3), (3, 2))],
+        # Each rank reads the rows that its columns lie in.
+        *[(line(4, Shard(0)), line(ranks, Shard(1)), MATRICES, 1.01 * ranks) for ranks in (2, 4)],
+        (line(8, Shard(0), Shard(1), mesh=(4, 2)), line(4, Shard(0)), MATRICES, 1.02),
+    ],
+)
+def test_no_more_is_read_than_the_ranks_need(
+    tmp_path: Path, stores: list[CountingStore], before: OnMesh, after: OnMesh, names: tuple[str, ...], most: float
 ) -> None:
-    wholes = layer()
-    saved(tmp_path, line(saving, Shard(0)), wholes)
+    wholes = layer(names)
+    saved(tmp_path, before, wholes)
     stores.clear()
-    needed = loaded(tmp_path, line(loading, Shard(0)), wholes)
+    needed = loaded(tmp_path, after, wholes)
     fetched, requests = received(stores)
-    assert fetched <= 1.02 * needed
-    # Each rank asks each object that it needs anything of once, as long as that is no more than a part.
-    assert requests == saving
-
-
-@pytest.mark.parametrize(("saving", "loading"), [(2, 8), (4, 3), (3, 2)])
-def test_rows_of_large_tensors_are_read_once_where_shards_are_cut(
-    tmp_path: Path, stores: list[CountingStore], saving: int, loading: int
-) -> None:
-    wholes = {"w": filled((8192, 2048), torch.bfloat16)}
-    saved(tmp_path, line(saving, Shard(0)), wholes)
-    stores.clear()
-    needed = loaded(tmp_path, line(loading, Shard(0)), wholes)
-    fetched, requests = received(stores)
-    assert fetched <= 1.02 * needed
-    # Each rank asks each object that it needs a part of, and once more for the checksums of its blocks.
-    assert requests <= 2 * (saving + loading)
+    assert fetched <= most * needed
+    if before.placements == after.placements:
+        # Of each object that a rank needs, and of the checksums of its blocks where only a part of it is needed.
+        cut = names is LARGE
+        assert requests <= (2 * (len(before.ranks) + len(after.ranks)) if cut else len(before.ranks))
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(8, 6), (3, 8), (5, 4)])
@@ -132,28 +135,6 @@ def test_where_a_shard_is_cut_one_block_is_read_twice(
     options = TransferOptions(coalesce_gap_bytes=0, free_gap_bytes=0)
     needed = loaded(tmp_path, line(loading, Shard(0)), wholes, options)
     assert needed <= received(stores)[0] <= needed + (loading - 1) * sum(blocks.values())
-
-
-@pytest.mark.parametrize("loading", [2, 4])
-def test_columns_cost_each_rank_the_rows_that_they_lie_in_and_no_more(
-    tmp_path: Path, stores: list[CountingStore], loading: int
-) -> None:
-    wholes = layer(("q", "up", "down"))
-    saved(tmp_path, line(4, Shard(0)), wholes)
-    stores.clear()
-    needed = loaded(tmp_path, line(loading, Shard(1)), wholes)
-    fetched, _ = received(stores)
-    assert fetched <= 1.01 * loading * needed
-
-
-def test_whole_rows_are_put_together_of_columns_without_reading_more(
-    tmp_path: Path, stores: list[CountingStore]
-) -> None:
-    wholes = layer(("q", "up", "down"))
-    saved(tmp_path, line(8, Shard(0), Shard(1), mesh=(4, 2)), wholes)
-    stores.clear()
-    needed = loaded(tmp_path, line(4, Shard(0)), wholes)
-    assert received(stores)[0] <= 1.02 * needed
 
 
 @pytest.mark.parametrize("budget", [2 * MIB, 8 * MIB])
@@ -177,44 +158,6 @@ def test_only_the_keys_that_are_asked_for_are_read(tmp_path: Path, stores: list[
     stores.clear()
     needed = loaded(tmp_path, line(2, Shard(0)), {name: wholes[name] for name in ("up", "norm")})
     assert received(stores)[0] <= 1.02 * needed
-
-
-@pytest.mark.parametrize("planner", [DefaultLoadPlanner, bp.LoadPlanner])
-def test_a_partial_load_on_another_mesh_leaves_what_is_missing_as_it_was(tmp_path: Path, planner: Any) -> None:
-    wholes = layer()
-    saved(tmp_path, line(4, Shard(0)), wholes)
-    target_layout = line(6, Shard(1), Shard(0), mesh=(3, 2))
-    more = {**layer(("q", "down")), "absent": filled((8, 8), torch.bfloat16, seed=9)}
-    targets = states(target_layout, more)
-    for target in targets:
-        target["q"].to_local().zero_()
-    job.load(targets, lambda: BucketReader(tmp_path), lambda: planner(allow_partial_load=True))
-    for rank, target in enumerate(targets):
-        for name, whole in {"q": wholes["q"], "down": wholes["down"], "absent": more["absent"]}.items():
-            box = target_layout.box(whole.shape, rank)
-            assert box is not None
-            assert same_bits(target[name].to_local(), job.part(whole, box)), (name, rank)
-
-
-@pytest.mark.parametrize("planner", [DefaultLoadPlanner, bp.LoadPlanner])
-def test_tensors_that_cannot_fit_are_refused_before_any_byte_is_read(
-    tmp_path: Path, stores: list[CountingStore], planner: Any
-) -> None:
-    wholes = layer()
-    saved(tmp_path, line(4, Shard(0)), wholes)
-    stores.clear()
-    other = {**wholes, "q": torch.zeros(1024, 512), "down": torch.zeros(1024, 4096, 1), "absent": torch.zeros(6)}
-    targets = states(line(2, Shard(0)), other)
-    with pytest.raises((bp.MismatchError, ValueError, RuntimeError)) as caught:
-        job.load(targets, lambda: BucketReader(tmp_path), planner)
-    assert received(stores) == (0, 0)
-    if planner is bp.LoadPlanner:
-        for text in (
-            "q is [1024, 1024] in the checkpoint and [1024, 512] in the state",
-            "down is [1024, 4096] in",
-            "absent",
-        ):
-            assert text in str(caught.value)
 
 
 def test_what_holds_no_part_of_a_tensor_is_refused_by_name(tmp_path: Path, stores: list[CountingStore]) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections import defaultdict
 from collections.abc import Sequence
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -28,10 +25,6 @@ def tensor_item(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.fl
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.TENSOR, tensor_data=data)
 
 
-def object_item(name: str) -> WriteItem:
-    return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
-
-
 def balanced(held: Sequence[Items], nodes: Sequence[object] | None = None) -> list[Items]:
     """Return the items that each rank writes."""
     plans = [SavePlan(pickle.loads(pickle.dumps(PlanItems.packed(items)))) for items in held]
@@ -42,20 +35,6 @@ def balanced(held: Sequence[Items], nodes: Sequence[object] | None = None) -> li
 
 def totals(written: list[Items]) -> list[int]:
     return [sum(map(planned_bytes, items)) for items in written]
-
-
-def rows_written(written: list[Items]) -> dict[str, list[int]]:
-    """For each tensor, how often each of its rows is written."""
-    counts: dict[str, list[int]] = {}
-    for item in [item for items in written for item in items]:
-        data = item.tensor_data
-        if data is None or not data.size or not data.size[0]:
-            counts.setdefault(item.index.fqn, [0])[0] += 1
-            continue
-        rows = counts.setdefault(item.index.fqn, [0] * data.size[0])
-        for row in range(data.chunk.offsets[0], data.chunk.offsets[0] + data.chunk.sizes[0]):
-            rows[row] += 1
-    return counts
 
 
 def llama(layers: int, width: int) -> Items:
@@ -99,39 +78,3 @@ def test_ranks_of_one_node_share_its_card() -> None:
 
 def test_a_rank_that_holds_nothing_writes_nothing() -> None:
     assert totals(balanced([[tensor_item("w", (8, 8))], []])) == [256, 0]
-
-
-@given(
-    tensors=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 3000), max_size=2).map(tuple),
-            st.sets(st.integers(0, 5), min_size=1),
-            st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
-        ),
-        max_size=20,
-    ),
-    objects=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=4),
-)
-def test_everything_is_written_once_by_a_rank_that_holds_it(
-    tensors: list[tuple[tuple[int, ...], set[int], torch.dtype]], objects: list[set[int]]
-) -> None:
-    held: dict[int, Items] = defaultdict(list)
-    holders: dict[str, set[int]] = {}
-    for number, (shape, ranks, dtype) in enumerate(tensors):
-        holders[f"t{number}"] = ranks
-        for rank in ranks:
-            held[rank].append(tensor_item(f"t{number}", shape, dtype))
-    for number, ranks in enumerate(objects):
-        holders[f"o{number}"] = ranks
-        for rank in ranks:
-            held[rank].append(object_item(f"o{number}"))
-    asked = [held[rank] for rank in range(6)]
-
-    written = balanced(asked)
-
-    assert rows_written(written).keys() == holders.keys()
-    for name, counts in rows_written(written).items():
-        assert set(counts) == {1}, name
-    for rank, items in enumerate(written):
-        assert all(rank in holders[item.index.fqn] for item in items)
-    assert balanced(asked) == written

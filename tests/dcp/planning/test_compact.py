@@ -40,6 +40,7 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info, set_object_facts
 from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
+from dcp.states import assert_same, blank
 
 pytestmark = pytest.mark.contract
 
@@ -115,22 +116,9 @@ def states(world: int, fill: float, *, note: str = "") -> list[dict[str, Any]]:
 def assert_holds(url: str, expected: list[dict[str, Any]]) -> None:
     for reader in (FileSystemReader(url.removeprefix("file://")), BucketReader(url, progress=False)):
         for state in expected:
-            loaded = {
-                name: {inner: torch.zeros_like(tensor) for inner, tensor in value.items()}
-                if isinstance(value, dict)
-                else torch.zeros_like(value)
-                if isinstance(value, torch.Tensor)
-                else None
-                for name, value in state.items()
-            }
+            loaded = blank(state)
             dcp.load(loaded, storage_reader=reader, no_dist=True)
-            for name, value in state.items():
-                if isinstance(value, dict):
-                    assert all(torch.equal(loaded[name][inner], tensor) for inner, tensor in value.items()), name
-                elif isinstance(value, torch.Tensor):
-                    assert torch.equal(loaded[name], value), name
-                else:
-                    assert loaded[name] == value
+            assert_same(loaded, state)
 
 
 # -- what crosses -----------------------------------------------------------------------------------------------------
@@ -297,6 +285,18 @@ def test_a_plan_that_was_altered_on_its_rank_names_its_items_itself(tmp_path: Pa
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
         assert job.in_columns() == [False] * 2
         assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
+
+
+class Forgetful(DefaultSavePlanner):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return dataclasses.replace(plan, items=plan.items[1:])
+
+
+def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteSaveError, match=r"not written .*\(a\)"):
+        Job(1, Forgetful).save([{"a": torch.ones(2), "b": torch.ones(2)}], f"file://{tmp_path}")
+    assert not (tmp_path / ".metadata").exists()
 
 
 # -- planners and writers that look into plans ------------------------------------------------------------------------

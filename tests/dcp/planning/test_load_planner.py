@@ -18,19 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 import bucketpoint as bp
-from dcp.ranks import Ranks
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
+from dcp.reshard_job import Box, PiecedTensor
 
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
@@ -83,42 +77,6 @@ def described(
     told.local_offsets = tuple(local_offsets)
     told.local_sizes = tuple(sizes for _, sizes in boxes)
     return local
-
-
-class Pieces(torch.Tensor):
-    """A tensor of which one process has several pieces, in DCP's protocol for tensors that describe themselves."""
-
-    pieces: dict[tuple[int, ...], torch.Tensor]
-
-    @classmethod
-    def of(cls, whole: torch.Tensor, parts: tuple[int, ...]) -> Pieces:
-        made = torch.empty_like(whole).as_subclass(cls)
-        boxes = grid(tuple(whole.shape), parts)
-        made.pieces = {offsets: box(whole, offsets, sizes).clone() for offsets, sizes in boxes}
-        return made
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), piece.size()) for offsets, piece in self.pieces.items()]
-
-    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets, number),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for number, chunk in enumerate(self.__create_chunk_list__())
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.pieces[tuple(index.offset)]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 class Watched(bp.LoadPlanner):
@@ -190,36 +148,31 @@ def test_every_item_is_narrowed_to_its_place_in_its_chunk(
     assert not target.any(), "something was written between the chunks"
 
 
+def pieced(whole: torch.Tensor, parts: tuple[int, ...]) -> PiecedTensor:
+    boxes = grid(tuple(whole.shape), parts)
+    return PiecedTensor(whole.shape, whole.dtype, {offsets: box(whole, offsets, sizes) for offsets, sizes in boxes})
+
+
 @pytest.mark.contract
-@pytest.mark.parametrize("kind", ["described", "pieces"])
 @pytest.mark.parametrize(("saved", "items"), [((4, 4), 16), ((4, 1), 8), ((1, 1), 4), ((2, 2), 4)])
 def test_four_chunks_of_a_tensor_are_read_from_those_of_another_mesh(
-    kind: str, saved: tuple[int, int], items: int, tmp_path: Path
+    saved: tuple[int, int], items: int, tmp_path: Path
 ) -> None:
-    shape = (16, 24)
-    source = {"w": numbered(shape), "uneven": -numbered((13, 7))}
-    dcp.save(
-        {"m": {name: Pieces.of(value, saved) for name, value in source.items()}},
-        storage_writer=bp.BucketWriter(tmp_path.as_uri()),
-        no_dist=True,
-    )
-    if kind == "pieces":
-        targets = {name: Pieces.of(torch.zeros_like(value), (2, 2)) for name, value in source.items()}
-    else:
-        targets = {
-            name: side_by_side(tuple(value.shape), grid(tuple(value.shape), (2, 2)), gap=1)
-            for name, value in source.items()
-        }
+    source = {"w": numbered((16, 24)), "uneven": -numbered((13, 7))}
+    state = {"m": {name: pieced(value, saved) for name, value in source.items()}}
+    dcp.save(state, storage_writer=bp.BucketWriter(tmp_path.as_uri()), no_dist=True)
+    boxes = {name: grid(tuple(value.shape), (2, 2)) for name, value in source.items()}
+    targets: dict[str, Any] = {
+        name: side_by_side(tuple(value.shape), boxes[name], gap=1) for name, value in source.items()
+    }
     planner, reader = Watched(), bp.BucketReader(tmp_path.as_uri())
     dcp.load({"m": targets}, storage_reader=reader, planner=planner, no_dist=True)
     assert Counter(item.dest_index.fqn for item in planner.items)["m.w"] == items
     assert planner.committed == Counter(item.dest_index.fqn for item in planner.items)
     assert not planner.pending
-    for name, value in source.items():
-        for number, (offsets, sizes) in enumerate(grid(tuple(value.shape), (2, 2))):
-            target: Any = targets[name]
-            found = target.pieces[offsets] if kind == "pieces" else box(target, target.local_offsets[number], sizes)
-            assert torch.equal(found, box(value, offsets, sizes)), name
+    for name, target in targets.items():
+        for start, (offsets, sizes) in zip(target.local_offsets, boxes[name], strict=True):
+            assert torch.equal(box(target, start, sizes), box(source[name], offsets, sizes)), name
 
 
 @pytest.mark.contract
@@ -368,44 +321,3 @@ def test_hooks_and_options_of_the_default_planner_stay(flatten: bool, tmp_path: 
     assert target["other"] == [1, 2]
     assert seen == [(6,)]
     assert not planner.pending
-
-
-def test_empty_and_uneven_shards_and_ranks_outside_the_mesh_have_no_gaps(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(load_uneven, tmp_path.as_uri())
-
-
-def load_uneven(rank: int, world: int, url: str) -> None:
-    mesh, alone = init_device_mesh("cpu", (world,)), DeviceMesh("cpu", [world - 1])
-    cases: dict[str, tuple[tuple[int, ...], Any, Any]] = {
-        "empty": ((1, 5), mesh, Shard(0)),
-        "uneven": ((3, 7), mesh, Shard(1)),
-        "replicated": ((2, 2), mesh, Replicate()),
-        "elsewhere": ((4,), alone, Replicate()),
-        "nothing": ((0, 3), mesh, Shard(0)),
-    }
-    whole = {name: numbered(shape) for name, (shape, _, _) in cases.items()}
-    saved = {name: distribute_tensor(whole[name], on, [how]) for name, (_, on, how) in cases.items()}
-    dcp.save(saved, storage_writer=bp.BucketWriter(url))
-    target = {name: distribute_tensor(torch.zeros(shape), on, [how]) for name, (shape, on, how) in cases.items()}
-    planner = bp.LoadPlanner()
-    dcp.load(target, storage_reader=bp.BucketReader(url), planner=planner)
-    assert not planner.pending
-    for name, value in target.items():
-        assert torch.equal(value.to_local(), saved[name].to_local()), name
-    # And where another key is refused: the gaps are then looked for without DCP's plan.
-    metadata = bp.BucketReader(url).read_metadata()
-    said = refusal({**target, "absent": 1}, metadata)
-    assert said.count(" there") == 0
-    assert "absent is not in the checkpoint" in said
-
-
-def test_a_partial_sum_is_not_loaded_into(two_ranks: Ranks) -> None:
-    two_ranks.run(refuse_partial)
-
-
-def refuse_partial(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    metadata = metadata_of(w=((4,), grid((4,), (1,))), v=((4,), grid((4,), (1,))))
-    said = refusal({"w": DTensor.from_local(torch.zeros(4), mesh, [Partial()])}, metadata)
-    assert "w has the placements [Partial(sum)] in the state" in said
-    planned(bp.LoadPlanner(), {"v": DTensor.from_local(torch.zeros(4), mesh, [Replicate()])}, metadata)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
+from bucketpoint.dcp import session
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.format.index import ref as index_ref
 from dcp import reshard_job as job
 from dcp.reshard_job import Box, Layout, OnMesh, Pieces, Plain
 from dcp.states import filled, same_bits
+from transfer.wrappers import StreamingStore
 
 pytestmark = pytest.mark.contract
 
@@ -233,6 +237,8 @@ def pairs(draw: st.DrawFn) -> dict[str, Any]:
         "load planner": draw(st.sampled_from([DefaultLoadPlanner, bp.LoadPlanner])),
         "block": draw(st.sampled_from([7, 100, 1 << 20])),
         "slice": draw(st.sampled_from([16, 16, 200, 1 << 16])),
+        "index": draw(st.booleans()),
+        "streams": draw(st.booleans()),
     }
 
 
@@ -242,10 +248,24 @@ def jobs(draw: st.DrawFn) -> tuple[list[Case], int, int]:
     return draw(st.lists(cases(saving, loading), min_size=1, max_size=4)), saving, loading
 
 
+def streaming() -> Any:
+    """Let stores reply to ranged reads piece by piece, as buckets do."""
+    original = session.open_store
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        store, prefix = original(*args, **kwargs)
+        return StreamingStore(store), prefix
+
+    return mock.patch.object(session, "open_store", opened)
+
+
 def any_layout_is_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
     with (
         mock.patch("bucketpoint.dcp.saving.object_layout.plan_blocks", lambda nbytes, row: min(nbytes, pair["block"])),
         mock.patch("bucketpoint.dcp.planning.balance.MIN_SLICE_BYTES", pair["slice"]),
+        mock.patch.object(index_ref, "INDEX_ITEMS", 1 if pair["index"] else 1 << 30),
+        mock.patch.object(index_ref, "HEAD_BYTES", 512),
+        streaming() if pair["streams"] else contextlib.nullcontext(),
     ):
         check(*which, pair)
 

@@ -20,9 +20,7 @@ from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, plan_globally
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp.planning import planner_scenarios as scenarios
 from dcp.planning.planner_scenarios import planned_bytes
-from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract
 
@@ -238,13 +236,6 @@ def test_a_planner_that_is_sent_to_a_process_again_finds_what_it_had_planned_the
         job.plan([model(rank) for rank in range(2)])
         counts.append(job.planned)
     assert counts == [1, 0]
-
-
-def test_replicas_and_hybrid_shards_are_balanced_and_load_with_any_reader(four_ranks: Ranks, tmp_path: Any) -> None:
-    answers = four_ranks.run(scenarios.balanced_saves, str(tmp_path))
-    for save in range(3):
-        sizes = [answer[save] for answer in answers]
-        assert max(sizes) <= 1.05 * sum(sizes) / 4
 
 
 def test_partial_sums_are_refused_by_name() -> None:

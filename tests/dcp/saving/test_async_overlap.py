@@ -53,9 +53,5 @@ def test_a_foreign_writer_with_our_stager_is_put_in_order(two_ranks: Ranks, tmp_
     two_ranks.run(scenarios.a_foreign_writer_is_put_in_order, str(tmp_path), POLICIES[policy])
 
 
-def test_an_upload_that_fails_on_one_rank_fails_both_and_commits_nothing(two_ranks: Ranks, tmp_path: Any) -> None:
-    two_ranks.run(scenarios.an_upload_fails_on_one_rank, str(tmp_path))
-
-
 def test_pytorchs_recipes_run_with_our_writer(two_ranks: Ranks, service: Service) -> None:
     two_ranks.run(scenarios.the_recipes, service.url("run"), service.options)

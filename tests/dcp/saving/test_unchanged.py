@@ -60,7 +60,6 @@ def test_a_save_of_mostly_frozen_weights_sends_little_and_stands_alone(run: Run,
     assert run.verified(3).damage == []
 
 
-@on_every_store
 def test_a_chain_of_copies_never_grows(run: Run) -> None:
     writer = run.writer()
     sizes = []
@@ -118,9 +117,10 @@ LOST: dict[str, Callable[[Run], None]] = {
 }
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["same process", "restarted"])
 @pytest.mark.parametrize("lost", LOST)
-@on_every_store
+@pytest.mark.parametrize(
+    ("run", "restarted"), [*[(store, False) for store in STORES], ("path", True), ("minio", True)], indirect=["run"]
+)
 def test_a_source_that_is_gone_when_it_is_to_be_copied_is_sent(
     run: Run, lost: str, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
