@@ -1,14 +1,14 @@
-"""`BucketStorage`: the contract of torch_checkpointing's `Storage`, its requests, its checksums and its leftovers."""
+"""`BucketStorage`: the contract of torch_checkpointing's `Storage`, its commits, its requests and its leftovers."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,21 +16,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch_checkpointing import CheckpointManager
-from torch_checkpointing.storage.base_storage import ReadArgs
+from torch_checkpointing import CheckpointManager, ItemSpec
+from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSerialization
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.hf.consolidation import consolidate_hf_safetensors_checkpoint
+from torch_checkpointing.hf.metadata import HuggingFaceSafetensorsDistributedMetadataFormat
 from torch_checkpointing.storage.torch_serialization import load_torch_serialized_from_storage
 
 from bucketpoint import CommitInfo, CorruptDataError
-from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.errors import BucketpointError, InvalidURLError, StoreError, TransientStoreError
 from bucketpoint.integrations.torch_checkpointing import (
     BucketStorage,
     BucketStorageConfig,
     MissingFileError,
     OccupiedError,
+    names,
     sweep,
 )
-from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, file_bytes, object_bytes
+from bucketpoint.stores import DeleteFailure
 from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.checksum import crc32c
 from kit.faults import Reset, always
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
@@ -69,6 +74,7 @@ def commit(storage: BucketStorage, name: str = "step-1", *files: str) -> None:
 
 
 def test_a_directory_lands_at_an_absent_destination(storage: BucketStorage) -> None:
+    storage.mkdir(Path("step-1"))
     commit(storage)
     assert storage.ls(Path("step-1")) == ["a", "b"]
     assert storage.ls(Path("step-1/b")) == ["c"]
@@ -77,12 +83,6 @@ def test_a_directory_lands_at_an_absent_destination(storage: BucketStorage) -> N
     assert (storage.isdir(Path("step-1")), storage.isdir(Path("step-1/a"))) == (True, False)
     assert not storage.exists(Path("tmp_step-1"))
     assert storage.ls(Path()) == ["step-1"]
-
-
-def test_a_directory_replaces_an_empty_one(storage: BucketStorage) -> None:
-    storage.mkdir(Path("step-1"))
-    commit(storage)
-    assert storage.read(Path("step-1/a")) == b"a"
 
 
 @pytest.mark.parametrize("written", ["step-1/old", "step-1"])
@@ -103,16 +103,17 @@ def test_a_committed_directory_is_not_replaced_by_another_save(storage: BucketSt
     # The second save has written the same names, and has harmed nothing.
     assert storage.read(Path("step-1/a")) == b"a"
     assert storage.ls(Path("step-1")) == ["a", "b"]
+    assert storage.read(Path("tmp_step-1/a")) == b"of a second save"
 
 
 def test_a_file_replaces_a_file(storage: BucketStorage) -> None:
     put(storage, "x", b"old")
-    put(storage, "y", b"new")
-    storage.rename(Path("y"), Path("x"))
-    assert storage.read(Path("x")) == b"new"
-    assert not storage.exists(Path("y"))
-    put(storage, "y", b"newer")
-    storage.rename(Path("y"), Path("x"))
+    for data in (b"new", b"newer"):
+        put(storage, "y", data)
+        storage.rename(Path("y"), Path("x"))
+        assert storage.read(Path("x")) == data
+        assert not storage.exists(Path("y"))
+    storage.rename(Path("x"), Path("x"))
     assert storage.read(Path("x")) == b"newer"
     put(storage, "x", b"newest")
     assert storage.read(Path("x")) == b"newest"
@@ -120,29 +121,44 @@ def test_a_file_replaces_a_file(storage: BucketStorage) -> None:
 
 def test_a_file_onto_a_directory_raises(storage: BucketStorage) -> None:
     commit(storage)
-    put(storage, "y")
-    storage.mkdir(Path("empty"))
-    for directory in ("step-1", "empty"):
+    put(storage, "d/e")
+    for source, directory in (("y", "step-1"), ("y", "d"), ("step-1/y", "step-1/b")):
+        put(storage, source)
         with pytest.raises(OSError, match="occupied"):
-            storage.rename(Path("y"), Path(directory))
-    assert storage.exists(Path("y"))
-
-
-def test_a_directory_that_was_committed_can_be_renamed(storage: BucketStorage) -> None:
-    commit(storage)
-    put(storage, "step-1/later", b"later")
-    storage.rename(Path("step-1"), Path("best"), is_directory=True)
-    assert storage.ls(Path("best")) == ["a", "b", "later"]
-    assert storage.read(Path("best/a")) == b"a"
-    assert not storage.exists(Path("step-1"))
-    assert storage.ls(Path()) == ["best"]
-    storage.rmdir(Path("best"))
-    assert storage.ls(Path()) == []
+            storage.rename(Path(source), Path(directory))
+        assert storage.exists(Path(source))
+    assert storage.ls(Path("step-1/b")) == ["c"]
 
 
 def test_nothing_cannot_be_renamed(storage: BucketStorage) -> None:
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        storage.rename(Path("tmp_step-1"), Path("step-1"), is_directory=True)
+    for source, target in (("tmp_step-1", "step-1"), ("x", "y")):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            storage.rename(Path(source), Path(target))
+
+
+def test_what_torch_checkpointing_never_does_is_refused(storage: BucketStorage) -> None:
+    commit(storage)
+    put(storage, "tmp_step-2/a")
+    put(storage, "d/x")
+    for source, target in (
+        ("step-1", "best"),
+        ("step-1/a", "step-1/z"),
+        ("tmp_step-2", "other"),
+        ("tmp_step-2/a", "tmp_step-2/b"),
+        ("d/x", "d/tmp_x"),
+        ("d/x", "x"),
+        ("d", "e"),
+    ):
+        with pytest.raises(BucketpointError, match="A temporary directory can be renamed"):
+            storage.rename(Path(source), Path(target))
+    for refused in ("step-1/a", "step-1", "tmp_step-2/a", "d"):
+        with pytest.raises(BucketpointError, match="Delete a checkpoint as a whole"):
+            storage.delete(Path(refused))
+    for refused in ("step-1/b", ""):
+        with pytest.raises(BucketpointError, match="Delete a checkpoint as a whole"):
+            storage.rmdir(Path(refused))
+    assert [storage.exists(Path(path)) for path in ("step-1/a", "d/x")] == [True] * 2
+    assert storage.ls(Path("tmp_step-2")) == ["a"]
 
 
 # -- files and directories ---------------------------------------------------------------------------------------------
@@ -154,26 +170,23 @@ def test_files_written_into_a_committed_directory_are_listed_beside_its_own(stor
     storage.rename(Path("step-1/.x.tmp"), Path("step-1/x"))
     assert storage.ls(Path("step-1")) == ["a", "b", "x"]
     assert storage.read(Path("step-1/x")) == b"consolidated"
-    storage.delete(Path("step-1/a"))
-    storage.delete(Path("step-1/x"))
-    assert storage.ls(Path("step-1")) == ["b"]
-    with pytest.raises(FileNotFoundError):
-        storage.read(Path("step-1/a"))
+    put(storage, "step-1/a", b"replaced")
+    assert storage.read(Path("step-1/a")) == b"replaced"
+    assert sweep(storage, older_than_s=-5) == []
+    for written in ("x", "a"):
+        storage.delete(Path("step-1") / written)
+    assert storage.ls(Path("step-1")) == ["a", "b"]
+    assert storage.read(Path("step-1/a")) == b"a"
 
 
-def test_a_deleted_directory_is_gone_with_its_objects_and_can_be_saved_again(storage: BucketStorage) -> None:
-    commit(storage)
-    storage.rmdir(Path("step-1"))
-    assert not storage.exists(Path("step-1"))
-    assert list(storage.store.list(storage.where.prefix)) == []
-    commit(storage, "step-1", "other")
-    assert storage.ls(Path("step-1")) == ["other"]
-
-
-def test_the_last_write_of_a_file_is_the_file(storage: BucketStorage) -> None:
-    put(storage, "x", b"old")
-    put(storage, "x", b"new")
-    assert storage.read(Path("x")) == b"new"
+def test_the_last_write_of_a_file_is_the_file(storage: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns()
+    for path in ("x", "tmp_d/x"):
+        for data in (b"old", b"new"):
+            put(storage, path, data)
+            # The clock is set back between two writes.
+            monkeypatch.setattr(names.time, "time_ns", lambda: now - 10**9)
+        assert storage.read(Path(path)) == b"new"
     storage.delete(Path("x"))
     assert not storage.exists(Path("x"))
 
@@ -184,19 +197,60 @@ def test_questions_about_what_is_not_there(storage: BucketStorage) -> None:
         with pytest.raises(FileNotFoundError) as raised:
             ask(Path("nothing"))
         assert isinstance(raised.value, MissingFileError)
+    for directory in ("d", ""):
+        with pytest.raises(IsADirectoryError):
+            storage.read(Path(directory))
     with pytest.raises(IsADirectoryError):
-        storage.read(Path("d"))
+        storage.stream_write(Path())
     with pytest.raises(NotADirectoryError):
         storage.ls(Path("d/x"))
     assert (storage.exists(Path("nothing")), storage.isdir(Path("nothing"))) == (False, False)
 
 
+def test_a_checkpoint_that_was_deleted_with_a_tool_of_the_store_is_gone(storage: BucketStorage) -> None:
+    commit(storage)
+    assert storage.read(Path("step-1/a")) == b"a"
+    storage.store.delete([storage.where.key(("step-1",), "@d")])
+    assert not storage.exists(Path("step-1/a"))
+    with pytest.raises(MissingFileError):
+        storage.read(Path("step-1/a"))
+    assert len(sweep(storage, older_than_s=-5)) == 2
+    commit(storage, "step-1", "other")
+    assert storage.ls(Path("step-1")) == ["other"]
+
+
+def test_a_deleted_directory_is_gone_with_its_objects_and_can_be_saved_again(storage: BucketStorage) -> None:
+    put(storage, "tmp_step-1/killed")
+    (leftover,) = storage.store.list(storage.where.prefix)
+    run = BucketStorageConfig(storage._config.root, storage._config.storage_options, attempt="next").create_storage()
+    commit(run)
+    put(run, "step-1/x", b"consolidated")
+    put(run, "step-1/a", b"replaced")
+    assert run.read(Path("step-1/a")) == b"replaced"
+    run.rmdir(Path("step-1"))
+    assert not run.exists(Path("step-1"))
+    with pytest.raises(MissingFileError):
+        run.read(Path("step-1/b/c"))
+    # What another save has written stays for `sweep`.
+    assert [info.key for info in storage.store.list(storage.where.prefix)] == [leftover.key]
+    commit(run, "step-1", "other")
+    assert run.ls(Path("step-1")) == ["other"]
+
+
+def test_deleting_a_refused_save_leaves_the_checkpoint(storage: BucketStorage) -> None:
+    commit(storage)
+    put(storage, "tmp_step-1/a", b"second")
+    storage.rmdir(Path("tmp_step-1"))
+    assert not storage.exists(Path("tmp_step-1"))
+    assert storage.read(Path("step-1/a")) == b"a"
+
+
 def test_names_that_look_like_ours_are_ordinary_files(storage: BucketStorage) -> None:
-    names = ["@d", "@f.0.0.0", "@tmp", "tmp_", "tmp_x", "x"]
-    for name in names:
+    looking = ["@d", "@f.0.0.0", "@n", "@tmp", "tmp_", "tmp_x", "x"]
+    for name in looking:
         put(storage, f"dir/{name}", name.encode())
-    assert storage.ls(Path("dir")) == names
-    assert [storage.read(Path("dir") / name).decode() for name in names] == names
+    assert storage.ls(Path("dir")) == looking
+    assert [storage.read(Path("dir") / name).decode() for name in looking] == looking
 
 
 def test_a_path_that_begins_with_the_root_is_below_it(storage: BucketStorage) -> None:
@@ -211,139 +265,107 @@ def test_a_path_that_begins_with_the_root_is_below_it(storage: BucketStorage) ->
         storage.read(Path("../x"))
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
+# -- objects that others wrote -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 5 << 40])
-def test_the_size_of_a_file_follows_from_that_of_its_object(nbytes: int) -> None:
-    assert file_bytes(object_bytes(nbytes)) == nbytes
+def test_objects_of_other_tools_are_ignored(storage: BucketStorage) -> None:
+    commit(storage)
+    for name in ("@f.x", "@dx.zz", "@o.x", "events.out"):
+        storage.store.put(storage.where.key(("step-1",), name), [memoryview(b"1")])
+    assert storage.ls(Path("step-1")) == ["a", "b"]
 
 
-def test_any_range_of_a_large_file_is_read_back(storage: BucketStorage) -> None:
-    data = os.urandom(21 * MIB + 77)
-    stream = storage.stream_write(Path("x"))
-    with stream:
-        for start in range(0, len(data), 3 * MIB + 5):
-            stream.write(data[start : start + 3 * MIB + 5])  # type: ignore[attr-defined]
-    assert storage.getsize(Path("x")) == len(data)
-    assert storage.read(Path("x")) == data
-    with storage.stream_read(Path("x"), ReadArgs(pre_read_full_file=False)) as file:
-        for start, count in ((0, 10), (MIB - 5, 10), (5 * MIB + 1, 9 * MIB), (len(data) - 3, 10), (len(data) + 5, 10)):
-            assert file.seek(start) == start
-            assert file.read(count) == data[start : start + count]
-        assert file.seek(-4, io.SEEK_END) == len(data) - 4
-        assert file.read() == data[-4:]
+def put_manifest(storage: BucketStorage, name: str, version: str, **document: Any) -> None:
+    body = json.dumps({"format": f"bucketpoint torch_checkpointing {version}", **document}).encode()
+    data = b"%08x\n" % crc32c(memoryview(body)) + body
+    storage.store.put(storage.where.key((name,), "@d"), [memoryview(data)])
 
 
-def test_tensors_are_sent_from_where_they_are(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = on(minio, minio.make_bucket(), transfer=PARTED)
-    base = torch.randn(5 * MIB)
-    state = {"a": base, "view": base[10:], "b": torch.randn(300, 300), "text": "x" * 100}
-    addresses = []
-    send = type(storage.store).put_part
-
-    def put_part(self: Any, key: str, upload: str, number: int, body: Any, **more: Any) -> Any:
-        addresses.extend((torch.frombuffer(piece, dtype=torch.uint8).data_ptr(), len(piece)) for piece in body)
-        return send(self, key, upload, number, body, **more)
-
-    monkeypatch.setattr(type(storage.store), "put_part", put_part)
-    with storage.get_write_stream(Path("x"), state) as stream:
-        torch.save(state, stream)  # type: ignore[arg-type]
-    low, high = base.data_ptr(), base.data_ptr() + base.nbytes
-    assert sum(nbytes for start, nbytes in addresses if low <= start < high) == base.nbytes
-    assert sum(nbytes for start, nbytes in addresses if not low <= start < high) < MIB
-    loaded = load_torch_serialized_from_storage(Path("x"), storage)
-    assert all(torch.equal(loaded[name], state[name]) for name in ("a", "view", "b"))
+def test_what_version_0_2_wrote_is_read_and_not_swept(storage: BucketStorage) -> None:
+    put(storage, "tmp_s/x", b"old")
+    (written,) = storage.store.list(storage.where.key(("tmp_s", "x")))
+    put_manifest(
+        storage, "s", "1", files=[["x", written.key, written.size, written.etag]], token="1" * 16, source="tmp_s"
+    )
+    # A file that was saved in place had no entry.
+    data, *_ = storage.store.get(written.key)
+    storage.store.put(storage.where.key(("d", "x"), "@f.1111111111111111..22222222"), [memoryview(data)])
+    assert sweep(storage, older_than_s=-5) == []
+    assert [storage.read(Path(path)) for path in ("s/x", "d/x")] == [b"old", b"old"]
+    put(storage, "d/x", b"new")
+    assert storage.read(Path("d/x")) == b"new"
 
 
-@pytest.mark.parametrize("nbytes", [100, 20 * MIB])
-def test_a_stream_that_is_left_with_an_error_leaves_nothing(minio: S3Server, nbytes: int) -> None:
-    bucket = minio.make_bucket()
-    storage = on(minio, bucket, transfer=PARTED)
-    with pytest.raises(RuntimeError, match="of the caller"), storage.stream_write(Path("x")) as stream:
-        stream.write(bytes(nbytes))  # type: ignore[attr-defined]
-        raise RuntimeError("of the caller")
-    dropped = storage.stream_write(Path("y"))
-    dropped.write(bytes(nbytes))  # type: ignore[attr-defined]
-    del dropped
-    assert minio.keys(bucket) == []
-    assert not storage.exists(Path("x"))
+def put_link(storage: BucketStorage, document: Any) -> None:
+    body = json.dumps(document).encode()
+    storage.store.put(storage.where.key(("d", "y"), "@l.1111111111111112..22222222"), [memoryview(body)])
 
 
-def test_a_stream_that_is_dropped_while_it_sends_a_part_leaves_nothing_and_no_thread(
-    minio: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = minio.make_bucket()
-    storage = on(minio, bucket, transfer=PARTED)
-    dropped, sending = threading.Event(), threading.Event()
-    send = type(storage.store).put_part
-
-    def put_part(*args: Any, **more: Any) -> Any:
-        sending.set()
-        assert dropped.wait(60)
-        return send(*args, **more)
-
-    monkeypatch.setattr(type(storage.store), "put_part", put_part)
-    stream = storage.stream_write(Path("x"))
-    stream.write(bytes(9 * MIB))  # type: ignore[attr-defined]
-    assert sending.wait(60)
-    # From here on only the thread that sends the part holds the stream.
-    del stream
-    dropped.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("bucketpoint-stream"):
-            thread.join(60)
-            assert not thread.is_alive()
-    assert minio.keys(bucket) == []
-    assert minio.client().list_multipart_uploads(Bucket=bucket).get("Uploads", []) == []
+def test_a_file_that_version_0_2_renamed_is_read_and_its_source_is_not_deleted(storage: BucketStorage) -> None:
+    put(storage, "tmp_s/x", b"renamed")
+    (written,) = storage.store.list(storage.where.key(("tmp_s", "x")))
+    data, *_ = storage.store.get(written.key)
+    source = storage.where.key(("d", ".y"), "@f.1111111111111111..22222222")
+    storage.store.put(source, [memoryview(data)])
+    put_link(storage, {"key": source, "size": written.size, "etag": None})
+    marker = storage.where.key(("d", ".y"), "@dx.1111111111111113")
+    storage.store.put(marker, [])
+    storage.rmdir(Path("tmp_s"))
+    assert storage.ls(Path("d")) == ["y"]
+    assert storage.read(Path("d/y")) == b"renamed"
+    assert sweep(storage, older_than_s=-5) == []
+    with pytest.raises(BucketpointError, match="cannot be deleted"):
+        storage.rmdir(Path("d"))
+    storage.store.delete([marker])
+    storage.rmdir(Path("d"))
+    assert list(storage.store.list(storage.where.prefix)) == []
 
 
-# -- checksums ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("document", [5, [], {"key": 5, "size": "a", "etag": None}, {"key": "../x"}])
+def test_a_damaged_link_of_version_0_2_is_refused(storage: BucketStorage, document: Any) -> None:
+    put_link(storage, document)
+    with pytest.raises(CorruptDataError, match="link"):
+        storage.read(Path("d/y"))
 
 
-@pytest.mark.parametrize("nbytes", [1000, 6 * MIB + 5])
-@pytest.mark.parametrize("place", [0.0, 0.5, 0.999999, 1.0])
-def test_a_flipped_byte_is_found_wherever_it_is(tmp_path: Path, nbytes: int, place: float) -> None:
+_NOT_OURS: list[Any] = [
+    5,
+    [["x"]],
+    [["x", "/etc/passwd", 100, None]],
+    [["x", "../o/@f.1.1.1", 100, None]],
+    [["x", "x/@f.1.1.1", 10**30, None]],
+]
+
+
+@pytest.mark.parametrize("rows", _NOT_OURS)
+def test_a_manifest_that_names_no_files_of_the_root_is_refused(tmp_path: Path, rows: Any) -> None:
     storage = BucketStorageConfig(str(tmp_path)).create_storage()
-    put(storage, "tmp_s/x", os.urandom(nbytes))
-    storage.rename(Path("tmp_s"), Path("s"))
-    (path,) = tmp_path.glob("s/@tmp/x/*")
-    data = bytearray(path.read_bytes())
-    data[int((len(data) - 1) * place)] ^= 1
-    stamp = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    fresh = BucketStorageConfig(str(tmp_path)).create_storage()
-    with pytest.raises(CorruptDataError):
-        fresh.read(Path("s/x"))
-    with (
-        pytest.raises(CorruptDataError),
-        fresh.stream_read(Path("s/x"), ReadArgs(pre_read_full_file=False)) as stream,
-    ):
-        while stream.readinto(bytearray(100_000)):  # type: ignore[attr-defined]
-            pass
+    commit(storage)
+    put_manifest(storage, "t", "2", files=rows)
+    with pytest.raises(CorruptDataError, match="malformed"):
+        storage.read(Path("t/x"))
+    with pytest.raises(CorruptDataError, match="malformed"):
+        sweep(storage, older_than_s=-5)
+    # The other checkpoints can be found all the same.
+    assert storage.ls(Path()) == ["step-1", "t"]
 
 
-def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
-    commit(BucketStorageConfig(str(tmp_path)).create_storage())
-    manifest = tmp_path / "step-1" / "@d"
-    manifest.write_bytes(manifest.read_bytes().replace(b"/a/", b"/b/"))
-    with pytest.raises(CorruptDataError, match="manifest"):
-        BucketStorageConfig(str(tmp_path)).create_storage().read(Path("step-1/a"))
+def test_a_manifest_of_a_later_version_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    storage = BucketStorageConfig(str(tmp_path)).create_storage()
+    put_manifest(storage, "t", "3", files=[])
+    with pytest.raises(CorruptDataError, match="newer"):
+        storage.read(Path("t/x"))
+    manifest = tmp_path / "t" / "@d"
+    manifest.write_bytes(manifest.read_bytes().replace(b"torch_checkpointing 3", b"torch_checkpointing 2"))
+    with pytest.raises(CorruptDataError, match="damaged"):
+        storage.read(Path("t/x"))
 
 
-def test_an_object_that_was_replaced_after_the_commit_is_found(minio: S3Server) -> None:
-    bucket = minio.make_bucket()
-    storage = on(minio, bucket)
-    put(storage, "tmp_s/x", bytes(6 * MIB))
-    put(storage, "other", bytes(5 * MIB) + os.urandom(MIB))
-    storage.rename(Path("tmp_s"), Path("s"))
-    client = minio.client()
-    (key,) = minio.keys(bucket, "run/s/@tmp/")
-    (other,) = minio.keys(bucket, "run/other/")
-    client.put_object(Bucket=bucket, Key=key, Body=client.get_object(Bucket=bucket, Key=other)["Body"].read())
-    with pytest.raises(CorruptDataError, match="replaced"):
-        on(minio, bucket).read(Path("s/x"))
+def test_an_object_that_is_too_short_is_damaged(storage: BucketStorage) -> None:
+    storage.store.put(storage.where.key(("x",), f"@f.{'1' * 16}..00000000"), [memoryview(b"abc")])
+    for ask in (storage.getsize, storage.read):
+        with pytest.raises(CorruptDataError):
+            ask(Path("x"))
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -386,22 +408,21 @@ def test_a_save_of_four_ranks_makes_two_small_requests_more_than_data(minio: S3S
 
 def test_of_two_commits_to_one_place_one_fails(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = minio.make_bucket()
-    one, other = on(minio, bucket), on(minio, bucket)
+    one, other = (on(minio, bucket, attempt=attempt) for attempt in ("one", "other"))
     put(one, "tmp_s/x", b"one")
-    put(other, "else/x", b"other")
-    listing = type(other.trees).listing
+    put(other, "tmp_s/x", b"other")
+    read = type(other.trees).read
 
-    def late(self: Any, parts: Any, **more: Any) -> Any:
-        found = listing(self, parts, **more)
-        if parts == ("s",):
-            # The other one has seen that the place is free, and now loses the race.
-            monkeypatch.setattr(type(other.trees), "listing", listing)
-            one.rename(Path("tmp_s"), Path("s"), is_directory=True)
+    def late(self: Any, infos: Any) -> Any:
+        found = read(self, infos)
+        # The other one has seen that the place is free, and now loses the race.
+        monkeypatch.setattr(type(other.trees), "read", read)
+        one.rename(Path("tmp_s"), Path("s"), is_directory=True)
         return found
 
-    monkeypatch.setattr(type(other.trees), "listing", late)
+    monkeypatch.setattr(type(other.trees), "read", late)
     with pytest.raises(OccupiedError):
-        other.rename(Path("else"), Path("s"), is_directory=True)
+        other.rename(Path("tmp_s"), Path("s"), is_directory=True)
     assert on(minio, bucket).read(Path("s/x")) == b"one"
 
 
@@ -447,7 +468,8 @@ def test_a_save_killed_in_a_part_leaves_nothing_to_see_and_can_be_swept(minio: S
     (leftover,) = minio.keys(bucket)
     storage = on(minio, bucket, attempt="next")
     assert not storage.exists(Path("s"))
-    assert storage.ls(Path("tmp_s")) == ["small"]
+    assert not storage.exists(Path("tmp_s"))
+    assert on(minio, bucket).ls(Path("tmp_s")) == ["small"]
     commit(storage, "s", "mine")
     # The commit took nothing of the killed run.
     assert storage.ls(Path("s")) == ["mine"]
@@ -459,6 +481,31 @@ def test_a_save_killed_in_a_part_leaves_nothing_to_see_and_can_be_swept(minio: S
     assert storage.read(Path("s/mine")) == b"mine"
 
 
+@pytest.mark.parametrize("step", ["put", "delete"])
+def test_a_rename_of_a_file_that_fails_in_a_step_leaves_a_whole_file(
+    storage: BucketStorage, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    put(storage, "x", b"old")
+    put(storage, "y", b"new")
+    act = getattr(type(storage.store), step)
+
+    def fail(self: Any, *args: Any, **more: Any) -> None:
+        if step == "put":
+            act(self, *args, **more)
+        raise TransientStoreError("the store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage.store), step, fail)
+        with pytest.raises(TransientStoreError):
+            storage.rename(Path("y"), Path("x"))
+    # What torch_checkpointing does after an error: the request may have been carried out all the same.
+    assert storage.exists(Path("y"))
+    storage.delete(Path("y"))
+    assert storage.read(Path("x")) == b"new"
+    assert len(sweep(storage, older_than_s=-5)) == 1
+    assert storage.read(Path("x")) == b"new"
+
+
 def test_a_sweep_takes_what_was_replaced_and_nothing_that_is_needed(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "plain", b"old")
@@ -466,16 +513,29 @@ def test_a_sweep_takes_what_was_replaced_and_nothing_that_is_needed(storage: Buc
     put(storage, "y", b"moved")
     storage.rename(Path("y"), Path("z"))
     put(storage, "tmp_step-2/a")
+    assert sweep(storage) == []
     left = sweep(storage, older_than_s=-5)
     assert len(left) == 2
     assert sum("plain" in key for key in left) == 1
     assert sum("step-2" in key for key in left) == 1
-    assert [storage.read(Path(path)) for path in ("step-1/a", "step-1/b/c", "plain", "z")] == [
-        b"a",
-        b"b/c",
-        b"new",
-        b"moved",
-    ]
+    needed = {"step-1/a": b"a", "step-1/b/c": b"b/c", "plain": b"new", "z": b"moved"}
+    assert {path: storage.read(Path(path)) for path in needed} == needed
+
+
+def test_a_deletion_that_the_store_refuses_raises(storage: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(storage, "x", b"old")
+    put(storage, "x", b"new")
+    put(storage, "d/x")
+
+    def refused(self: Any, keys: list[str]) -> list[DeleteFailure]:
+        return [DeleteFailure(key, "AccessDenied", "no") for key in keys]
+
+    monkeypatch.setattr(type(storage.store), "delete", refused)
+    for delete, path in ((storage.delete, "x"), (storage.rmdir, "d")):
+        with pytest.raises(StoreError, match="AccessDenied"):
+            delete(Path(path))
+    with pytest.raises(StoreError, match="AccessDenied"):
+        sweep(storage, older_than_s=-5)
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------
@@ -511,6 +571,19 @@ def test_the_one_who_commits_is_told(tmp_path: Path) -> None:
     assert told[0].commit_s >= 0
 
 
+def test_the_time_of_a_save_is_told_after_a_question_for_its_directory(tmp_path: Path) -> None:
+    told: list[CommitInfo] = []
+    storage = BucketStorageConfig(str(tmp_path), on_commit=told.append).create_storage()
+    put(storage, "tmp_s/a")
+    begun = time.monotonic()
+    time.sleep(0.05)
+    assert storage.exists(Path("tmp_s"))
+    least = time.monotonic() - begun
+    put(storage, "tmp_s/b")
+    storage.rename(Path("tmp_s"), Path("s"))
+    assert told[0].commit_s >= least
+
+
 def test_an_error_of_on_commit_fails_no_save(tmp_path: Path) -> None:
     def fail(info: CommitInfo) -> None:
         raise RuntimeError("of the tracker")
@@ -542,6 +615,25 @@ def test_a_manager_saves_and_loads_and_does_not_overwrite(storage: BucketStorage
     with pytest.raises(FileNotFoundError):
         manager.load("step-4", into={"step": 0})
     manager.close()
+
+
+def test_a_checkpoint_is_consolidated_beside_its_files(storage: BucketStorage) -> None:
+    settings = CheckpointManager.Config.with_sync_save()
+    settings.storage_config = storage._config
+    layout = LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization())
+    settings.items = {"model": ItemSpec(layout=layout, resharder=DefaultResharder())}
+    manager = settings.build()
+    weight = torch.randn(40, 50)
+    manager.save("step-3", {"model": {"w": weight}})
+    for _ in range(2):
+        consolidate_hf_safetensors_checkpoint("step-3", storage_config=storage._config)
+    target = {"w": torch.zeros(40, 50)}
+    reader = HuggingFaceSafetensorsDistributedMetadataFormat
+    manager.load("step-3", into={"model": target}, strict=True, metadata_format=reader)
+    manager.close()
+    assert torch.equal(target["w"], weight)
+    shard = "model-00001-of-00001.safetensors"
+    assert storage.ls(Path("step-3")) == ["metadata.pkl", shard, "model.safetensors.index.json", "model_0.safetensors"]
 
 
 def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:

@@ -64,11 +64,12 @@ def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[l
 class RangeFile(io.RawIOBase):
     """Bytes `[start, stop)` of an object as a seekable file.
 
-    A read of more than `MAX_READ_BYTES` at once is refused: it would be the claim of a damaged or hostile file.
-
     Args:
         read: reads bytes of an object. Each read of the file calls it, so that it should have a buffer or a cache.
     """
+
+    most_bytes = MAX_READ_BYTES
+    """Limit on one `read`: more would be the claim of a damaged or hostile file."""
 
     def __init__(self, read: Read, key: str, start: int, stop: int) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class RangeFile(io.RawIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(self._nbytes - self._position, 0)
         wanted = left if size is None or size < 0 else min(size, left)
-        if wanted > MAX_READ_BYTES:
+        if wanted > self.most_bytes:
             raise MetadataError(f"A part of the file claims to have {wanted} bytes, which is too many", key=self._key)
         data = bytearray(wanted)
         self.readinto(data)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
@@ -36,15 +38,18 @@ class StreamUpload(io.RawIOBase):
         self._meter = meter
         part_bytes = max(options.lease_bytes, limits.min_part_bytes, -(-largest_nbytes // limits.max_parts))
         self._part_bytes = part_bytes if limits.multipart else sys.maxsize
-        slots = max(options.max_inflight_bytes // self._part_bytes, 1)
-        self._slots = threading.Semaphore(min(slots, options.connections + 1))
+        self._most_copied = options.max_inflight_bytes
         self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)
-        self._buffer = bytearray()
+        self._state = threading.Condition()
+        self._pieces: list[memoryview] = []
+        self._copies = bytearray()
+        self._pending = 0
+        self._copied = 0
+        self._copied_waiting = 0
         self._position = 0
         self._sent = 0
         self._upload_id: str | None = None
         self._parts: list[Part] = []
-        self._lock = threading.Lock()
         self._item_crc = 0
         self._info: ObjectInfo | None = None
 
@@ -54,16 +59,18 @@ class StreamUpload(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def write(self, data: object, /) -> int:
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        self._item_crc = crc32c(view, self._item_crc)
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        view = view.cast("B")
         taken = 0
         while taken < len(view):
-            room = self._part_bytes - len(self._buffer)
-            piece = view[taken : taken + room]
-            self._buffer += piece
+            piece = view[taken : taken + self._part_bytes - self._pending]
+            self._take(piece)
+            self._pending += len(piece)
             taken += len(piece)
-            if len(self._buffer) == self._part_bytes:
+            if self._pending == self._part_bytes:
                 self._flush_part()
         self._position += len(view)
         return len(view)
@@ -76,11 +83,11 @@ class StreamUpload(io.RawIOBase):
     def commit(self) -> ObjectInfo:
         """Send the remaining bytes and make the object visible."""
         if self._upload_id is None:
-            body = memoryview(self._buffer)
-            self._info = self._store.put(self._key, [body], crc32c=crc32c(body))
-            self._meter.add(len(body))
+            body = self._cut()
+            self._info = self._store.put(self._key, body, crc32c=self._checksum(1, body))
+            self._meter.add(self._position)
             return self._info
-        if self._buffer:
+        if self._pending:
             self._flush_part()
         self._group.__exit__(None, None, None)
         self._info = complete(self._store, self._key, self._upload_id, self._parts, nbytes=self._position)
@@ -93,28 +100,61 @@ class StreamUpload(io.RawIOBase):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._info is None:
-            error = error or BucketpointError("The stream was left without a commit", key=self._key)
-            self._group.cancel(error)
-            self._group.__exit__(type(error), error, None)
-            abort(self._store, self._key, self._upload_id)
+            self._abort(error or BucketpointError("The stream was left without a commit", key=self._key))
+
+    def _abort(self, error: BaseException) -> None:
+        self._group.cancel(error)
+        self._group.__exit__(type(error), error, None)
+        abort(self._store, self._key, self._upload_id)
+
+    def _take(self, piece: memoryview) -> None:
+        """Hold a piece of what is written until the part is full."""
+        self._item_crc = crc32c(piece, self._item_crc)
+        self._copies += piece
+        self._copied += len(piece)
+
+    def _cut(self) -> list[memoryview]:
+        """Return the pieces that are held, and hold them no more."""
+        self._seal()
+        pieces, self._pieces, self._pending = self._pieces, [], 0
+        return pieces
+
+    def _seal(self) -> None:
+        if self._copies:
+            self._pieces.append(memoryview(self._copies))
+            self._copies = bytearray()
 
     def _flush_part(self) -> None:
-        while not self._slots.acquire(timeout=0.2):
-            if self._group.cancelled:
-                self._group.__exit__(None, None, None)
+        nbytes, body = self._pending, self._cut()
+        copied, self._copied = self._copied, 0
+        with self._state:
+            while self._copied_waiting and self._copied_waiting + copied > self._most_copied:
+                self._state.wait(0.2)
+                self._raise_failure()
+            self._copied_waiting += copied
         if self._upload_id is None:
             self._upload_id = self._store.create_multipart(self._key)
             self._meter.add(0)
         self._sent += 1
         number = self._sent
-        buffer, self._buffer = self._buffer, bytearray()
-        self._group.start(lambda: self._send(number, buffer))
+        self._group.start(lambda: self._send(number, body, nbytes, copied))
 
-    def _send(self, number: int, buffer: bytearray) -> None:
+    def _send(self, number: int, body: Sequence[memoryview], nbytes: int, copied: int) -> None:
         assert self._upload_id is not None
-        body = memoryview(buffer)
-        part = self._store.put_part(self._key, self._upload_id, number, [body], crc32c=crc32c(body))
-        with self._lock:
+        part = self._store.put_part(self._key, self._upload_id, number, body, crc32c=self._checksum(number, body))
+        with self._state:
             self._parts.append(part)
-        self._meter.add(len(body))
-        self._slots.release()
+            self._copied_waiting -= copied
+            self._state.notify_all()
+        self._meter.add(nbytes)
+
+    def _checksum(self, number: int, body: Sequence[memoryview]) -> int:
+        """Return the CRC32C of a part. Called by several threads."""
+        crc = 0
+        for piece in body:
+            crc = crc32c(piece, crc)
+        return crc
+
+    def _raise_failure(self) -> None:
+        if self._group.cancelled:
+            self._group.__exit__(None, None, None)

@@ -2,13 +2,13 @@
 
 A path of components `a/b` has the key `a/b/` with one of these names behind it:
 
-- `@f.TOKEN.ATTEMPT.RANDOM`: the bytes of a file. Each write has a key of its own, and the newest one is the file.
-- `@l.TOKEN.ATTEMPT.RANDOM`: a file that was renamed to this path: JSON that names the object with its bytes.
-- `@d`: the manifest of a directory that was renamed to this path.
-- `@dx.TOKEN`: a marker. What was at or below this path before the token is gone: deleted, or renamed, and then its
-  objects may be needed elsewhere. A marker that is not empty is of a rename that has begun, and hides nothing.
+- `@f.TOKEN.ATTEMPT.RANDOM`: the bytes of a file in a temporary directory. Each write has its key, and the newest one
+  is the file.
+- `@d`: the manifest of a directory that was committed to this path, which names its files' objects.
+- `@o.TOKEN.ATTEMPT.RANDOM`: the bytes of any other file, and `@n`: the entry that names the object of the file here.
 
-Objects with other names are ignored.
+Version 0.2 wrote all files as `@f.`; a file that it had renamed is a `@l.TOKEN.ATTEMPT.RANDOM`, JSON that names the
+object with its bytes, and `@dx.TOKEN` marks what it had deleted or moved. Objects with other names are ignored.
 
 A temporary directory `tmp_a` has the key `a/@tmp/`: one listing below `a/` finds a save and the place for its commit.
 """
@@ -28,25 +28,21 @@ from bucketpoint.forks import ProcessLock
 Parts = tuple[str, ...]
 """Components of a path below the root; empty for the root itself."""
 
-FILE, LINK, MANIFEST, MARKER, STAGED = "@f.", "@l.", "@d", "@dx.", "@tmp"
-TOKEN_NAME = re.compile(r"(@f\.|@l\.|@dx\.)([0-9a-f]{16})(?:\.([A-Za-z0-9_-]*)\.[0-9a-f]{8})?")
-"""Kind, token and attempt of the name of a file, a link or a marker."""
+FILE, MANIFEST, OTHER_FILE, ENTRY, STAGED = "@f.", "@d", "@o.", "@n", "@tmp"
+LINK, MARKER = "@l.", "@dx."
+VERSION = re.compile(r"@[fl]\.([0-9a-f]{16})\.([A-Za-z0-9_-]*)\.[0-9a-f]{8}")
+"""Name of an object of a file in a temporary directory, or of one of version 0.2: the token and the attempt."""
 
 _lock = ProcessLock()
 _last = 0
 
 
-def next_token(after: str = "") -> str:
-    """Return a name that sorts after all earlier ones of this process, after `after`, and by time among processes."""
+def object_name(kind: str, attempt: str) -> str:
+    """Return a new name of an object, which sorts after all earlier ones of this process, and else by time."""
     global _last
     with _lock:
-        _last = max(time.time_ns(), _last + 1, int(after or "0", 16) + 1)
-        return f"{_last:016x}"
-
-
-def object_name(kind: str, token: str, attempt: str) -> str:
-    """Return the last component of the key of a new file or link."""
-    return f"{kind}{token}.{attempt}.{secrets.token_hex(4)}"
+        _last = max(time.time_ns(), _last + 1)
+        return f"{kind}{_last:016x}.{attempt}.{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,11 @@ class Names:
             raise InvalidURLError(f"{text} has a component ..", url=self.root, remedy="Pass a path without ..")
         return parts
 
+    def temporary(self, parts: Parts) -> Parts:
+        """Return the outermost temporary directory at or above a path; empty if there is none."""
+        depths = (depth for depth, part in enumerate(parts, 1) if self._rest(part) != part)
+        return parts[: next(depths, 0)]
+
     def key(self, parts: Parts, *behind: str) -> str:
         """Return the key of a path with `behind` as its last components."""
         return "/".join((*([self.prefix] if self.prefix else []), *self.components(parts), *behind))
@@ -91,12 +92,15 @@ class Names:
         """Return the components of the key of a path, without the root's."""
         found = []
         for part in parts:
-            rest = part.removeprefix(self.temp_dir_prefix)
-            staged = bool(rest) and rest != part
-            found.append(_escaped(rest if staged else part))
-            if staged:
+            rest = self._rest(part)
+            found.append(f"@{rest}" if rest.startswith("@") else rest)
+            if rest != part:
                 found.append(STAGED)
         return found
+
+    def _rest(self, part: str) -> str:
+        """Return what is behind the prefix of a temporary directory's name; any other component as it is."""
+        return part.removeprefix(self.temp_dir_prefix) or part
 
     def read(self, key: str) -> tuple[Parts, str]:
         """Return the path of a key and the key's last component. The reverse of `key`."""
@@ -112,7 +116,3 @@ class Names:
             else:
                 parts.append(component.removeprefix("@") if component.startswith("@@") else component)
         return tuple(parts)
-
-
-def _escaped(part: str) -> str:
-    return f"@{part}" if part.startswith("@") else part

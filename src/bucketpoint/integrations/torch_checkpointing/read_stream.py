@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+import sys
 
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, Sums, block_sums, file_bytes
@@ -11,7 +11,7 @@ from bucketpoint.integrations.torch_checkpointing.tree import File
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests, retry_transient
 from bucketpoint.transfer.parts import common_part_bytes
-from bucketpoint.transfer.pieces import BlockCache
+from bucketpoint.transfer.pieces import BlockCache, RangeFile
 
 WHOLE_BYTES = 4 << 20
 """Smaller objects are read in one request, their checksums included."""
@@ -30,13 +30,18 @@ class Files:
         self._pool = BufferPool(options.max_inflight_bytes)
         self._sums: dict[str, Sums] = {}
 
-    def whole(self, file: File) -> bytearray:
+    def whole(self, file: File) -> io.BytesIO:
         """Read a file."""
         if file.object_nbytes <= WHOLE_BYTES:
-            return bytearray(self._small(file))
+            return io.BytesIO(self._small(file))
         # A size that is wrong is found before so much memory is taken.
-        data = bytearray(self.sums(file).nbytes)
-        self.into(file, 0, memoryview(data))
+        nbytes = self.sums(file).nbytes
+        data = io.BytesIO()
+        data.seek(nbytes - 1)
+        data.write(b"\0")
+        data.seek(0)
+        with data.getbuffer() as view:
+            self.into(file, 0, view)
         return data
 
     def into(self, file: File, start: int, out: memoryview) -> None:
@@ -93,76 +98,21 @@ class Files:
         return data[:nbytes]
 
 
-class ReadStream(io.RawIOBase):
-    """A seekable stream of a file's bytes.
+class ReadStream(RangeFile):
+    """A seekable stream of a file's bytes."""
 
-    Args:
-        whole: the file's bytes, if they have been read.
-    """
+    most_bytes = sys.maxsize
 
-    def __init__(self, files: Files, file: File, whole: bytearray | None = None) -> None:
-        super().__init__()
-        self._files, self._file = files, file
-        self._whole = None if whole is None else memoryview(whole)
-        self._nbytes = file.nbytes
-        self._position = 0
-        self._blocks = BlockCache(
-            lambda key, at, out: files.into(file, at, out), block_nbytes=BLOCK_BYTES, most=_KEPT_BLOCKS
-        )
+    def __init__(self, files: Files, file: File) -> None:
+        blocks = BlockCache(lambda key, at, out: files.into(file, at, out), block_nbytes=BLOCK_BYTES, most=_KEPT_BLOCKS)
 
-    def readable(self) -> bool:
-        return True
+        def read(key: str, at: int, out: memoryview) -> None:
+            if len(out) >= _READ_AHEAD:
+                files.into(file, at, out)
+            else:
+                blocks.read(key, at, out, size=file.nbytes)
 
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._check_open()
-        if whence not in (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END):
-            raise ValueError(f"whence is {whence}, and not 0, 1 or 2")
-        position = offset + (0, self._position, self._nbytes)[whence]
-        if position < 0:
-            raise ValueError(f"a position before the beginning: {position}")
-        self._position = position
-        return position
-
-    def tell(self) -> int:
-        self._check_open()
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._check_open()
-        view = memoryview(buffer).cast("B")
-        view = view[: max(self._nbytes - self._position, 0)]
-        if self._whole is not None:
-            view[:] = self._whole[self._position : self._position + len(view)]
-        elif len(view) >= _READ_AHEAD:
-            self._files.into(self._file, self._position, view)
-        else:
-            self._blocks.read(self._file.key, self._position, view, size=self._nbytes)
-        self._position += len(view)
-        return len(view)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read up to `size` bytes; all of the rest by default. Fewer only at the end."""
-        self._check_open()
-        rest = max(self._nbytes - self._position, 0)
-        count = rest if size is None or size < 0 else min(size, rest)
-        if self._whole is not None:
-            self._position += count
-            return bytes(self._whole[self._position - count : self._position])
-        data = bytearray(count)
-        view = memoryview(data)
-        while len(view):
-            view = view[self.readinto(view) :]
-        return bytes(data)
-
-    def readall(self) -> bytes:
-        return self.read()
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
+        super().__init__(read, file.key, 0, file.nbytes)
 
 
 def _nothing(view: memoryview | None) -> None:

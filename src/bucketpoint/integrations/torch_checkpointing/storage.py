@@ -1,4 +1,4 @@
-"""`BucketStorage`: the files of torch_checkpointing as objects of a store.
+"""`BucketStorage`: the files of torch_checkpointing as objects of a store, each of which is written once.
 
 A save writes its files to a temporary directory and renames that. Here the rename is one conditional PUT of a manifest,
 which names the objects that exist already. `names` has the keys, `tree` the files, and `sums` the checksums.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import re
 import secrets
 import threading
@@ -30,11 +29,10 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from bucketpoint.integrations.torch_checkpointing import names, read_stream, removal
+from bucketpoint.integrations.torch_checkpointing import names, read_stream
 from bucketpoint.integrations.torch_checkpointing.names import Names, Parts
 from bucketpoint.integrations.torch_checkpointing.read_stream import ReadStream
-from bucketpoint.integrations.torch_checkpointing.removal import delete_all
-from bucketpoint.integrations.torch_checkpointing.tree import File, Files, Listing, Manifest, Trees
+from bucketpoint.integrations.torch_checkpointing.tree import File, Files, Trees, encode
 from bucketpoint.integrations.torch_checkpointing.write_stream import Owners, WriteStream
 from bucketpoint.stores import ObjectInfo, as_url, open_store, parse_url, proven
 from bucketpoint.transfer import TransferOptions
@@ -59,9 +57,9 @@ class BucketStorageConfig(StorageConfig):
         root: URL below which all paths are resolved: `s3://`, `gs://`, `memory://`, a local path, or another scheme of
             fsspec.
         storage_options: as for `BucketWriter`. They are not part of the `repr`.
-        attempt: name that all ranks of this run share, and no run before it. A commit then takes only files of this
-            run, and none that a killed run left in the temporary directory: see `for_this_run`. Empty: the newest file
-            of each name, whichever run wrote it.
+        attempt: name that all ranks of this run share, and no run before it. Of the files in temporary directories the
+            storage then sees only those of this run, and none that a killed run left: see `for_this_run`. Empty: the
+            newest file of each name, whichever run wrote it.
         transfer: sizes and parallelism of requests.
         temp_dir_prefix: that of the `CheckpointWriterConfig`.
         on_commit: called on the rank that commits, in the process that writes, with a `CommitInfo`. Its `step` is None,
@@ -98,10 +96,13 @@ class BucketStorageConfig(StorageConfig):
         return BucketStorage(self)
 
 
+_DELETION = "Delete a checkpoint as a whole, with rmdir; what killed saves have left goes with `sweep`"
+
+
 class BucketStorage(Storage):
     """Files and directories below a URL. Safe to use from several threads.
 
-    A directory is there while a file is below it; one of `mkdir` only in the process that made it, without a request.
+    A directory is there while a file is below it.
 
     Args:
         config: its settings.
@@ -112,14 +113,13 @@ class BucketStorage(Storage):
         self._url = as_url(config.root) or config.root
         self.store, prefix = open_store(self._url, storage_options=config.storage_options)
         self.where = Names(self._url, prefix, config.temp_dir_prefix)
-        self.trees = Trees(self.store, self.where)
+        self.trees = Trees(self.store, self.where, config.attempt)
         self._files = read_stream.Files(self.store, config.transfer)
         self._lock = threading.Lock()
-        self._made: set[Parts] = set()
-        self._begun: dict[Parts, float] = {}
-        self._written: set[Parts] = set()
-        # Files of committed directories, since `exists` of the directory was asked for.
-        self._views: dict[Parts, Files] = {}
+        # The temporary directory of the last write, when its first file was begun, and whether `exists` knows of it.
+        self._saving: Parts = ()
+        self._begun = 0.0
+        self._fresh = False
 
     def __repr__(self) -> str:
         return f"BucketStorage({self._url!r})"
@@ -129,11 +129,11 @@ class BucketStorage(Storage):
     def mmap_fill_workers(self) -> int | None:
         return 1
 
-    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase | io.BytesIO:
         file = self._file(path)
         with self._missing(path):
             if read_args is None or read_args.pre_read_full_file or file.object_nbytes <= read_stream.WHOLE_BYTES:
-                return ReadStream(self._files, file, self._files.whole(file))
+                return self._files.whole(file)
             self._files.sums(file)
             return ReadStream(self._files, file)
 
@@ -148,112 +148,97 @@ class BucketStorage(Storage):
             stream.write(data)
 
     def delete(self, path: Path) -> None:
+        """Delete a file that lies neither in a checkpoint nor in a temporary directory.
+
+        Its object stays for `sweep`, as a rename whose answer was lost may have given it to another name.
+        """
         parts = self.where.parts(path)
-        listing = self.trees.listing(parts)
-        found = self.trees.files(listing, parts)
-        if parts not in found:
-            if found:
-                raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
-            raise self._missing_error(path)
-        self._remove(listing, parts, found)
+        entry = self.where.key(parts, names.ENTRY)
+        if self.trees.own(entry) is None:
+            raise self._refused(path, parts, "cannot be deleted", _DELETION)
+        self.trees.delete([entry])
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        parts = self.where.parts(path)
-        if not recursive and self.exists(path):
-            raise FileExistsError(errno.EEXIST, "exists already", str(path))
-        with self._lock:
-            self._made |= {parts[:depth] for depth in range(1, len(parts) + 1)}
+        """Do nothing, as a directory needs nothing before its files."""
 
     def rmdir(self, path: Path) -> None:
-        """Delete a directory with all that is below it. A checkpoint is gone as a whole once its manifest is."""
+        """Delete a directory, such as a checkpoint, which is gone as a whole once its manifest is.
+
+        Raises:
+            BucketpointError: the directory lies in a checkpoint, or version 0.2 has moved files from there.
+        """
         parts = self.where.parts(path)
-        if not parts:
-            raise OSError(errno.EINVAL, "the root cannot be deleted")
-        listing = self.trees.listing(parts)
-        found = self.trees.files(listing, parts)
-        if parts in found:
+        infos = self.trees.listing(parts)
+        files = self.trees.files(parts, infos)
+        if parts in files:
             raise NotADirectoryError(errno.ENOTDIR, "is a file", str(path))
-        if not found and not self._is_made(parts):
-            raise self._missing_error(path)
-        self._remove(listing, parts, found)
+        read = [(*self.where.read(info.key), info.key) for info in infos]
+        inside = any(name == names.MANIFEST and at != parts and parts[: len(at)] == at for at, name, _ in read)
+        if not parts or not files or inside or any(name.startswith(names.MARKER) for _, name, _ in read):
+            raise self._refused(path, parts, "cannot be deleted", _DELETION)
+        below = [(name, key) for at, name, key in read if at[: len(parts)] == parts]
+        notes = (names.MANIFEST, names.ENTRY)
+        self.trees.delete([key for name, key in below if name in notes or name.startswith(names.LINK)])
+        named = {file for at, own in self.trees.manifests(infos) if at[: len(parts)] == parts for file in own.values()}
+        self.trees.delete(sorted({file.key for file in named.union(files.values())}))
+        self.trees.forget()
         with self._lock:
-            self._made = {made for made in self._made if made[: len(parts)] != parts}
+            self._fresh = False
 
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Rename a file or a directory, without copying or deleting an object.
+        """Commit a temporary directory to its place, or give a file outside of checkpoints another name beside it.
 
         Raises:
             OccupiedError: there is something at the destination, or another process commits to it.
             MissingFileError: there is nothing at the source.
+            BucketpointError: any other rename.
         """
         source, target = self.where.parts(src_path), self.where.parts(dst_path)
-        if not source or not target:
-            raise OSError(errno.EINVAL, "the root cannot be renamed or replaced")
-        if target != source and target[: len(source)] == source:
-            raise OSError(errno.EINVAL, "a directory cannot be moved into itself", str(src_path))
-        behind, before = self.where.components(source), self.where.components(target)
-        staged = behind == [*before, names.STAGED]
-        # A temporary directory lies below the key of its destination, so one listing has both.
-        there = self.trees.listing(target, above=not staged)
-        here = there if staged else self.trees.listing(source)
-        files = self.trees.files(here, source, attempt=self._config.attempt if behind[-1] == names.STAGED else "")
-        if not files:
-            raise self._missing_error(src_path)
-        if source == target:
-            return
-        occupied = self.trees.files(there, target)
-        token = names.next_token(max(self.trees.newest(there), self.trees.newest(here)))
-        marker = None
-        if not staged or source in files:
-            marker = self.where.key(source, names.MARKER + names.next_token(token))
-        if source in files:
-            if (occupied and target not in occupied) or (not occupied and self._is_made(target)):
+        if self.where.components(source) == [*self.where.components(target), names.STAGED]:
+            # One listing has both.
+            listed = self.trees.read(self.store.list(self.where.key(target) + "/"))
+            files = {path[len(source) :]: file for path, file in listed.items() if path[: len(source)] == source}
+            if not files:
+                raise self._missing_error(src_path)
+            if any(path[: len(target)] == target for path in listed):
                 raise self._occupied(dst_path)
-        elif occupied:
+            self._commit(source, files, target, dst_path)
+            return
+        entry = self.where.key(source, names.ENTRY)
+        if self.trees.own(entry) is None or self.where.temporary(target) or source[:-1] != target[:-1]:
+            raise self._refused(
+                src_path,
+                source,
+                f"cannot be renamed to {dst_path}",
+                f"A temporary directory can be renamed to its name without {self.where.temp_dir_prefix}, and a file "
+                "that lies in no checkpoint to another name in its directory",
+            )
+        if any(path != target for path in self.trees.files(target)):
             raise self._occupied(dst_path)
-        if marker is not None:
-            # A deletion of the source then leaves the objects alone, also if this process is killed after its commit.
-            self.store.put(marker, [memoryview(b"begun")])
-        if source in files:
-            self._link(files[source], target, token)
-        else:
-            moved = {path[len(source) :]: file for path, file in files.items()}
-            self._commit(Manifest(token, source, moved), target, dst_path, there.manifests.get(target))
-        if marker is not None:
-            self.store.put(marker, [])
-        self._forget(source)
-        with self._lock:
-            self._made = {made for made in self._made if made[: len(source)] != source}
+        if source != target:
+            self._enter(target, self._file(src_path))
+            self.trees.delete([entry])
 
     def ls(self, path: Path) -> list[str]:
         parts = self.where.parts(path)
-        found: set[str] = set()
-        key = self.where.key(parts)
         if parts:
-            listing = self.trees.listing(parts)
-            files = self.trees.files(listing, parts)
+            files = self.trees.files(parts)
             if parts in files:
                 raise NotADirectoryError(errno.ENOTDIR, "is a file", str(path))
-            found = {one[len(parts)] for one in files}
-        else:
-            # Below the root may be many checkpoints. Only what was never committed is listed to its end.
-            for folder in self.store.list_folders(f"{key}/" if key else ""):
-                child = self.where.path([folder[:-1].rpartition("/")[2]])
-                listing = Listing()
-                listing.take(self.where, self.store.list(f"{folder}{names.MANIFEST}"))
-                try:
-                    if not self.trees.files(listing, child):
-                        listing = self.trees.listing(child)
-                    found |= {one[0] for one in self.trees.files(listing, ())}
-                except CorruptDataError:
-                    # Reading it raises. The others can be found.
-                    found.add(child[0])
-        with self._lock:
-            found |= {made[len(parts)] for made in self._made if len(made) > len(parts) and made[: len(parts)] == parts}
-        if parts and not found and not self._is_made(parts):
-            raise self._missing_error(path)
+            if not files:
+                raise self._missing_error(path)
+            return sorted({one[len(parts)] for one in files})
+        # Below the root may be many checkpoints. Only what was never committed is listed to its end.
+        key = self.where.key(())
+        found: set[str] = set()
+        for folder in self.store.list_folders(f"{key}/" if key else ""):
+            manifest = f"{folder}{names.MANIFEST}"
+            if any(info.key == manifest for info in self.store.list(manifest)):
+                found.add(self.where.read(manifest)[0][0])
+            else:
+                found |= {one[0] for one in self.trees.read(self.store.list(folder))}
         return sorted(found)
 
     def exists(self, path: Path) -> bool:
@@ -261,10 +246,10 @@ class BucketStorage(Storage):
         with self._lock:
             # A rank asks this between its last write and the rename. The answer from memory holds once: another
             # process may have renamed the directory since.
-            if parts in self._written or not parts:
-                self._written.discard(parts)
+            if self._fresh and parts == self._saving:
+                self._fresh = False
                 return True
-        return self._is_made(parts) or bool(self._tree(parts))
+        return not parts or bool(self.trees.files(parts))
 
     def getsize(self, path: Path) -> int:
         file = self._file(path)
@@ -273,7 +258,7 @@ class BucketStorage(Storage):
 
     def isdir(self, path: Path) -> bool:
         parts = self.where.parts(path)
-        return not parts or self._is_made(parts) or any(one != parts for one in self._tree(parts))
+        return not parts or any(one != parts for one in self.trees.files(parts))
 
     def remap_path(self, path: Path) -> str:
         return "/".join((self._url.rstrip("/"), *self.where.parts(path)))
@@ -282,98 +267,61 @@ class BucketStorage(Storage):
         parts = self.where.parts(path)
         if not parts:
             raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
-        # Files of a save are new. Elsewhere a file may replace another one, of a machine whose clock is ahead.
-        staged = names.STAGED in self.where.components(parts)
-        token = names.next_token("" if staged else self.trees.newest(self.trees.listing(parts)))
-        key = self.where.key(parts, names.object_name(names.FILE, token, self._config.attempt))
+        saving = self.where.temporary(parts)
+        name = names.object_name(names.FILE if saving else names.OTHER_FILE, self._config.attempt)
         begun = time.monotonic()
 
         def done(info: ObjectInfo) -> None:
+            if not saving:
+                self._enter(parts, File(info.key, info.size, info.etag))
+                return
             with self._lock:
-                self._views.clear()
-                for depth in range(1, len(parts)):
-                    self._begun.setdefault(parts[:depth], begun)
-                    self._written.add(parts[:depth])
+                if saving != self._saving:
+                    self._saving, self._begun = saving, begun
+                self._fresh = True
 
-        return WriteStream(self.store, key, self._config.transfer, owners=owners, done=done)
-
-    def _tree(self, parts: Parts) -> Files:
-        listing = self.trees.listing(parts)
-        found = self.trees.files(listing, parts)
-        with self._lock:
-            if parts in listing.manifests:
-                self._views[parts] = found
-            else:
-                self._views.pop(parts, None)
-        return found
+        return WriteStream(self.store, self.where.key(parts, name), self._config.transfer, owners=owners, done=done)
 
     def _file(self, path: Path) -> File:
         parts = self.where.parts(path)
-        with self._lock:
-            for depth in range(1, len(parts)):
-                kept = self._views.get(parts[:depth], {}).get(parts)
-                if kept is not None:
-                    return kept
-        found = self._tree(parts)
+        kept = self.trees.known(parts)
+        if kept is not None:
+            return kept
+        found = self.trees.files(parts) if parts else {}
         if parts in found:
             return found[parts]
-        if found or not parts or self._is_made(parts):
+        if found or not parts:
             raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
         raise self._missing_error(path)
 
-    def _is_made(self, parts: Parts) -> bool:
-        with self._lock:
-            return parts in self._made
+    def _enter(self, parts: Parts, file: File) -> None:
+        """Make an object the file at a path, in place of any other one."""
+        body = memoryview(encode({(): file}))
+        self.store.put(self.where.key(parts, names.ENTRY), [body], crc32c=crc32c(body))
+        self.trees.forget()
 
-    def _commit(self, manifest: Manifest, target: Parts, path: Path, replaced: ObjectInfo | None) -> None:
-        """Put a manifest where there is none, or none but one whose files are all gone.
+    def _commit(self, source: Parts, files: Files, target: Parts, path: Path) -> None:
+        """Put a manifest where there is none.
 
         Raises:
             OccupiedError: there is another one already.
         """
-        key, body = self.where.key(target, names.MANIFEST), manifest.encode()
+        key, body = self.where.key(target, names.MANIFEST), encode(files)
         able = proven(self.store, self.where.prefix)
-        conditions: dict[str, Any] = {"if_none_match": able.conditional_put}
-        if replaced is not None:
-            conditions = {"if_match": replaced.etag} if able.conditional_put and able.conditional_replace else {}
-            old = self.trees.manifest(replaced)
-            # The manifest has hidden what is left there, and other files may need it.
-            self.store.put(self.where.key(old.source, names.MARKER + old.token), [])
         try:
             view = memoryview(body)
-            self.store.put(key, [view], crc32c=crc32c(view), **conditions)
+            self.store.put(key, [view], crc32c=crc32c(view), if_none_match=able.conditional_put)
         except PreconditionFailedError:
             # The answer to an earlier attempt of this PUT may have been lost.
-            if self.trees.own_manifest(key) != body:
+            if self.trees.own(key) != body:
                 raise self._occupied(path) from None
+        with self._lock:
+            begun = self._begun if source == self._saving else time.monotonic()
+            self._saving, self._fresh = (), False
         if self._config.on_commit is not None:
-            with self._lock:
-                begun = self._begun.get(manifest.source, time.monotonic())
-            nbytes = sum(file.nbytes for file in manifest.files.values())
+            nbytes = sum(file.nbytes for file in files.values())
             commit_s = time.monotonic() - begun
             tell(self._config.on_commit, CommitInfo(self.remap_path(path), None, nbytes, float("nan"), commit_s))
-
-    def _link(self, file: File, target: Parts, token: str) -> None:
-        document = {"key": file.key, "size": file.object_nbytes, "etag": file.etag}
-        body = memoryview(json.dumps(document).encode())
-        name = names.object_name(names.LINK, token, self._config.attempt)
-        self.store.put(self.where.key(target, name), [body], crc32c=crc32c(body))
-
-    def _remove(self, listing: Listing, parts: Parts, found: Files) -> None:
-        """Delete what is at or below a path."""
-        going = removal.plan(self.trees, listing, parts, found)
-        if going.marked:
-            token = names.next_token(self.trees.newest(listing))
-            self.store.put(self.where.key(parts, names.MARKER + token), [])
-        delete_all(self.store, going.manifests)
-        delete_all(self.store, going.keys)
-        self._forget(parts)
-
-    def _forget(self, parts: Parts) -> None:
-        with self._lock:
-            self._views.clear()
-            self._written = {kept for kept in self._written if kept[: len(parts)] != parts}
-            self._begun = {kept: begun for kept, begun in self._begun.items() if kept[: len(parts)] != parts}
 
     @contextlib.contextmanager
     def _missing(self, path: Path) -> Iterator[None]:
@@ -391,3 +339,8 @@ class BucketStorage(Storage):
 
     def _occupied(self, path: Path) -> OccupiedError:
         return OccupiedError("The destination of a rename is occupied", url=self._url, key=str(path))
+
+    def _refused(self, path: Path, parts: Parts, what: str, remedy: str) -> BucketpointError:
+        if parts and not self.trees.files(parts):
+            return self._missing_error(path)
+        return BucketpointError(f"{path} {what}", url=self._url, key=str(path), remedy=remedy)

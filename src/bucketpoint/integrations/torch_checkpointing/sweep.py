@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from bucketpoint.integrations.torch_checkpointing import names
-from bucketpoint.integrations.torch_checkpointing.removal import delete_all
-from bucketpoint.integrations.torch_checkpointing.tree import Listing
+from bucketpoint.integrations.torch_checkpointing.storage import BucketStorage
 from bucketpoint.transfer.parts import abort
-
-if TYPE_CHECKING:
-    from bucketpoint.integrations.torch_checkpointing.storage import BucketStorage
 
 DAY_S = 24 * 3600.0
 
@@ -31,24 +26,14 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
     oldest = time.time() - older_than_s
     top = f"{storage.where.prefix}/" if storage.where.prefix else ""
     infos = list(storage.store.list(top))
-    listing = Listing()
-    listing.take(storage.where, infos)
-    # A file that was renamed a moment ago may have been listed at neither of its places.
-    listing.markers = [one for one in listing.markers if one.info.modified is not None and one.info.modified < oldest]
-    needed = set()
-    for path, file in storage.trees.files(listing, ()).items():
-        if names.STAGED not in storage.where.components(path):
-            needed.add(file.key)
-    for info in listing.manifests.values():
-        needed.add(info.key)
-        needed |= {file.key for file in storage.trees.manifest(info).files.values()}
-    for links in listing.links.values():
-        needed.add(links[-1].info.key)
+    needed = {file.key for path, file in storage.trees.read(infos).items() if not storage.where.temporary(path)}
+    # A file that was written into a checkpoint may hide one of the manifest.
+    needed |= {file.key for _, files in storage.trees.manifests(infos) for file in files.values()}
     garbage = [
         info.key
         for info in infos
         if info.key not in needed
-        and info.key.rpartition("/")[2].startswith((names.FILE, names.LINK))
+        and info.key.rpartition("/")[2].startswith((names.FILE, names.OTHER_FILE))
         and info.modified is not None
         and info.modified < oldest
     ]
@@ -56,7 +41,7 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
         upload for upload in storage.store.list_multipart(top) if upload.started is not None and upload.started < oldest
     ]
     if not dry_run:
-        delete_all(storage.store, garbage)
+        storage.trees.delete(garbage)
         for upload in uploads:
             abort(storage.store, upload.key, upload.upload_id)
     return sorted(garbage) + sorted(upload.key for upload in uploads)
