@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -52,38 +51,12 @@ def save(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
     dcp.save(sharded_state(world, fill=True), checkpoint_id=url, storage_writer=BucketWriter(storage_options=options))
 
 
-def load(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
-    state = sharded_state(world, fill=False)
-    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
-    assert_state(state)
-
-
-def load_one_process(url: str, options: dict[str, Any]) -> None:
-    state: dict[str, Any] = {"model": {}, "step": torch.tensor(0)}
-    for name in SHAPES:
-        for kind in ("rows", "columns", "replicated", "grid", "hybrid", "plain"):
-            state["model"][f"{name}_{kind}"] = torch.zeros(SHAPES[name])
-    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options), no_dist=True)
-    assert_state(state)
-
-
 def save_without_collectives(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
     writer = BucketWriter(storage_options=options)
     dcp.save({"own": torch.full((5,), float(rank))}, checkpoint_id=url, storage_writer=writer, use_collectives=False)
     state = {"own": torch.zeros(5)}
     dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
     assert state["own"].tolist() == [float(rank)] * 5
-
-
-def save_in_a_subgroup(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
-    group = dist.new_group([0, 1], backend="gloo")
-    if rank > 1:
-        return
-    state = {f"only_{rank}": torch.full((5,), float(rank))}
-    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(storage_options=options), process_group=group)
-    state = {"only_0": torch.ones(5), "only_1": torch.zeros(5)}
-    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options), process_group=group)
-    assert (state["only_0"].tolist(), state["only_1"].tolist()) == ([0.0] * 5, [1.0] * 5)
 
 
 def load_fails_everywhere(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:

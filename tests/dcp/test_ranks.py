@@ -16,17 +16,6 @@ def root(service: Service) -> str:
     return service.url("run")
 
 
-def test_any_world_size_loads_what_any_other_saved(
-    four_ranks: Ranks, two_ranks: Ranks, service: Service, root: str
-) -> None:
-    four_ranks.run(scenarios.save, f"{root}/four", service.options)
-    four_ranks.run(scenarios.load, f"{root}/four", service.options)
-    two_ranks.run(scenarios.load, f"{root}/four", service.options)
-    scenarios.load_one_process(f"{root}/four", service.options)
-    two_ranks.run(scenarios.save, f"{root}/two", service.options)
-    four_ranks.run(scenarios.load, f"{root}/two", service.options)
-
-
 def test_a_save_without_collectives_is_read_by_as_many_ranks(
     two_ranks: Ranks, four_ranks: Ranks, service: Service, root: str
 ) -> None:
@@ -35,10 +24,6 @@ def test_a_save_without_collectives_is_read_by_as_many_ranks(
     assert {"__0.metadata", "__1.metadata"} <= names
     answers = four_ranks.run(scenarios.load_fails_everywhere, f"{root}/each", service.options)
     assert all("MismatchError" in kinds for kinds in answers)
-
-
-def test_a_subgroup_saves_and_loads(four_ranks: Ranks, service: Service, root: str) -> None:
-    four_ranks.run(scenarios.save_in_a_subgroup, f"{root}/sub", service.options)
 
 
 def test_loading_nothing_raises_the_reason_on_every_rank(two_ranks: Ranks, service: Service, root: str) -> None:

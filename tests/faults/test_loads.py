@@ -293,32 +293,3 @@ def test_an_object_that_was_replaced_makes_every_rank_raise(
         found = Loads(saved, proxy, ranks).load(Script())
         assert_all_raise(found, CorruptDataError)
         assert all("replaced" in str(error) for outcome in found for error in outcome.errors)
-
-
-class Planner(dcp.DefaultLoadPlanner):
-    """Fails on one rank in the middle of its load."""
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        raise OSError("this disk is on fire")
-
-
-def load_with_a_failing_rank(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
-    target = state(0)
-    reader = BucketReader(url, storage_options=options, transfer=OPTIONS, cooperative="group")
-    planner = Planner() if rank == 1 else dcp.DefaultLoadPlanner()
-    try:
-        dcp.load(target, storage_reader=reader, planner=planner)
-    except dcp.CheckpointException as failure:
-        return [f"{type(error).__name__}: {error}" for error, _ in failure.failures.values()]
-    raise AssertionError("a failed load reported success")
-
-
-@pytest.mark.contract
-def test_a_rank_that_fails_in_the_middle_makes_every_rank_raise(
-    saved: Saved, ranks: Ranks, bucketpoint_tally: Tally
-) -> None:
-    found = ranks.run(load_with_a_failing_rank, saved.url, saved.service.options)
-    bucketpoint_tally.made("loads of which a rank failed")
-    assert len(found) == WORLD
-    for told in found:
-        assert any("this disk is on fire" in text for text in told), told

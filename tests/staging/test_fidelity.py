@@ -205,31 +205,6 @@ def test_the_same_memory_seen_otherwise_at_the_next_save_has_its_new_values(tied
         del copied
 
 
-def test_one_dict_that_is_changed_between_saves_is_staged_as_it_is_then() -> None:
-    stager = Stager()
-    weight, other = torch.ones(4), torch.zeros(4)
-    state: dict[str, Any] = {"a": weight, "b": other}
-    for change in (
-        {},
-        {"b": weight},
-        {"a": other},
-        {"c": [weight, other]},
-        {"a": 5},
-        {"b": None},
-        {"a": weight.double()},
-    ):
-        state.update(change)
-        weight.add_(1)
-        copied = finished(stager.stage(state))
-        assert list(copied) == list(state)
-        flat, expected = (torch.utils._pytree.tree_leaves(dict.copy(each)) for each in (copied, state))
-        assert all(
-            torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
-            for one, two in zip(flat, expected, strict=True)
-        )
-        del copied, flat
-
-
 # -- kinds of tensor --------------------------------------------------------------------------------------------------
 
 

@@ -76,16 +76,6 @@ def test_tied_weights_are_remembered_as_tied(planned: list[int]) -> None:
     assert planned == [2]
 
 
-def test_a_tensor_that_is_negated_lazily_since_the_last_save_keeps_its_values() -> None:
-    z = torch.randn(5, dtype=torch.complex64)
-    plain, negated = z.imag, z.conj().imag
-    assert plain.data_ptr() == negated.data_ptr()
-    assert negated.is_neg()
-    staged = stage_twice({"w": torch.ones(1), "a": plain, "b": plain}, {"w": torch.ones(1), "a": plain, "b": negated})
-    assert torch.equal(staged["a"], plain)
-    assert torch.equal(staged["b"], -plain)
-
-
 def test_no_tensor_is_kept() -> None:
     memory = LayoutMemory()
     tensor = torch.ones(3)

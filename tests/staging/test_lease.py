@@ -425,12 +425,6 @@ def test_a_plain_save_waits_for_what_the_same_thread_has_staged() -> None:
     training.outcome.result(60)
 
 
-def test_a_plain_save_does_not_wait_for_what_other_threads_have_staged() -> None:
-    upload = uploading(finished(Stager().stage(state(1))))
-    Beside(lambda: take_turn("a plain save")).outcome.result(60)
-    upload.finish()
-
-
 def test_the_order_holds_when_the_save_between_two_is_dropped() -> None:
     staged = [finished(Stager().stage(state(step))) for step in range(3)]
     first = uploading(staged[0])

@@ -267,21 +267,6 @@ def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], faili
     return found, took
 
 
-def one_planner_fails(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
-    class Failing(DefaultLoadPlanner):
-        def resolve_tensor(self, read_item: Any) -> Any:
-            if rank == 1:
-                raise ValueError("no such memory")
-            return super().resolve_tensor(read_item)
-
-    try:
-        reader = BucketReader(cooperative="group")
-        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader, planner=Failing())
-    except dcp.CheckpointException as error:
-        return failure_of(error)
-    raise AssertionError("a failed load reported success")
-
-
 def one_planner_fails_at(
     rank: int, world: int, url: str, shape: Sequence[int], step: str, within_s: float, no_dist: bool
 ) -> Any:

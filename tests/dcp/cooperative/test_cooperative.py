@@ -197,12 +197,15 @@ def test_a_rank_whose_store_fails_fails_every_rank_at_once(four_ranks: Ranks, ur
         assert took < DIES_WITHIN_S
 
 
-def test_a_rank_whose_planner_fails_fails_every_rank(two_ranks: Ranks, url: str) -> None:
-    save_alone(url, {"w": expected_tensor((8, 8))})
-    for found in two_ranks.run(scenarios.one_planner_fails, url, (8, 8)):
-        assert "Rank 1 failed" in found[0][1]
-        assert "no such memory" in found[0][1]
-        assert "no such memory" in found[1][1]
+@pytest.mark.contract
+@pytest.mark.parametrize("step", ["resolve_tensor", "commit_tensor"])
+def test_a_rank_whose_planner_fails_fails_every_rank(four_ranks: Ranks, url: str, step: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    for found, took in four_ranks.run(scenarios.one_planner_fails_at, url, SHAPE, step, 1e6, False):
+        assert 1 in found
+        assert all(f"no such {step}" in text for _, text in found.values())
+        assert step == "commit_tensor" or set(found) == {0, 1, 2, 3}
+        assert took < DIES_WITHIN_S
 
 
 @pytest.mark.contract

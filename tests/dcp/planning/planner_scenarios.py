@@ -13,11 +13,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from bucketpoint import BucketpointError, BucketReader, BucketWriter, async_save
+from bucketpoint import BucketpointError, BucketReader, BucketWriter
 from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 
@@ -101,36 +100,6 @@ def metadata_by_rank(rank: int, world: int, root: str) -> tuple[str, str]:
         return type(returned).__name__, ",".join(returned.state_dict_metadata)
     except BucketpointError as error:
         return type(returned).__name__, str(error)
-
-
-def asynchronous_saves(rank: int, world: int, root: str, executor: str) -> list[str]:
-    """What each of four saves returned but the third, which fails. What is saved is loaded and compared."""
-    planner, writer = SavePlanner(), BucketWriter(progress=False)
-    found = []
-
-    def held(fill: float) -> dict[str, torch.Tensor]:
-        return {name: torch.full((3000, 30), fill) for name in ("both", f"only{rank}", f"other{rank}")}
-
-    for save in range(4):
-        state = held(float(save))
-        url = f"file://{root}/{executor}/{save}" if save != 2 else "file:///dev/null/nowhere"
-        handle = async_save(
-            state,
-            checkpoint_id=url,
-            storage_writer=writer,
-            planner=planner,
-            async_checkpointer_type=AsyncCheckpointerType[executor],
-        )
-        failure = handle.exception(100)
-        assert (failure is not None) == (save == 2), failure
-        if failure is not None:
-            continue
-        found.append(type(handle.result()).__name__)
-        loaded = held(-1.0)
-        dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader(progress=False))
-        assert all(torch.equal(loaded[name], value) for name, value in state.items())
-    writer.close()
-    return found
 
 
 def own_state_comes_back(rank: int, world: int, root: str) -> int:

@@ -168,16 +168,6 @@ def test_the_coordinator_alone_gets_the_metadata_and_the_others_are_told_where_i
         assert "read_metadata()" in said
 
 
-@pytest.mark.parametrize(
-    ("executor", "returned"), [("THREAD", ["PlannedMetadata", "RemoteMetadata"]), ("PROCESS", ["RemoteMetadata"] * 2)]
-)
-def test_asynchronous_saves_are_as_small_and_as_whole(
-    two_ranks: Ranks, tmp_path: Path, executor: str, returned: list[str]
-) -> None:
-    answers = two_ranks.run(scenarios.asynchronous_saves, str(tmp_path), executor)
-    assert answers == [[kind] * 3 for kind in returned]
-
-
 # -- that all of it arrives -------------------------------------------------------------------------------------------
 
 
@@ -491,16 +481,6 @@ def test_a_save_of_one_process_returns_whole_metadata(tmp_path: Path) -> None:
         states(1, 1.0)[0], storage_writer=BucketWriter(f"file://{tmp_path}"), planner=SavePlanner(), no_dist=True
     )
     assert "model.w" in crossed([metadata])[0].state_dict_metadata
-
-
-def test_a_process_alone_pickles_no_index_twice_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, writer = SavePlanner(), BucketWriter(progress=False)
-    for save in range(3):
-        state, url = states(1, float(save))[0], f"file://{tmp_path}/{save}"
-        dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner, no_dist=True)
-        assert_holds(url, [state])
-        monkeypatch.setattr(commit_module, "encode_metadata", None)
-        monkeypatch.setattr(commit_module, "complete_metadata", None)
 
 
 def test_a_stock_writer_commits_stock_metadata(tmp_path: Path) -> None:

@@ -145,13 +145,6 @@ def test_what_does_not_fit_is_told_in_the_same_words(hole: bool, target: dict[st
         assert "a has only 588 of the 600 elements" in said[1]
 
 
-def test_keys_that_are_missing_may_be_skipped() -> None:
-    _, indexed = two()
-    planner = LoadPlanner(allow_partial_load=True)
-    assert len(plan(planner, indexed, {"a": torch.zeros(200, 3), "absent": torch.zeros(3)})) == 50
-    assert planner.skipped == ("absent",)
-
-
 def test_entries_are_made_for_what_is_asked_for_and_forgotten() -> None:
     _, indexed = two()
     entries = indexed.state_dict_metadata
