@@ -130,7 +130,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if thread_count is not None and thread_count > self.transfer.connections:
             self.transfer = replace(self.transfer, connections=thread_count)
         self.overwrite = overwrite
-        # Marks of the commits that may be replaced (hashes of their ETags); None for any commit.
         self.replaces_only: frozenset[str] | None = None
         self.target_object_bytes = target_object_bytes
         self.groups = tuple(groups)
@@ -140,7 +139,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self._extensions = tuple(_extensions or ())
         self._sessions = SaveSessions()
         self._stager: Stager | None = None
-        # A manager, which makes a writer for each save, gives all of them its own: their process is started once.
         self.uploads = Uploads(self.transfer)
         self.plans = PlanCache()
         self.earlier_saves = EarlierSaves()
@@ -150,6 +148,26 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             self._keeping = RunRetention(retention, storage_options=self._storage_options, fs=fs)
             if self._keeping.policy.root is not None:
                 self._open(self._keeping.policy.root)
+
+    @classmethod
+    def of_run(
+        cls,
+        url: str,
+        uploads: Uploads,
+        earlier_saves: EarlierSaves,
+        *,
+        replaces_only: frozenset[str] | None = None,
+        **options: Any,
+    ) -> BucketWriter:
+        """Make the writer of one save of a run.
+
+        Args:
+            uploads, earlier_saves: those of all saves of the run, which start one process and compare with each other.
+            replaces_only: marks of the commits that may be replaced (hashes of their ETags); None for any commit.
+        """
+        writer = cls(url, **options)
+        writer.uploads, writer.earlier_saves, writer.replaces_only = uploads, earlier_saves, replaces_only
+        return writer
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 

@@ -142,8 +142,8 @@ class BucketpointManager(CheckpointManager):
             return super().dcp_save(state_dict, local, async_mode, enable_garbage_collection, to_hf)
         # A run cannot resume from a model alone. The seed counts as full: torchtitan loads nothing but its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
-        writer = BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, pruner=self._pruner))
-        writer.uploads, writer.earlier_saves = self._uploads, self._earlier_saves
+        log = SaveLog(self._catalog, kind, pruner=self._pruner)
+        writer = BucketWriter.of_run(checkpoint_id, self._uploads, self._earlier_saves, log=log)
         saving: dict[str, Any] = {
             # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps
             # again.

@@ -203,11 +203,9 @@ class CheckpointManager:
 
         def writer_of_save() -> BucketWriter:
             log = SaveLog(self.catalog, kind, known, pruner=self.pruning, **self._facts)
-            writer = BucketWriter(url, overwrite=bool(replaces), log=log, **self._writer_arguments)
-            writer.uploads, writer.earlier_saves = self._uploads, self._earlier_saves
-            if isinstance(replaces, frozenset):
-                writer.replaces_only = replaces
-            return writer
+            only = replaces if isinstance(replaces, frozenset) else None
+            given = {"overwrite": bool(replaces), "log": log, **self._writer_arguments}
+            return BucketWriter.of_run(url, self._uploads, self._earlier_saves, replaces_only=only, **given)
 
         # Whatever fails from here on must take back what this save was to discard.
         try:
