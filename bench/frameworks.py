@@ -70,11 +70,12 @@ def module(million: int, seed: int) -> Any:
 def fabric(way: str, url: str, million: int) -> dict[str, float]:
     import lightning
     import torch
+    from lightning.fabric.strategies import SingleDeviceStrategy
 
-    from bucketpoint.integrations.lightning import FabricBucketSingleDeviceStrategy
+    from bucketpoint.integrations.lightning import bucket_strategy
 
     def prepared(seed: int) -> tuple[Any, Any, dict[str, Any]]:
-        strategy: Any = "auto" if way == "own" else FabricBucketSingleDeviceStrategy(device="cpu")
+        strategy: Any = "auto" if way == "own" else bucket_strategy(SingleDeviceStrategy, device="cpu")
         made = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
         model = module(million, seed)
         model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters()))
@@ -106,8 +107,9 @@ def trainer(way: str, url: str, million: int) -> dict[str, float]:
     import lightning
     import torch
     from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
-    from bucketpoint.integrations.lightning import BucketSingleDeviceStrategy
+    from bucketpoint.integrations.lightning import bucket_strategy
 
     class Large(BoringModel):
         def __init__(self, seed: int) -> None:
@@ -126,7 +128,7 @@ def trainer(way: str, url: str, million: int) -> dict[str, float]:
             accelerator="cpu",
             devices=1,
             max_steps=steps,
-            strategy="auto" if way == "own" else BucketSingleDeviceStrategy(device="cpu"),
+            strategy="auto" if way == "own" else bucket_strategy(SingleDeviceStrategy, device="cpu"),
             enable_checkpointing=False,
             logger=False,
             enable_progress_bar=False,
@@ -141,7 +143,7 @@ def trainer(way: str, url: str, million: int) -> dict[str, float]:
         begun = time.monotonic()
         blocked = timed(lambda: first.save_checkpoint(f"{url}/step-{number}", weights_only=False))
         if way != "own":
-            first.strategy._saves.wait()
+            first.strategy.wait()
         return blocked, time.monotonic() - begun
 
     save(1)

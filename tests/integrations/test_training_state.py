@@ -14,8 +14,13 @@ import torch
 
 import bucketpoint
 from bucketpoint import MismatchError
-from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.training_state import RandomState, with_state
+from bucketpoint.dcp.planning import rank_state
+from bucketpoint.integrations import training_state
+from bucketpoint.integrations.parts import OfThisRank, RandomState
+from bucketpoint.integrations.saves import Saves
+from bucketpoint.integrations.training_state import TrainingState, with_parts
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Keep, RetentionPolicy
 
 
 class Experts(torch.nn.Module):
@@ -45,13 +50,18 @@ def train(state: dict[str, Any], *, both: bool) -> None:
     state["optimizer"].zero_grad()
 
 
+def training(state: dict[str, Any]) -> TrainingState:
+    return TrainingState(lambda: with_parts(state, ""))
+
+
 def save(state: dict[str, Any], url: Path) -> None:
-    bucketpoint.save({**state, **with_state(state, "")}, str(url))
+    saves = Saves()
+    training(state).save(saves, str(url))
+    saves.wait()
 
 
 def load(state: dict[str, Any], url: Path) -> None:
-    found = with_state(state, "", loading=True)
-    bucketpoint.load({**state, **found}, str(url), planner=ResumePlanner(found))
+    training(state).load(str(url))
 
 
 def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
@@ -99,8 +109,51 @@ def test_a_checkpoint_with_more_than_the_model_is_refused(tmp_path: Path) -> Non
 
 def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path: Path) -> None:
     save({"model": Experts(0)}, tmp_path)
-    with pytest.raises(MismatchError, match=r"optimizer\.param_groups"):
+    with pytest.raises(MismatchError, match=r"has no optimizer.*save_only_model"):
         load(made(1), tmp_path)
+
+
+def test_a_manager_restores_what_it_has_saved_and_passes_over_what_is_damaged(tmp_path: Path) -> None:
+    first, second = made(0), made(1)
+    policy = RetentionPolicy(Keep(latest=3))
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        for step in (1, 2):
+            train(first, both=False)
+            training(first).save(manager, step)
+    next((tmp_path / "step-2").rglob("*-optim-0.distcp")).unlink()
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        restored = training(second).restore(manager)
+    assert restored is not None
+    assert restored.step == 1
+    assert sorted(float(state["step"]) for state in second["optimizer"].state.values()) == [0.0, 0.0, 1.0, 1.0]
+
+
+class Position:
+    """The position of a dataloader."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_rank_that_the_checkpoint_does_not_have_keeps_its_own_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucketpoint.save({"position": OfThisRank(Position(7)), "epoch": 1}, tmp_path)
+    mine = Position(3)
+    loading = TrainingState(lambda: {"position": OfThisRank(mine), "epoch": 0})
+    with monkeypatch.context() as another_rank:
+        another_rank.setattr(training_state, "this_rank", lambda: 5)
+        another_rank.setattr(rank_state, "this_rank", lambda: 5)
+        assert loading.load(str(tmp_path))["epoch"] == 1
+    assert mine.at == 3
+    loading.load(str(tmp_path))
+    assert mine.at == 7
 
 
 def test_a_process_with_fewer_devices_sets_the_generators_of_those_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,31 +1,29 @@
 """A loop in the manner of Fabric's documentation: it saves every 6 steps, and goes on where it stopped.
 
-Arguments: URL of the run, file for what rank 0 saw, `ddp`, `fsdp` or `fsdp2`, and the number of ranks.
+Arguments: URL of the run, file for what rank 0 saw, and `ddp`, `fsdp` or `fsdp2`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import bucketpoint
-from bucketpoint.integrations.lightning import (
-    FabricBucketDDPStrategy,
-    FabricBucketFSDPStrategy,
-    FabricBucketModelParallelStrategy,
-)
+from bucketpoint.integrations.lightning import bucket_strategy
 
 EPOCHS, SAMPLES, BATCH = 3, 72, 8
 
 
-class FSDPOnCPU(FabricBucketFSDPStrategy):
+class FSDPOnCPU(FSDPStrategy):
     """FSDP1 without an accelerator: torch refuses only to look for a CPU by itself."""
 
     def setup_module(self, module: Any) -> Any:
@@ -37,12 +35,13 @@ def sharded(model: Any, mesh: Any) -> Any:
     return model
 
 
-def main(root: str, report: str, kind: str, world: int) -> None:
-    strategy: Any = FabricBucketDDPStrategy()
-    if kind == "fsdp2":
-        strategy = FabricBucketModelParallelStrategy(sharded, world, 1)
-    if kind == "fsdp":
-        strategy = FSDPOnCPU()
+def main(root: str, report: str, kind: str) -> None:
+    if "PROCESSES" in os.environ:
+        # For the test that kills this process: torchrun has made it the first of a group.
+        Path(os.environ["PROCESSES"], str(os.getpgrp())).touch()
+    world = int(os.environ["WORLD_SIZE"])
+    kinds = {"ddp": (DDPStrategy,), "fsdp": (FSDPOnCPU,), "fsdp2": (ModelParallelStrategy, sharded, world, 1)}
+    strategy = bucket_strategy(*kinds[kind])
     fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0)
@@ -78,4 +77,4 @@ def main(root: str, report: str, kind: str, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -12,18 +12,12 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import callbacks
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader, TensorDataset
 
 import bucketpoint
 from bucketpoint import BucketpointError, RetentionPolicy
-from bucketpoint.integrations.lightning import BucketCheckpoint, BucketSingleDeviceStrategy
+from bucketpoint.integrations.lightning import BucketCheckpoint, bucket_strategy
 from bucketpoint.retention import Keep, Save, SaveEvery
 
 SAMPLES = 72
@@ -89,17 +83,39 @@ def trainer_of(*others: Any, **options: Any) -> lightning.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"strategy": BucketSingleDeviceStrategy(device="cpu"), "max_epochs": 3, **options},
+        **{"strategy": bucket_strategy(SingleDeviceStrategy, device="cpu"), "max_epochs": 3, **options},
     )
 
 
-def shuffled(batch: int = 8, **options: Any) -> DataLoader[Any]:
-    return DataLoader(dataset(), batch, shuffle=True, **options)
+class Stateful:
+    """A dataloader with a state of its own, as torchdata's StatefulDataLoader is."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def __len__(self) -> int:
+        return SAMPLES // 8
+
+    def __iter__(self) -> Iterator[Any]:
+        self._taken %= len(self)
+        for indices in torch.arange(SAMPLES).split(8)[self._taken :]:
+            self._taken += 1
+            yield dataset()[indices]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._taken = state["taken"]
+
+
+def shuffled(batch: int = 8) -> DataLoader[Any]:
+    return DataLoader(dataset(), batch, shuffle=True)
 
 
 def fit(
     root: Path,
-    loader: DataLoader[Any],
+    loader: Any,
     *others: Any,
     model: Callable[[], Any] = Model,
     every: int = 1,
@@ -119,51 +135,42 @@ def fit(
     return made
 
 
-LOADERS = {
-    "shuffled": shuffled,
-    "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
-    "subset": lambda: DataLoader(dataset(), 8, sampler=SubsetRandomSampler(range(SAMPLES))),
-    "weighted": lambda: DataLoader(dataset(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
-    "replaced": lambda: DataLoader(dataset(), 8, sampler=RandomSampler(dataset(), replacement=True)),
-    "own_generator": lambda: DataLoader(
-        dataset(), 8, sampler=SubsetRandomSampler(range(SAMPLES), torch.Generator().manual_seed(5))
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "stop", "options"),
+    ("stop", "options"),
     [
-        ("shuffled", 3, {}),
-        ("shuffled", 9, {}),
-        ("shuffled", 9, {"max_steps": 20}),
-        ("shuffled", 5, {"accumulate_grad_batches": 2}),
-        ("shuffled", 6, {"val_check_interval": 3}),
-        ("workers", 9, {}),
-        ("subset", 10, {}),
-        ("weighted", 10, {}),
-        ("replaced", 10, {}),
-        ("own_generator", 10, {}),
+        (3, {}),
+        (9, {}),
+        (9, {"max_steps": 20}),
+        (5, {"accumulate_grad_batches": 2}),
+        (6, {"val_check_interval": 3}),
     ],
 )
 def test_a_run_that_stops_goes_on_as_if_nothing_had_happened(
-    kind: str, stop: int, options: dict[str, Any], tmp_path: Path
+    stop: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     run: Any = {"validate": "val_check_interval" in options, **options}
-    whole = fit(tmp_path / "whole", LOADERS[kind](), **run)
-    fit(tmp_path / "run", LOADERS[kind](), stop=stop, **run)
+    whole = fit(tmp_path / "whole", Stateful(), **run)
+    fit(tmp_path / "run", Stateful(), stop=stop, **run)
     assert bucketpoint.latest_checkpoint(tmp_path / "run") == f"{tmp_path}/run/step-{stop}"
-    resumed = fit(tmp_path / "run", LOADERS[kind](), **run)
+    resumed = fit(tmp_path / "run", Stateful(), **run)
     assert resumed.seen == [each for each in whole.seen if each[0] > stop]
     for mine, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, wanted)
 
 
+def test_a_dataloader_without_a_state_begins_its_epoch_again(tmp_path: Path) -> None:
+    fit(tmp_path / "run", DataLoader(dataset(), 8), stop=4)
+    resumed = fit(tmp_path / "run", DataLoader(dataset(), 8))
+    # Lightning counts on, and takes the first batches again.
+    assert [step for step, _ in resumed.seen] == list(range(5, 28))
+    assert resumed.seen[0][1] == list(range(8))
+
+
 @pytest.mark.parametrize("steps", [10, 9])
 def test_a_run_that_ended_at_max_steps_goes_on_with_more(steps: int, tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", shuffled(), every=100, max_epochs=-1, max_steps=21)
-    fit(tmp_path / "run", shuffled(), every=100, max_epochs=-1, max_steps=steps)
-    resumed = fit(tmp_path / "run", shuffled(), every=100, max_epochs=-1, max_steps=21)
+    whole = fit(tmp_path / "whole", Stateful(), every=100, max_epochs=-1, max_steps=21)
+    fit(tmp_path / "run", Stateful(), every=100, max_epochs=-1, max_steps=steps)
+    resumed = fit(tmp_path / "run", Stateful(), every=100, max_epochs=-1, max_steps=21)
     assert resumed.seen == whole.seen[steps:]
 
 
@@ -180,52 +187,16 @@ def test_an_epoch_that_has_ended_is_not_gone_on_with_in_batches_of_another_size(
         assert sorted(itertools.chain(*(samples for _, samples in epoch))) == list(range(SAMPLES))
 
 
-def test_a_dataloader_that_was_resumed_before_in_this_process_is_resumed_again(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", shuffled())
-    loader = shuffled()
-    for stop in (3, 5):
-        fit(tmp_path / "run", loader, stop=stop)
-    assert fit(tmp_path / "run", loader).seen == whole.seen[5:]
-
-
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(dataset()))
-
-
-def test_a_dataloader_that_cannot_leave_out_batches_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fit(tmp_path / "run", DataLoader(Endless(), 8), stop=4)
-    assert not caplog.messages or "cannot leave them out" not in caplog.text
-    fit(tmp_path / "run", DataLoader(Endless(), 8))
-    assert "4 batches of the epoch were taken" in caplog.text
-
-
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="Lightning 2.5 has no averages of weights")
 def test_averaged_weights_and_those_in_training_come_back(tmp_path: Path) -> None:
     def average() -> Any:
         return callbacks.EMAWeightAveraging(decay=0.5)
 
-    whole = fit(tmp_path / "whole", shuffled(), average())
-    fit(tmp_path / "run", shuffled(), average(), stop=5)
-    resumed = fit(tmp_path / "run", shuffled(), average())
+    whole = fit(tmp_path / "whole", Stateful(), average())
+    fit(tmp_path / "run", Stateful(), average(), stop=5)
+    resumed = fit(tmp_path / "run", Stateful(), average())
     for mine, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, wanted)
-
-
-def test_a_parameter_without_gradients_has_no_state_and_is_no_obstacle(tmp_path: Path) -> None:
-    def model() -> Any:
-        return Model(unused=True)
-
-    whole = fit(tmp_path / "whole", shuffled(), model=model)
-    fit(tmp_path / "run", shuffled(), model=model, stop=5)
-    resumed = fit(tmp_path / "run", shuffled(), model=model)
-    assert resumed.seen == whole.seen[5:]
-    for mine, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, wanted)
-    steps = [each["step"].item() for each in resumed.trainer.optimizers[0].state.values()]
-    assert sorted(set(steps)) in ([27], [0, 27])
 
 
 def test_a_checkpoint_with_more_than_the_model_has_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A trainer in the manner of Lightning's documentation: it saves every 6 steps, and goes on where it stopped.
+"""A trainer in the manner of Lightning's documentation: it saves every 9 steps, and goes on where it stopped.
 
-Arguments: URL of the run, file for what rank 0 saw, `ddp`, `fsdp` or `fsdp2`, and the number of ranks.
+Arguments: URL of the run, file for what rank 0 saw, and `ddp`, `fsdp` or `fsdp2`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from bucketpoint.integrations.lightning import (
-    BucketCheckpoint,
-    BucketDDPStrategy,
-    BucketFSDPStrategy,
-    BucketModelParallelStrategy,
-    BucketSingleDeviceStrategy,
-)
+from bucketpoint.integrations.lightning import BucketCheckpoint, bucket_strategy
 from bucketpoint.retention import Keep, RetentionPolicy, Save, SaveEvery
 
-SAMPLES, BATCH = 72, int(os.environ.get("BATCH", "8"))
+SAMPLES, BATCH, WORLD = 72, int(os.environ.get("BATCH", "8")), int(os.environ["WORLD_SIZE"])
 
 
 class Model(lightning.LightningModule):
@@ -56,40 +51,39 @@ class Model(lightning.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class FSDPOnCPU(BucketFSDPStrategy):
+class FSDPOnCPU(FSDPStrategy):
     """FSDP1 without an accelerator: torch refuses only to look for a CPU by itself."""
 
     def _setup_model(self, model: Any) -> Any:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
-def strategy_of(kind: str, world: int) -> Any:
-    if world == 1:
-        return BucketSingleDeviceStrategy(device="cpu")
-    if kind == "fsdp2":
-        return BucketModelParallelStrategy(world, 1)
-    return FSDPOnCPU() if kind == "fsdp" else BucketDDPStrategy()
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: bucket_strategy(DDPStrategy),
+    "fsdp": lambda: bucket_strategy(FSDPOnCPU),
+    "fsdp2": lambda: bucket_strategy(ModelParallelStrategy, WORLD, 1),
+}
 
 
-def main(root: str, report: str, kind: str, world: int) -> None:
+def main(root: str, report: str, kind: str) -> None:
+    if "PROCESSES" in os.environ:
+        # For the test that kills this process: torchrun has made it the first of a group.
+        Path(os.environ["PROCESSES"], str(os.getpgrp())).touch()
     lightning.seed_everything(0, verbose=False)
-    policy = RetentionPolicy(Keep(latest=2), save=Save(every=[SaveEvery(6)]))
-    checkpoint = BucketCheckpoint(root, policy=policy)
+    policy = RetentionPolicy(Keep(latest=2), save=Save(every=[SaveEvery(9)]))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=world,
-        strategy=strategy_of(kind, world),
+        devices=WORLD,
+        strategy=STRATEGIES[kind](),
         max_epochs=3,
         max_steps=int(os.environ.get("STEPS", "-1")),
-        callbacks=[checkpoint],
+        callbacks=[BucketCheckpoint(root, policy=policy)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 8))
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=BATCH // world, shuffle=True, num_workers=int(os.environ.get("WORKERS", "0"))
-    )
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH // WORLD, shuffle=True)
     model = Model(kind)
     trainer.fit(model, loader, ckpt_path=root)
     if trainer.is_global_zero:
@@ -98,4 +92,4 @@ def main(root: str, report: str, kind: str, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -6,18 +6,15 @@ number of processes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-
-from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, saved_ranks
+from bucketpoint.dcp import BucketWriter, SaveHandle
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.saves import Saves, job_ranks
-from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of
-from bucketpoint.manager.loading import with_states
+from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState, model_of
+from bucketpoint.integrations.saves import Saves, checkpoint_at
+from bucketpoint.integrations.training_state import TrainingState
 
 try:
     from accelerate import Accelerator
@@ -32,47 +29,16 @@ _ONE_MODEL = "Prepare models and optimizers with one accelerator, and give an op
 
 _OTHER_FORMATS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
+_saves: weakref.WeakKeyDictionary[Accelerator, Saves] = weakref.WeakKeyDictionary()
 
-def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
-    """Return all that `accelerator.save_state` would save, as a state for DCP, a `CheckpointManager` or `async_save`.
 
-    Its values are read when the state is saved, and set when it is loaded.
+def training_state(accelerator: Accelerator) -> TrainingState:
+    """Return the state of an accelerator: what `accelerator.save_state` saves.
 
-    Raises:
-        BucketpointError: the accelerator trains with DeepSpeed or Megatron-LM, which have formats of their own.
+    `training_state(accelerator).save(manager, step)` and `.restore(manager)` save and load it with a
+    `CheckpointManager`; `.to_save()` returns it for `bucketpoint.async_save`.
     """
-    return _state_of(accelerator, loading=False)
-
-
-def _state_of(accelerator: Accelerator, *, loading: bool) -> dict[str, Any]:
-    if accelerator.distributed_type in _OTHER_FORMATS:
-        raise BucketpointError(
-            f"An Accelerator with {accelerator.distributed_type} saves in a format of its own",
-            remedy="Use accelerator.save_state, or train with FSDP",
-        )
-    models = accelerator._models
-    state: dict[str, Any] = {}
-    for number, model in enumerate(models):
-        state[_name("model", number)] = ModelState(model)
-    for number, optimizer in enumerate(accelerator._optimizers):
-        # Accelerate wraps optimizers; the wrapper's step() skips.
-        wrapped = getattr(optimizer, "optimizer", optimizer)
-        model = model_of(optimizer, models, _ONE_MODEL)
-        state[_name("optimizer", number)] = OptimizerState(model, wrapped, loading=loading)
-    for number, scheduler in enumerate(accelerator._schedulers):
-        state[_name("scheduler", number)] = scheduler
-    for number, loader in enumerate(accelerator._dataloaders):
-        if getattr(loader, "use_stateful_dataloader", False):
-            state[_name("dataloader", number)] = OfThisRank(loader)
-        # No name of a dataloader: within an epoch it stands still, and would be taken for a position that does.
-        state[_name("epoch", number)] = _Loader(loader)
-    for number, custom in enumerate(accelerator._custom_objects):
-        state[_name("custom", number)] = custom
-    if accelerator.scaler is not None:
-        state["scaler"] = accelerator.scaler
-    state["accelerator"] = _Progress(accelerator)
-    state["generators"] = OfThisRank(RandomState())
-    return state
+    return TrainingState(lambda: _parts(accelerator))
 
 
 def save_state(
@@ -95,31 +61,30 @@ def save_state(
         BucketpointError: the save before this one failed, or the accelerator trains with DeepSpeed or Megatron-LM.
         StagingError: the state cannot be copied.
     """
-    saves: Saves = vars(accelerator).setdefault("_bucketpoint_saves", Saves(BucketWriter()))
-    handle = saves.save(url, lambda: accelerator_state(accelerator), storage_writer=storage_writer, **options)
+    saves = _saves.setdefault(accelerator, Saves(BucketWriter()))
+    handle = training_state(accelerator).save(saves, url, storage_writer=storage_writer, **options)
+    assert handle is not None
     accelerator.project_configuration.iteration += 1
     return handle
 
 
-def restore(accelerator: Accelerator, run: str, *, storage_options: Mapping[str, Any] | None = None) -> str | None:
+def restore(accelerator: Accelerator, run: str, **options: Any) -> str | None:
     """Load the newest whole checkpoint of a run, as `load_state` does. All ranks.
 
     Args:
-        accelerator: as for `load_state`.
         run: URL of the folder that has a folder for each checkpoint, with a number at the end of its name.
-        storage_options: options of the store.
+        options: as for `load_state`.
 
     Returns:
         the URL of the checkpoint, or None if there is none: the run begins from scratch.
     """
-    call = "restore()"
-    newest = job_ranks(call).on_coordinator(lambda: latest_checkpoint(run, storage_options=storage_options), call)
+    newest = checkpoint_at(run, options.get("storage_options"))
     if newest is not None:
-        load_state(accelerator, newest, storage_reader=BucketReader(newest, storage_options=storage_options))
+        load_state(accelerator, newest, **options)
     return newest
 
 
-def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketReader | None = None) -> None:
+def load_state(accelerator: Accelerator, url: str, **options: Any) -> None:
     """Load a checkpoint of `save_state` into an accelerator that was prepared in the same way. All ranks.
 
     The number of processes may differ. A rank that the checkpoint knows nothing of keeps its own random state and its
@@ -128,34 +93,46 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
     Args:
         accelerator: the accelerator, after `prepare`.
         url: URL of the checkpoint.
-        storage_reader: reader to load with; by default a `BucketReader` of the URL.
+        options: as for `bucketpoint.load`, such as `storage_options`.
 
     Raises:
         CheckpointNotFoundError: there is no whole checkpoint at the URL.
         MismatchError: the state and the checkpoint do not fit.
     """
-
-    def prepared() -> tuple[BucketReader, dict[str, Any], ResumePlanner]:
-        reader = storage_reader or BucketReader(url)
-        metadata = reader.read_metadata()
-        state = _state_of(accelerator, loading=True)
-        for name, value in list(state.items()):
-            if isinstance(value, OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
-                del state[name]
-        return reader, with_states(state), ResumePlanner(state)
-
-    call = f"load_state({url!r})"
-    ranks = job_ranks(call)
-    reader, state, planner = ranks.together(call, prepared)
-    with ranks.calling_dcp(call, url):
-        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=planner)
+    training_state(accelerator).load(url, **options)
 
 
-def _name(kind: str, number: int) -> str:
-    return kind if number == 0 else f"{kind}_{number}"
+def _parts(accelerator: Accelerator) -> dict[str, Any]:
+    if accelerator.distributed_type in _OTHER_FORMATS:
+        raise BucketpointError(
+            f"An Accelerator with {accelerator.distributed_type} saves in a format of its own",
+            remedy="Use accelerator.save_state, or train with FSDP",
+        )
+    models = accelerator._models
+    state: dict[str, Any] = _numbered("model", [ModelState(model) for model in models])
+    # Accelerate wraps optimizers; the wrapper's step() skips.
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+    parts = [OptimizerState(model_of(each, models, _ONE_MODEL), each) for each in optimizers]
+    state |= _numbered("optimizer", parts)
+    state |= _numbered("scheduler", accelerator._schedulers)
+    loaders = accelerator._dataloaders
+    for name, loader in _numbered("dataloader", loaders).items():
+        if getattr(loader, "use_stateful_dataloader", False):
+            state[name] = OfThisRank(loader)
+    state |= _numbered("epoch", [_Epoch(loader) for loader in loaders])
+    state |= _numbered("custom", accelerator._custom_objects)
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    state["accelerator"] = _Counters(accelerator)
+    state["generators"] = OfThisRank(RandomState())
+    return state
 
 
-class _Loader:
+def _numbered(kind: str, values: list[Any]) -> dict[str, Any]:
+    return {kind if number == 0 else f"{kind}_{number}": value for number, value in enumerate(values)}
+
+
+class _Epoch:
     """The epoch of a dataloader, and the seed of its order.
 
     A dataloader of Accelerate shuffles by the number of times that it was iterated over, which begins at 0 in a new
@@ -178,8 +155,8 @@ class _Loader:
             sampler.set_epoch(state["iteration"])
 
 
-class _Progress:
-    """Numbers that an accelerator counts."""
+class _Counters:
+    """The counters `step` and `iteration` of an Accelerator."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import glob
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketWriter, SaveHandle, load, rank_state
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
-from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.saves import job_ranks
-from bucketpoint.integrations.training_state import with_state
-from bucketpoint.manager.running import begin_together
+from bucketpoint.integrations.saves import Saves, job_ranks
+from bucketpoint.integrations.training_state import TrainingState, with_parts
 
 try:
     import ray.train
@@ -37,8 +34,8 @@ _ONE_MODEL = (
 _EMPTY_DICTS = "bucketpoint_empty_dicts"
 """Key of a checkpoint for the paths of empty dicts, of which DCP saves nothing."""
 
-_saves: list[SaveHandle] = []
-"""The last save of this process, which has one training function at a time."""
+_saves = Saves()
+"""The saves of this process, which has one training function at a time."""
 
 _SAME_STORE = (
     "Give report() and restore() the endpoint of RunConfig(storage_filesystem=...), as "
@@ -82,20 +79,18 @@ def report(
     if state is None:
         # Ray takes a report at most every two seconds, and lets training wait otherwise. Without that the reports of
         # quick steps would pile up, and Ray would learn of checkpoints too late.
-        under_way = any(not save.done() for save in _saves)
-        mode = CheckpointUploadMode.ASYNC if under_way else CheckpointUploadMode.SYNC
+        mode = CheckpointUploadMode.ASYNC if _saves.under_way else CheckpointUploadMode.SYNC
         ray.train.report(dict(metrics), checkpoint_upload_mode=mode)
         return None
 
     def checked() -> tuple[dict[str, Any], BucketWriter]:
         _check_report(state, step, storage_writer, storage_options)
         writer = storage_writer or BucketWriter(storage_options=storage_options)
-        return {**state, **with_state(state, _ONE_MODEL), **_noted_empty_dicts(state)}, writer
+        return {**with_parts(state, _ONE_MODEL), **_noted_empty_dicts(state)}, writer
 
     # Before Ray's own collective, in which the other workers would wait for one that has failed.
     call = f"report(step={step})"
-    ranks = job_ranks(call)
-    saved, writer = ranks.together(call, checked)
+    saved, writer = job_ranks(call).together(call, checked)
     context = ray.train.get_context()
     storage = context.get_storage()
     # The time keeps a save apart from one of the same step that was committed just before a worker died: Ray does not
@@ -103,10 +98,8 @@ def report(
     name = broadcast_from_rank_zero(f"{storage.make_default_checkpoint_dir_name()}_step-{step}")
     checkpoint = Checkpoint(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
     url = checkpoint_url(checkpoint)
-    handle = begin_together(ranks, call, saved, url, storage_writer=writer, **options)
-    _saves[:] = [handle]
-    # A copy that fails beside training is raised by Ray, as the save then fails on all workers.
-    concurrent.futures.wait([handle.staged])
+    handle = TrainingState(lambda: saved).save(_saves, url, storage_writer=writer, **options)
+    assert handle is not None
 
     def committed(reported: Checkpoint, _name: str) -> Checkpoint:
         handle.result()
@@ -197,10 +190,10 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
         )
     if newest is None:
         return None
-    found = ranks.together(call, lambda: with_state(state, _ONE_MODEL, loading=True))
-    loaded = {name: found.get(name, value) for name, value in state.items() if name not in plain}
-    load(loaded, newest, storage_options=storage_options, planner=ResumePlanner(found))
-    state.update({name: value for name, value in loaded.items() if name not in found}, **plain)
+    wanted = {name: value for name, value in state.items() if name not in plain}
+    loaded = TrainingState(lambda: with_parts(wanted, _ONE_MODEL)).load(newest, storage_options=storage_options)
+    in_place = (torch.nn.Module, torch.optim.Optimizer)
+    state.update({name: loaded[name] for name, value in wanted.items() if not isinstance(value, in_place)}, **plain)
     return newest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,11 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.catalog.catalog import committed_info
 from bucketpoint.dcp import BucketWriter, SaveHandle
 from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.errors import BucketpointError
+from bucketpoint.format import keys
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.running import begin_together
+from bucketpoint.stores import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,20 @@ def job_ranks(what: str) -> Ranks:
     return _ranks[world]
 
 
+def checkpoint_at(url: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    """Return the URL if there is a checkpoint, else the newest whole one below it; None if there is none. All ranks."""
+
+    def find() -> str | None:
+        store, key = open_store(url, storage_options=storage_options)
+        # Checkpoints may lie within another: the one that was named is meant.
+        if committed_info(store, keys.join(key, keys.METADATA)) is not None:
+            return url
+        return latest_checkpoint(url, storage_options=storage_options)
+
+    call = f"the load of {url}"
+    return job_ranks(call).on_coordinator(find, call)
+
+
 class Saves:
     """Saves in the background with one writer, which keeps its plans and its staging memory.
 
@@ -45,13 +62,18 @@ class Saves:
         writer: writer of the saves that name no other.
     """
 
-    def __init__(self, writer: BucketWriter) -> None:
+    def __init__(self, writer: BucketWriter | None = None) -> None:
         self._writer = writer
         self._last: SaveHandle | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A program may pickle what holds the saves, such as an Accelerator. The save under way is this process's own.
+        # A program may pickle what holds the saves, such as a strategy. The save under way is this process's own.
         return {"_writer": self._writer, "_last": None}
+
+    @property
+    def under_way(self) -> bool:
+        """True while a save is not committed and has not failed."""
+        return self._last is not None and not self._last.done()
 
     def save(
         self,
@@ -61,7 +83,7 @@ class Saves:
         storage_writer: BucketWriter | None = None,
         **options: Any,
     ) -> SaveHandle:
-        """Wait for the save before, and begin the next. Return once training may change the state. All ranks.
+        """Wait for the save before, and begin the next. All ranks.
 
         Args:
             state: the state, or a function that makes it.
@@ -76,11 +98,8 @@ class Saves:
         ranks = job_ranks(call)
         self._settle(ranks, call)
         writer = storage_writer or self._writer
-        handle = begin_together(ranks, call, state, url, storage_writer=writer, **options)
-        self._last = handle
-        # A copy that fails beside training is raised by the next wait, as the save then fails on all ranks.
-        concurrent.futures.wait([handle.staged])
-        return handle
+        self._last = begin_together(ranks, call, state, url, storage_writer=writer, **options)
+        return self._last
 
     def wait(self) -> None:
         """Wait until the last save is committed.

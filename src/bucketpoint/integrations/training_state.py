@@ -1,190 +1,181 @@
-"""States of models and optimizers by the names of the parameters, for any number of ranks, and states of each rank."""
+"""`TrainingState`: what a training program saves and resumes from, whichever framework trains."""
 
 from __future__ import annotations
 
-import io
-import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import concurrent.futures
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.utils._pytree import tree_map_only
+from torch.distributed.checkpoint import LoadPlan, Metadata
 
-from bucketpoint.dcp import rank_state
-from bucketpoint.errors import BucketpointError, MismatchError
-
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+from bucketpoint.dcp import LoadPlanner, SaveHandle, load, saved_ranks
+from bucketpoint.dcp.planning.load_planner import url_of
+from bucketpoint.dcp.planning.nested_state import put
+from bucketpoint.dcp.process_groups import this_rank
+from bucketpoint.errors import MismatchError, first_of
+from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, model_of
+from bucketpoint.integrations.saves import Saves, job_ranks
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.manager.restoring import Restored
 
 
-class ModelState:
-    """The state of a model, read when it is saved and set when it is loaded.
+class TrainingState:
+    """The models, the optimizers, the values of each rank and the rest of a training program's state.
+
+    Models and optimizers are saved by the names of the parameters, so that a run goes on with another number of ranks.
+    What differs between ranks is an `OfThisRank`, and a rank that the checkpoint does not have keeps its own.
 
     Args:
-        strict: refuse a state that lacks keys of the model, or has others.
+        make: makes the state for DCP, with values of `integrations.parts`. It is called at each save and load.
+        strict: refuse checkpoints that lack keys, or have more keys of a model.
+        unexpected: names of which a strict load refuses all keys that it does not ask for.
     """
 
-    def __init__(self, model: torch.nn.Module, *, strict: bool = True) -> None:
-        self._model = model
+    def __init__(
+        self, make: Callable[[], dict[str, Any]], *, strict: bool = True, unexpected: Iterable[str] = ()
+    ) -> None:
+        self.to_save = make
         self._strict = strict
+        self._unexpected = tuple(unexpected)
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(get_model_state_dict(self._model))
+    def save(self, run: CheckpointManager | Saves, where: Any, **options: Any) -> SaveHandle | None:
+        """Save beside training, once the save before has ended. Return when training may change the state. All ranks.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_model_state_dict(self._model, dict(state), options=StateDictOptions(strict=self._strict))
+        Args:
+            run: the run of a manager, or saves to any URL.
+            where: step of the run, or URL of the checkpoint.
+            options: as for `run.save`.
 
+        Returns:
+            the handle of the save; None if the manager's policy skips it.
 
-class OptimizerState:
-    """The state of an optimizer of a model, read when it is saved and set when it is loaded.
+        Raises as `run.save`.
+        """
+        handle: SaveHandle | None = run.save(where, self.to_save, **options)
+        if handle is not None:
+            # A copy that fails beside training is raised by the next wait, as the save then fails on all ranks.
+            concurrent.futures.wait([handle.staged])
+        return handle
 
-    Groups without parameters, such as LoRA leaves behind, are left out: torch does not load them.
+    def restore(self, run: CheckpointManager, which: str | int = "latest", **options: Any) -> Restored | None:
+        """Load a checkpoint of a manager's run. All ranks. Arguments, result and errors are those of `run.restore`."""
+        state = job_ranks("restore()").together("restore()", self.to_load)
+        return run.restore(state, which, planner=self._planner(state), **options)
 
-    Args:
-        loading: the state is read to be loaded into, with a `ResumePlanner`. Each parameter then gets a new state.
-            torch itself makes none, and a load would change nothing, where there are gradients or states already.
-    """
+    def load(self, url: str, **options: Any) -> dict[str, Any]:
+        """Load the checkpoint at a URL. All ranks.
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, loading: bool = False) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._loading = loading
+        Args:
+            options: as for `bucketpoint.load`.
 
-    def state_dict(self) -> dict[str, Any]:
-        with _without_empty_groups(self._optimizer):
-            if not self._loading:
-                return dict(get_optimizer_state_dict(self._model, self._optimizer, options=_BY_NAME))
-            self._optimizer.state.clear()
-            with _without_gradients(self._optimizer):
-                return dict(get_optimizer_state_dict(self._model, self._optimizer, options=_BY_NAME))
+        Returns:
+            the state that was loaded into, with values that could not be changed in place.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with _without_empty_groups(self._optimizer):
-            set_optimizer_state_dict(self._model, self._optimizer, dict(state), options=_BY_NAME)
+        Raises:
+            MismatchError: the state and the checkpoint do not fit.
+        """
+        call = f"the load of {url}"
+        state = job_ranks(call).together(call, self.to_load)
+        load(state, url, planner=self._planner(state), **options)
+        return state
 
+    def to_load(self) -> dict[str, Any]:
+        """Return the state to load into."""
+        given = self.to_save()
+        return {name: value.to_load() if isinstance(value, OptimizerState) else value for name, value in given.items()}
 
-@contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    whole = optimizer.param_groups
-    optimizer.param_groups = [group for group in whole if group["params"]]
-    try:
-        yield
-    finally:
-        # A load has replaced the groups.
-        filled = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(filled) if group["params"] else group for group in whole]
-
-
-@contextmanager
-def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    held = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
-    for parameter, _ in held:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
+    def _planner(self, state: Mapping[str, Any]) -> ResumePlanner:
+        return ResumePlanner(state, strict=self._strict, unexpected=self._unexpected)
 
 
-def with_state(
-    state: Mapping[str, Any], remedy: str, *, loading: bool = False, strict: bool = True
-) -> dict[str, ModelState | OptimizerState]:
-    """Return the models and optimizers of a state as objects that are saved by the names of their parameters.
+def with_parts(state: Mapping[str, Any], remedy: str, *, strict: bool = True) -> dict[str, Any]:
+    """Return a state whose models and optimizers are saved by the names of their parameters.
 
     Args:
-        state: models, optimizers and other values; the others are left out.
+        state: models, optimizers and other values, which stay as they are.
         remedy: what to do about an optimizer without its model.
-        loading: as for `OptimizerState`.
         strict: as for `ModelState`.
 
     Raises:
         BucketpointError: an optimizer has parameters of no model of the state, or of several.
     """
     models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
-    found: dict[str, ModelState | OptimizerState] = {}
+    parts = dict(state)
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
-            found[name] = ModelState(value, strict=strict)
+            parts[name] = ModelState(value, strict=strict)
         elif isinstance(value, torch.optim.Optimizer):
-            found[name] = OptimizerState(model_of(value, models, remedy), value, loading=loading)
-    return found
+            parts[name] = OptimizerState(model_of(value, models, remedy), value)
+    return parts
 
 
-def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> torch.nn.Module:
-    """Return the model that holds the parameters of an optimizer.
+class ResumePlanner(LoadPlanner):
+    """Load planner for a state with models and optimizers, some of whose parameters may have no state.
 
-    Raises:
-        BucketpointError: no model holds all of them. The error has the given remedy.
-    """
-    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for model in models:
-        if held <= {id(tensor) for tensor in model.parameters()}:
-            return model
-    raise BucketpointError("An optimizer has parameters of no prepared model, or of several", remedy=remedy)
+    torch makes a state for each parameter before a load, but at the save parameters that had never got a gradient had
+    none. They keep the new state, as of no step. A checkpoint with more parameters than a model has is refused.
 
-
-class OfThisRank:
-    """State that each rank has of its own."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return rank_state(self._value.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        (mine,) = (value for name, value in state.items() if name in rank_state(None))
-        self._value.load_state_dict(mine)
-
-
-class RandomState:
-    """Random generators of Python, numpy and torch, those of all devices of this process included.
-
-    They are saved as one item of bytes. As tensors they would be watched for states that stand still, as those of a
-    model without dropout do from save to save.
+    Args:
+        state: the state to load into, with values of `integrations.parts`.
+        strict, unexpected: as for `TrainingState`.
     """
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-        numpy = np.random.get_state(legacy=False)
-        assert isinstance(numpy, dict)
-        # `torch.load` reads numpy's arrays from trusted checkpoints only.
-        numpy = tree_map_only(np.ndarray, torch.from_numpy, numpy)
-        if numpy["bit_generator"] == "MT19937":
-            # bucketpoint 0.1 reads this.
-            state["numpy"] = [numpy["bit_generator"], numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]
-            state["numpy_keys"] = numpy["state"]["key"]
-        else:
-            state["numpy"] = numpy
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        return {"pickled": buffer.getvalue()}
+    def __init__(self, state: Mapping[str, Any], *, strict: bool = True, unexpected: Iterable[str] = ()) -> None:
+        super().__init__(allow_partial_load=not strict)
+        models = [name for name, value in state.items() if isinstance(value, ModelState)]
+        self._complete = tuple(f"{name}." for name in (*models, *unexpected)) if strict else ()
+        self._optimizers = [name for name, value in state.items() if isinstance(value, OptimizerState)]
+        self._of_this_rank = {name: value for name, value in state.items() if isinstance(value, OfThisRank)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        held = torch.load(io.BytesIO(state["pickled"]), weights_only=True)
-        random.setstate(held["python"])
-        numpy = held["numpy"]
-        if not isinstance(numpy, dict):
-            kind, *rest = numpy
-            numpy = (kind, held["numpy_keys"], *rest)
-        try:
-            np.random.set_state(tree_map_only(torch.Tensor, torch.Tensor.numpy, numpy))
-        except ValueError as error:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        for name, value in self._of_this_rank.items():
+            saved_here = this_rank() in saved_ranks(metadata, name)
+            value.expect(saved_here)
+            if not saved_here:
+                self._leave_out([key for key in self.state_dict if key.startswith(f"{name}.rank-")])
+        saved = metadata.state_dict_metadata
+        # A checkpoint without the optimizer is another thing than one whose optimizer had no state yet.
+        there = [name for name in self._optimizers if any(key.startswith(f"{name}.param_groups.") for key in saved)]
+        if len(there) < len(self._optimizers) and not self.allow_partial_load:
             raise MismatchError(
-                f"numpy refuses the state of its random generator: {error}",
-                remedy="Call numpy.random.set_bit_generator before the load, as the program that saved has done",
-            ) from error
-        torch.set_rng_state(held["torch"])
-        # The process that saved may have seen more devices.
-        torch.cuda.set_rng_state_all(held.get("cuda", [])[: torch.cuda.device_count()])
+                f"The checkpoint has no {first_of(sorted({*self._optimizers} - {*there}), 5)}",
+                url=url_of(metadata),
+                remedy="It was saved without its optimizer, as by save_only_model=True of transformers: begin another "
+                "run with its model",
+            )
+        prefixes = tuple(f"{name}.state." for name in there)
+        with_state = {_parameter_of(key) for key in saved if key.startswith(prefixes)}
+        new = [key for key in self.state_dict if key.startswith(prefixes) and _parameter_of(key) not in with_state]
+        for key, value in zip(new, self._leave_out(new), strict=True):
+            # torch has made a step to get a state.
+            if key.endswith(".step") and isinstance(value, torch.Tensor):
+                value.zero_()
+            elif key.endswith(".step"):
+                put(self.original_state_dict, self.mappings[key], type(value)())
+
+    def _leave_out(self, keys: Iterable[str]) -> list[Any]:
+        """Load nothing under these keys. Return their values."""
+        return [self.state_dict.pop(key) for key in keys]
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        assert self.metadata is not None
+        wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}.union(self.state_dict)
+        saved = self.metadata.state_dict_metadata
+        more = [key for key in saved if self._complete and key.startswith(self._complete) and key not in wanted]
+        if more:
+            raise MismatchError(
+                f"The checkpoint has what the model or its optimizers do not have: {first_of(more, 5)}",
+                url=url_of(self.metadata),
+                remedy="Build the model and the optimizers as they were saved, or load with strict=False where the "
+                "framework has it (LightningModule.strict_loading = False)",
+            )
+        return super().create_global_plan(global_plan)
+
+
+def _parameter_of(key: str) -> str:
+    return key.rpartition(".")[0]

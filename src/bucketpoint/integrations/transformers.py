@@ -6,7 +6,6 @@ number of processes.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.dcp import BucketReader, load, saved_ranks
+from bucketpoint.dcp import load
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
-from bucketpoint.integrations.resume_planner import ResumePlanner
-from bucketpoint.integrations.saves import job_ranks
+from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, policy_for
-from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState
+from bucketpoint.integrations.training_state import TrainingState
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.stores import open_store
@@ -38,8 +36,6 @@ except ModuleNotFoundError as error:  # pragma: no cover
 logger = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"
-
-_GENERATORS = "generators"
 
 
 class BucketTrainerMixin:
@@ -227,30 +223,26 @@ class BucketTrainerMixin:
             return
 
         def made() -> dict[str, Any]:
-            whole = not self.args.save_only_model
-            state = self._state_to_save() if whole else {"model": ModelState(self.model_wrapped)}
+            parts = {"model": ModelState(self.model_wrapped)} if self.args.save_only_model else self._parts()
             if self.is_world_process_zero():
                 self._note_callbacks()
-                state["trainer"] = {"state": json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True)}
-            return state
+                parts["trainer"] = {"state": json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True)}
+            return parts
 
-        handle = self._manager.save(step, made, metrics=metrics)
-        if handle is not None:
-            concurrent.futures.wait([handle.staged])
+        if TrainingState(made).save(self._manager, step, metrics=metrics) is not None:
             self._saved_step = step
 
-    def _state_to_save(self: Any, *, loading: bool = False) -> dict[str, Any]:
+    def _parts(self: Any, generators: Any = None) -> dict[str, Any]:
         """Return all of the training but the trainer's own state, to save or to load into."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        state: dict[str, Any] = {
+        parts: dict[str, Any] = {
             "model": ModelState(self.model_wrapped),
-            "optimizer": OptimizerState(self.model_wrapped, optimizer, loading=loading),
+            "optimizer": OptimizerState(self.model_wrapped, getattr(self.optimizer, "optimizer", self.optimizer)),
             "scheduler": self.lr_scheduler,
-            _GENERATORS: OfThisRank(RandomState()),
+            "generators": OfThisRank(generators or RandomState()),
         }
         if self.accelerator.scaler is not None:
-            state["scaler"] = self.accelerator.scaler
-        return state
+            parts["scaler"] = self.accelerator.scaler
+        return parts
 
     def _note_callbacks(self: Any) -> None:
         """Put the states of callbacks into the trainer's state, as a save of the trainer's own does."""
@@ -275,26 +267,8 @@ class BucketTrainerMixin:
         if url is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-
-        def prepared() -> dict[str, Any]:
-            metadata = BucketReader(url, **self._reading()).read_metadata()
-            if not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata):
-                raise BucketpointError(
-                    "Training cannot go on from a checkpoint of the model only",
-                    url=url,
-                    remedy="Save without save_only_model=True, or begin another run with the model: see "
-                    "export_pretrained",
-                )
-            state: dict[str, Any] = self._state_to_save(loading=True)
-            state[_GENERATORS] = OfThisRank(self._random)
-            if self.args.process_index not in saved_ranks(metadata, _GENERATORS):
-                del state[_GENERATORS]
-            return state
-
-        call = f"the load of {url}"
-        state = job_ranks(call).together(call, prepared)
         try:
-            load(state, url, planner=ResumePlanner(state), **self._reading())
+            TrainingState(lambda: self._parts(self._random)).load(url, **self._reading())
         except CorruptDataError as error:
             steps = self._manager.steps() if self._may_pass_over else []
             urls = [self._manager.catalog.url_of(step) for step in steps]
@@ -321,13 +295,13 @@ class BucketTrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
             return
         self._manager.wait()
-        state = {"model": ModelState(self.model_wrapped)}
+        model = TrainingState(lambda: {"model": ModelState(self.model_wrapped)})
         try:
-            load(state, self.state.best_model_checkpoint, planner=ResumePlanner(state), **self._reading())
+            model.load(self.state.best_model_checkpoint, **self._reading())
         except CheckpointNotFoundError:
             # Between two saves the trainer may have seen a better model than a later checkpoint was to beat.
-            metric = best_of(self.args).metric
-            self.state.best_model_checkpoint = self._manager.restore(state, "best", metric=metric).url
+            best = model.restore(self._manager, "best", metric=best_of(self.args).metric)
+            self.state.best_model_checkpoint = best.url if best is not None else None
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Lightning and Fabric: checkpoints of a `Trainer` and of a `Fabric`, saved to and loaded from URLs.
 
-Strategies save sharded and in the background, and resume on another number of ranks; `BucketCheckpoint` saves by a
-retention policy; `BucketCheckpointIO` keeps plain checkpoints of one file.
+`bucket_strategy` makes strategies that save sharded and in the background, and resume on another number of ranks;
+`BucketCheckpoint` saves by a retention policy; `BucketCheckpointIO` keeps plain checkpoints of one file.
 """
 
 from __future__ import annotations
@@ -13,30 +13,8 @@ except ModuleNotFoundError as error:  # pragma: no cover
         "bucketpoint.integrations.lightning needs Lightning: pip install 'lightning>=2.5'", name=error.name
     ) from error
 
-from bucketpoint.integrations.lightning.callback import BucketCheckpoint
-from bucketpoint.integrations.lightning.fabric import (
-    FabricBucketDDPStrategy,
-    FabricBucketFSDPStrategy,
-    FabricBucketModelParallelStrategy,
-    FabricBucketSingleDeviceStrategy,
-)
+from bucketpoint.integrations.lightning.factory import bucket_strategy
 from bucketpoint.integrations.lightning.one_file import BucketCheckpointIO
-from bucketpoint.integrations.lightning.strategies import (
-    BucketDDPStrategy,
-    BucketFSDPStrategy,
-    BucketModelParallelStrategy,
-    BucketSingleDeviceStrategy,
-)
+from bucketpoint.integrations.lightning.trainer import BucketCheckpoint
 
-__all__ = [
-    "BucketCheckpoint",
-    "BucketCheckpointIO",
-    "BucketDDPStrategy",
-    "BucketFSDPStrategy",
-    "BucketModelParallelStrategy",
-    "BucketSingleDeviceStrategy",
-    "FabricBucketDDPStrategy",
-    "FabricBucketFSDPStrategy",
-    "FabricBucketModelParallelStrategy",
-    "FabricBucketSingleDeviceStrategy",
-]
+__all__ = ["BucketCheckpoint", "BucketCheckpointIO", "bucket_strategy"]

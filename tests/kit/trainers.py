@@ -1,8 +1,9 @@
-"""Scripts on several ranks, and the kill of all of them in the middle of an upload."""
+"""Trainers of frameworks on several ranks: launched, killed in the middle of an upload, and compared."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 import bucketpoint
-from kit import FaultProxy, Kill, always
+from kit.faults import Kill, always
+from kit.proxy import FaultProxy
 from kit.servers import S3Server, free_port
+
+PAGES = Path(__file__).parents[2] / "docs"
 
 
 def command(program: Path, arguments: list[str], world: int) -> list[str]:
@@ -26,16 +30,22 @@ def environment(server: S3Server, env: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **server.env, "OMP_NUM_THREADS": "1", **env}
 
 
-def launched(program: Path, arguments: list[str], world: int, server: S3Server, **env: str) -> Any:
-    """Run a program on so many ranks."""
-    return subprocess.run(
+def launched(
+    program: Path, arguments: list[str], world: int, server: S3Server, *, folder: Path | None = None, **env: str
+) -> None:
+    """Run a program on so many ranks, in a working directory."""
+    ran = subprocess.run(
         command(program, arguments, world),
         env=environment(server, env),
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    # A model without dropout draws no random numbers from save to save, which is no reason for an alarm.
+    assert "changed in" not in ran.stderr
 
 
 def killed_in_an_upload(
@@ -61,3 +71,39 @@ def killed_in_an_upload(
     assert all("/data/" in item["Key"] for item in there)
     with pytest.raises(bucketpoint.errors.IncompleteCheckpointError):
         bucketpoint.load({}, url, storage_options=server.options)
+
+
+def chunks(url: str, key: str, server: S3Server) -> int:
+    """Return the number of chunks in which a tensor was saved."""
+    metadata: Any = bucketpoint.BucketReader(url, storage_options=server.options).read_metadata()
+    return len(metadata.state_dict_metadata[key].chunks)
+
+
+def assert_same_steps(seen: list[Any], expected: list[Any]) -> None:
+    """Compare steps, each with its number, its samples and its loss, which other numbers of ranks add up in another
+    order.
+    """
+    assert [tuple(each[:2]) for each in seen] == [tuple(each[:2]) for each in expected]
+    losses, wanted = ([each[2] for each in steps] for steps in (seen, expected))
+    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def block(page: str, language: str, number: int = 0) -> str:
+    """Return a block of code in a language of a page, the first by default."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    return text.split(f"```{language}\n")[number + 1].split("```")[0]
+
+
+def plain(text: str, diff: str) -> str:
+    """Return an example without the lines that its diff adds, five at most, and with those that it takes away."""
+    text = re.sub(r"  # .*", "", text)
+    before, added = "", 0
+    for line in diff.splitlines(keepends=True):
+        if line.startswith("-"):
+            before += line[1:]
+            continue
+        assert line[1:] in text
+        text, before, added = text.replace(line[1:], before), "", added + 1
+    assert added <= 5
+    assert "ucket" not in text
+    return text

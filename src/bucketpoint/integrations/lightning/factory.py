@@ -1,0 +1,51 @@
+"""`bucket_strategy`, which makes a strategy with checkpoints at URLs from one of Lightning's or of Fabric's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import Strategy as TrainerStrategy
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.lightning.fabric import FabricSaves
+from bucketpoint.integrations.lightning.trainer import TrainerSaves
+
+
+def bucket_strategy(kind: Any, *args: Any, **options: Any) -> Any:
+    """Make a strategy whose checkpoints are URLs: `Trainer(strategy=bucket_strategy(DDPStrategy))`.
+
+    Saves return once the state is copied, and models and optimizers are saved sharded if the strategy shards them. A
+    checkpoint of one strategy is loaded by any other, on any number of ranks.
+
+    Args:
+        kind: `DDPStrategy`, `FSDPStrategy`, `ModelParallelStrategy` or `SingleDeviceStrategy`, or a class made from one
+            of them: of `lightning.pytorch.strategies` for a `Trainer`, of `lightning.fabric.strategies` for a `Fabric`.
+        args, options: arguments of `kind`, and two more: `storage_options`, as for `BucketWriter`; and `trusted`, with
+            which values of all types are loaded. Otherwise those that are no tensors are loaded by
+            `torch.load(weights_only=True)`.
+
+    Raises:
+        BucketpointError: `kind` is no such class.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, (TrainerStrategy, FabricStrategy))):
+        raise BucketpointError(
+            f"bucket_strategy takes the class of a strategy, not {kind!r}",
+            remedy="Call bucket_strategy(DDPStrategy) with a class of lightning.pytorch.strategies, or of "
+            "lightning.fabric.strategies for a Fabric",
+        )
+    return _class_of(kind)(*args, **options)
+
+
+@functools.cache
+def _class_of(kind: Any) -> Any:
+    saves = TrainerSaves if issubclass(kind, TrainerStrategy) else FabricSaves
+    # Launchers that spawn processes pickle a strategy, and find no module that has its class.
+    pickled = {"__reduce__": lambda strategy: (_without_init, (kind,), vars(strategy))}
+    return type(f"Bucket{kind.__name__}", (saves, kind), pickled)
+
+
+def _without_init(kind: Any) -> Any:
+    made = _class_of(kind)
+    return made.__new__(made)
