@@ -49,12 +49,6 @@ def test_keys_sort_by_step(one: int, other: int) -> None:
     assert (names[0] < names[1]) == (one < other)
 
 
-@given(texts)
-def test_foreign_names_in_the_catalog_are_nobodys(name: str) -> None:
-    for kind in (CommitKey, AttemptKey, NoteKey, UploadKey):
-        kind.parse(name)
-
-
 @pytest.mark.parametrize(
     ("template", "folder", "step"),
     [
@@ -64,6 +58,10 @@ def test_foreign_names_in_the_catalog_are_nobodys(name: str) -> None:
         ("step-{step}", "my-step-900-pinned", None),
         ("step-{step}", "backup-of-step-5", None),
         ("step-{step}", "step-5-old", None),
+        ("step-{step}", "step-5.bak", None),
+        ("step-{step}", "step-", None),
+        ("step-{step}", "step-x", None),
+        ("step-{step}", "step--5", None),
         ("step-{step}", "step-\u0661", None),
         ("step-{step}", "step-" + "9" * 5000, None),
         ("runs/a/{step}", "runs/a/3", 3),
@@ -121,13 +119,3 @@ def test_intents_uploads_and_notes_read_back() -> None:
     assert UploadKey.parse(upload.name()) == upload
     note = NoteKey(5, "metrics", ("1", "eval/loss", "-inf", ""))
     assert NoteKey.parse(note.name()) == note
-
-
-def test_a_folder_that_only_looks_like_a_step_is_nobodys() -> None:
-    """torchtitan searches names for `step-(\\d+)`: it took `my-step-900-pinned` for 900, deleted `backup-of-step-5`."""
-    template = StepTemplate("step-{step}")
-    for foreign in ("my-step-900-pinned", "backup-of-step-5", "step-5.bak", "step-", "step-x", "step--5", "step-٣"):
-        assert template.step_of(foreign) is None
-    # It builds unpadded names and takes padded ones: both are the step's here, whichever the template makes.
-    for text in ("step-{step}", "step-{step:06d}"):
-        assert StepTemplate(text).step_of("step-900") == StepTemplate(text).step_of("step-000900") == 900

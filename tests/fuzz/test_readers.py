@@ -12,15 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bucketpoint.catalog.deletion import lock, state
 from bucketpoint.dcp.loading.decode import decode_item
 from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
-from bucketpoint.format.index import ref as index_ref
 from fuzz.readers import HOSTILE, TARGETS, read_item, read_note, read_url, whole
 from fuzz.runs import run
 from kit.tally import Tally
@@ -79,36 +75,6 @@ def test_a_url_with_a_zero_byte_is_refused() -> None:
 def test_pickles_at_which_torchs_own_unpickler_stumbles_are_no_tensors(data: bytes) -> None:
     with pytest.raises(BucketpointError):
         decode_item(memoryview(bytearray(data)), whole(data), None, key="k")
-
-
-def test_an_index_whose_path_no_writer_makes_is_none() -> None:
-    """The folder below `data/` follows from the name."""
-    made = index_ref.make_ref("0123456789ab", b"index")
-    named = b"\x8c\x11bucketpoint_index\x94\x8c\xff" + made.text.encode() + b"\x94"
-    assert index_ref.find_ref(named) == made
-    assert index_ref.find_ref(named.replace(made.path[:8].encode(), b"data/00/")) is None
-
-
-@given(st.text(max_size=40), st.text(max_size=20).filter(lambda text: not text.startswith("/")))
-def test_a_path_of_any_text_stays_below_the_prefix(relative: str, prefix: str) -> None:
-    prefix = prefix.strip("/").replace("..", "")
-    try:
-        key = keys.join(prefix, relative)
-    except BucketpointError:
-        return
-    assert key == (f"{prefix}/{relative}" if prefix else relative)
-    assert ".." not in relative.split("/")
-    assert not relative.startswith("/")
-
-
-@given(st.text(max_size=60))
-def test_a_path_of_any_text_stays_below_a_folder(tmp_path_factory: pytest.TempPathFactory, relative: str) -> None:
-    root = Path("/tmp/some/root")
-    try:
-        key = keys.join("run", relative)
-    except BucketpointError:
-        return
-    assert root / "run" in [*(root / key).parents, root / key] or relative in (".", "./")
 
 
 def test_an_archive_whose_storage_is_longer_than_its_pickle_says_is_refused_before_torch_meets_it() -> None:

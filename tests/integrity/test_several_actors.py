@@ -18,15 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.deletion.prune import Order, prune
 from bucketpoint.catalog.deletion.state import Pruned
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.errors import BucketpointError, CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.stores import ObjectInfo
 from kit.servers import S3Server
 from services import Service
@@ -102,16 +99,6 @@ def test_a_plain_save_over_a_step_that_is_pruned_meanwhile_is_whole(run: Run) ->
     assert run.loaded("step-2") == {2.0}
 
 
-@pytest.mark.parametrize("inner", ["step-1/finetune/step-2", "step-1/step-2"])
-def test_a_save_of_a_run_within_a_checkpoint_that_is_pruned_meanwhile_is_whole(run: Run, inner: str) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    run.save_plainly(inner, 3.0, lambda: run.prune(1))
-    assert run.loaded(inner) == {3.0}
-    with pytest.raises((CheckpointNotFoundError, dcp.CheckpointException)):
-        run.loaded("step-1")
-
-
 def test_a_save_with_a_policy_of_its_own_within_a_checkpoint_that_is_pruned_meanwhile_is_whole(
     run: Run, tmp_path: Path
 ) -> None:
@@ -130,13 +117,6 @@ def test_thinning_leaves_the_optimizer_of_a_save_that_is_under_way(run: Run) -> 
     run.save(2, 2.0)
     run.save_plainly("step-1", 3.0, lambda: run.prune(1, action="thin"))
     assert run.loaded("step-1") == {3.0}
-
-
-def test_thinning_leaves_the_optimizer_of_a_run_within_the_folder(run: Run) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    run.save_plainly("step-1/finetune/step-2", 3.0, lambda: run.prune(1, action="thin"))
-    assert run.loaded("step-1/finetune/step-2") == {3.0}
 
 
 class Paused:
@@ -158,20 +138,6 @@ class Paused:
         return iter(found)
 
 
-class Unseen:
-    """A store as it was listed before one of its objects was there."""
-
-    def __init__(self, store: Any, key: str) -> None:
-        self._store = store
-        self._key = key
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def list(self, prefix: str, **how: Any) -> Iterator[ObjectInfo]:
-        return (info for info in self._store.list(prefix, **how) if info.key != self._key)
-
-
 # fake-gcs-server deletes whatever a condition says; before it stands what does as GCS documents.
 @pytest.mark.parametrize("service", ["minio", "gcs_xml"], indirect=True)
 def test_a_pruner_that_slept_since_its_listing_deletes_nothing_that_was_committed_meanwhile(run: Run) -> None:
@@ -183,16 +149,6 @@ def test_a_pruner_that_slept_since_its_listing_deletes_nothing_that_was_committe
     done = prune(paused, lambda rows: [Order(row.step, row.id) for row in rows if row.step == 1], grace=0.0, holder="p")
     assert done.deleted == []
     assert run.loaded("step-1") == {3.0}
-
-
-def test_a_deep_sweep_leaves_checkpoints_of_saves_without_collectives(run: Run) -> None:
-    url = run.url("step-1")
-    writer = run.service.writer(url)
-    dcp.save(state_of(1.0), storage_writer=writer, no_dist=True, use_collectives=False)
-    assert run.sweep_later(72, deep=True) == []
-    state = state_of(-1.0)
-    dcp.load(state, storage_reader=run.service.reader(url), no_dist=True)
-    assert set(state["model"]["w"].tolist()) == {1.0}
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["fresh", "over a checkpoint"])
@@ -230,58 +186,6 @@ def test_a_save_of_hours_that_no_sweep_met_commits_and_leaves_no_fence(
     assert [key for key in run.service.listed() if "fences" in key] == []
 
 
-def test_a_sweep_that_comes_after_the_fence_of_a_save_leaves_its_data(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fences: list[str] = []
-    real, took = time.time, AttemptFence.take
-
-    def take(fence: AttemptFence) -> None:
-        took(fence)
-        fences.extend(key for key in run.service.listed() if "/fences/" in key)
-        # Data and fence are old by its clock: what it may not do is take a fence that it has not seen.
-        unseen = Unseen(run.catalog.store, fences[0])
-        late = dataclasses.replace(run.catalog, store=unseen, now=real() + 2 * HOUR)
-        assert sweep(late, older_than=HOUR, deep=True).objects == []
-
-    monkeypatch.setattr(AttemptFence, "take", take)
-    run.save_plainly("step-1", 3.0, lambda: monkeypatch.setattr(time, "time", lambda: real() + HOUR))
-    monkeypatch.setattr(time, "time", real)
-    assert len(fences) == 1
-    assert run.loaded("step-1") == {3.0}
-
-
-@pytest.mark.parametrize("older_than", [0.0, -60.0, HOUR - 1])
-def test_a_sweep_of_what_is_younger_than_an_hour_is_refused_with_the_least_age(run: Run, older_than: float) -> None:
-    with pytest.raises(BucketpointError, match="--older-than 1h"):
-        sweep(run.catalog, older_than=older_than)
-
-
-@pytest.mark.parametrize("how", ["an object is gone", "an object is shorter"])
-def test_nothing_goes_while_the_newest_checkpoint_is_not_whole(run: Run, how: str) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    (victim,) = [key for key in run.service.listed("run/step-2/data") if "optim" in key]
-    run.service.delete(victim)
-    if how == "an object is shorter":
-        run.service.write(victim, b"x")
-    done = run.prune(1)
-    assert done.deleted == []
-    assert "step-2" in str(done.stopped)
-    assert run.loaded("step-1") == {1.0}
-
-
-def test_what_lies_in_a_checkpoints_folder_and_is_not_of_it_stays(run: Run) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    foreign = ["run/step-1/config.json", "run/step-1/data/mine.bin", "run/step-1/notes/step-2/data/x"]
-    for key in foreign:
-        run.service.write(key, b"x")
-    assert [step for step, _ in run.prune(1).deleted] == [1]
-    left = [key for key in run.service.listed("run/step-1/") if not key.endswith("/.metadata")]
-    assert left == sorted(foreign)
-
-
 def test_a_checkpoint_with_the_names_of_torchs_writer_goes_whole_and_with_nothing_else(
     run: Run, tmp_path: Path
 ) -> None:
@@ -309,15 +213,3 @@ def test_the_open_upload_of_a_dead_plain_save_is_swept_where_uploads_are_listed(
     assert sweep(later, older_than=HOUR).uploads == [f"run/step-1/{key}"]
     left = sorted(one.key for one in store.list_multipart(""))
     assert left == [f"elsewhere/step-1/{key}", f"run/step-1/finetune/step-3/{key}"]
-
-
-def test_a_deleted_checkpoint_is_named_as_such_while_its_marker_is_there(run: Run) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    marker = DeletionMarker("0" * 12, 1_700_000_000.0, "by the retention policy")
-    run.service.write("run/step-1/.metadata", marker.encode())
-    with pytest.raises(dcp.CheckpointException) as failed:
-        run.loaded("step-1")
-    (error,) = [one for one, _ in failed.value.failures.values()]
-    assert isinstance(error, CheckpointDeletedError)
-    assert "deleted at 2023-11-14 22:13:20 UTC: by the retention policy" in str(error)

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
+from kit import checkpoints
 from kit.kills import Job
 from services import Service
 
@@ -21,10 +22,9 @@ JOBS = 4
 
 
 def save(number: int, url: str, options: dict[str, Any], overwrite: bool, planner: Any = None) -> str:
-    state = {"w": torch.full((100_000,), float(number)), "o": {"m": torch.full((10,), float(number))}}
     writer = bp.BucketWriter(overwrite=overwrite, storage_options=options)
     try:
-        dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner, no_dist=True)
+        checkpoints.save(url, number, writer, elements=100_000, planner=planner)
     except dcp.CheckpointException as failed:
         return type(next(iter(failed.failures.values()))[0]).__name__
     return "won"
@@ -70,12 +70,9 @@ def test_one_of_several_jobs_wins_and_the_others_are_told(service: Service, race
 
 def whole_at(url: str, options: dict[str, Any]) -> float:
     """The one value of what is committed there, all of it verified."""
-    target = {"w": torch.zeros(100_000), "o": {"m": torch.zeros(10)}}
-    dcp.load(target, checkpoint_id=url, storage_reader=bp.BucketReader(storage_options=options), no_dist=True)
-    values = {*target["w"].unique().tolist(), *target["o"]["m"].unique().tolist()}
-    assert len(values) == 1, "never a mix"
+    value = checkpoints.load(url, bp.BucketReader(storage_options=options), elements=100_000)
     assert verify(open_checkpoint(url, storage_options=options)).ok
-    return float(values.pop())
+    return value
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])

@@ -26,6 +26,7 @@ import timeit
 import webbrowser
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -66,6 +67,7 @@ def programs(canary: str) -> dict[str, bytes]:
     touch = f"touch {canary}"
     code = f"open({canary!r}, 'w')"
     arg = text(touch) + b"\x85R"
+    memo = short("os") + b"\x940" + short("system") + b"\x940"
     calls: dict[str, Any] = {
         "os.system": Call(os.system, touch),
         "os.popen": Call(os.popen, touch),
@@ -123,6 +125,8 @@ def programs(canary: str) -> dict[str, bytes]:
         "a bound method": [].append,
         "a class": subprocess.Popen,
         "a module's function": os.system,
+        "numpy.load": Call(np.load, canary),
+        "in a numpy array": np.array([Call(os.system, touch)], dtype=object),
     }
     found = {name: pickle.dumps(value, 4) for name, value in calls.items()}
     found |= {f"{name}, protocol 2": pickle.dumps(calls[name], 2) for name in ("os.system", "eval", "getattr")}
@@ -135,13 +139,7 @@ def programs(canary: str) -> dict[str, bytes]:
         "STACK_GLOBAL through an allowed module": P4 + stack_global("torch._utils", "sys.modules") + b".",
         "STACK_GLOBAL through an allowed class": P4 + stack_global("collections", "OrderedDict.__class__") + b".",
         "STACK_GLOBAL, dunder": P4 + stack_global("builtins", "list.__class__.__subclasses__") + b")R.",
-        "STACK_GLOBAL out of the memo": P4
-        + short("os")
-        + b"\x940"
-        + short("system")
-        + b"\x940h\x00h\x01\x93"
-        + arg
-        + b".",
+        "STACK_GLOBAL out of the memo": P4 + memo + b"h\x00h\x01\x93" + arg + b".",
         "STACK_GLOBAL duplicated": P4 + short("os") + b"2\x93" + b".",
         "STACK_GLOBAL of names that are computed": P4 + global_("builtins", "str") + b")R" + short("system") + b"\x93.",
         "STACK_GLOBAL of bytes": P4 + b"C\x02os" + b"C\x06system" + b"\x93.",
@@ -179,7 +177,10 @@ def programs(canary: str) -> dict[str, bytes]:
         "popped before anyone sees it": P4 + global_("os", "system") + arg + b"0N.",
         "behind a STOP that is not reached": P4 + b"(" + global_("os", "system") + arg + b"1N.",
         "in a frame": P4 + b"\x95" + struct.pack("<Q", 400) + global_("os", "system") + arg + b".",
-        "after other pickles": pickle.dumps(1) * 0 + P4 + b"]" + global_("os", "system") + arg + b"a.",
+        "in a list, by opcodes": P4 + b"]" + global_("os", "system") + arg + b"a.",
+        "a name under a mark": P4 + b"(" + stack_global("os", "system") + b"1.",
+        "BUILD on a function": P4 + global_("torch._utils", "_rebuild_tensor_v2") + b"}" + text("x") + b"K\x01sb.",
+        "BUILD on a class, with slots": P4 + global_("argparse", "Namespace") + b"N}" + text("x") + b"K\x01s\x86b.",
     }
     return found
 
@@ -278,8 +279,12 @@ def expanding_archives() -> dict[str, bytes]:
 
 
 HUGE32 = struct.pack("<I", 0x7FFFFFF0)
-ANY_SIZE = b"\x8a\x06" + (1 << 40).to_bytes(6, "little")
 HUGE64 = struct.pack("<Q", 1 << 40)
+ANY_SIZE = b"\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85R"
+
+
+def builtin(name: str) -> bytes:
+    return global_("builtins", name)
 
 
 def bombs() -> dict[str, bytes]:
@@ -288,6 +293,8 @@ def bombs() -> dict[str, bytes]:
     doubling = b"\x80\x02]q\x00" + b"".join(
         b"]q" + bytes([n + 1]) + b"(" + (b"h" + bytes([n])) * 10 + b"e" for n in range(30)
     )
+    number = builtin("int") + text("1099511627776") + b"\x85R\x85R"
+    shell = global_("numpy.core.multiarray", "_reconstruct") + global_("numpy", "ndarray")
     return {
         "BINUNICODE": P4 + b"X" + HUGE32 + b"x.",
         "BINUNICODE8": P4 + b"\x8d" + HUGE64 + b"x.",
@@ -302,35 +309,11 @@ def bombs() -> dict[str, bytes]:
         "deep tuples": P4 + b")" + b"\x85" * deep + b".",
         "deep marks": P4 + b"(" * deep + b".",
         "billion laughs": doubling + b".",
-        "a bytearray of any size": P4
-        + global_("builtins", "bytearray")
-        + b"\x8a\x06"
-        + (1 << 40).to_bytes(6, "little")
-        + b"\x85R.",
-        "bytes of any size": P4
-        + global_("builtins", "bytes")
-        + b"\x8a\x06"
-        + (1 << 40).to_bytes(6, "little")
-        + b"\x85R.",
-        "a list of a range": P4
-        + global_("builtins", "list")
-        + global_("builtins", "range")
-        + b"\x8a\x05"
-        + (1 << 34).to_bytes(5, "little")
-        + b"\x85R\x85R.",
+        "a bytearray of any size": P4 + builtin("bytearray") + ANY_SIZE + b".",
+        "bytes of any size": P4 + builtin("bytes") + ANY_SIZE + b".",
+        "a list of a range": P4 + builtin("list") + builtin("range") + ANY_SIZE + b"\x85R.",
         "a tensor of any size": P4 + global_("torch", "Tensor") + b"J\xff\xff\xff\x7f\x85R.",
-        "an array of any size": P4
-        + global_("numpy.core.multiarray", "_reconstruct")
-        + global_("numpy", "ndarray")
-        + b"J\xff\xff\xff\x7f\x85C\x01b\x87R.",
-        "a size that is computed": P4
-        + global_("builtins", "bytearray")
-        + global_("builtins", "int")
-        + text("1099511627776")
-        + b"\x85R\x85R.",
-        "an untyped storage": P4
-        + global_("torch.storage", "UntypedStorage")
-        + b"\x8a\x06"
-        + (1 << 40).to_bytes(6, "little")
-        + b"\x85R.",
+        "an array of any size": P4 + shell + b"J\xff\xff\xff\x7f\x85C\x01b\x87R.",
+        "a size that is computed": P4 + builtin("bytearray") + number + b".",
+        "an untyped storage": P4 + global_("torch.storage", "UntypedStorage") + ANY_SIZE + b".",
     }

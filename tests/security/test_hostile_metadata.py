@@ -29,26 +29,13 @@ from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.record import MAX_RECORD_BYTES
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store
+from kit.checkpoints import load, save
 
 GROWTH_BYTES = 64 << 20
 ELSEWHERE = [
     *("../secret", "a/../../secret", "/etc/passwd", "..\\secret", "file:///etc/passwd", "s3://other/secret"),
     *("./../secret", "data/\x00", "C:secret"),
 ]
-
-
-def state(value: float) -> dict[str, Any]:
-    return {"model": {"w": torch.full((100,), value)}, "step": int(value)}
-
-
-def save(url: str, value: float, **options: Any) -> None:
-    dcp.save(state(value), checkpoint_id=url, storage_writer=bp.BucketWriter(**options), no_dist=True)
-
-
-def load(url: str) -> float:
-    target = state(0)
-    dcp.load(target, checkpoint_id=url, storage_reader=bp.BucketReader(), no_dist=True)
-    return float(target["model"]["w"][0])
 
 
 def tampered(url: str, change: Callable[[Any], Any]) -> None:

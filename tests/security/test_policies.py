@@ -30,6 +30,7 @@ from bucketpoint.format.keys import data_path
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import ObjectInfo, Store, open_store
+from kit import checkpoints
 from kit.servers import S3Server
 
 POLICIES = Path(__file__).parents[2] / "policies" / "minio"
@@ -54,19 +55,12 @@ def place(minio: S3Server) -> tuple[str, dict[str, dict[str, Any]]]:
     return bucket, {role: minio.limited_options(*statements(role, bucket)) for role in ROLES}
 
 
-def state(value: float) -> dict[str, Any]:
-    return {"model": {"w": torch.full((3 * MIB,), value)}, "optim": {"m": torch.full((100,), value)}, "step": 1}
-
-
 def save(url: str, value: float, options: dict[str, Any]) -> None:
-    writer = S3Writer(storage_options=options, transfer=SMALL_PARTS)
-    dcp.save(state(value), checkpoint_id=url, storage_writer=writer, no_dist=True)
+    checkpoints.save(url, value, S3Writer(storage_options=options, transfer=SMALL_PARTS), elements=3 * MIB)
 
 
 def loaded(url: str, options: dict[str, Any]) -> float:
-    target = state(0)
-    dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), no_dist=True)
-    return float(target["model"]["w"][0])
+    return checkpoints.load(url, S3Reader(storage_options=options), elements=3 * MIB)
 
 
 def manual(**keep: Any) -> RetentionPolicy:
@@ -121,9 +115,9 @@ def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
     save(url, 2.0, options)
     assert "was not deleted" in caplog.text or "were not deleted" in caplog.text
     caplog.clear()
-    async_save(
-        state(3.0), checkpoint_id=f"{url}-async", storage_writer=S3Writer(storage_options=options), no_dist=True
-    ).result()
+    writer = S3Writer(storage_options=options)
+    state = checkpoints.state_of(3.0, 3 * MIB)
+    async_save(state, checkpoint_id=f"{url}-async", storage_writer=writer, no_dist=True).result()
     assert (loaded(url, options), loaded(f"{url}-async", options)) == (2.0, 3.0)
 
     root = f"s3://{bucket}/{RUN}"

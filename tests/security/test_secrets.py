@@ -168,26 +168,20 @@ def test_a_checkpoint_is_encrypted_by_the_store_and_comes_back(minio: S3Server, 
 # TLS
 
 
-@pytest.mark.parametrize("value", [False, "", " ", 0], ids=repr)
-def test_verification_is_not_switched_off_by_one_option(s3_tls: S3Server, value: Any) -> None:
-    options = S3Options(endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", client_kwargs={"verify": value})
-    with pytest.raises(EndpointError, match="insecure_tls"):
-        S3Store("bucket", options).get("k")
-
-
-@pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"])
-def test_verification_is_not_switched_off_by_an_empty_variable(
-    s3_tls: S3Server, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "variable", "named"),
+    [
+        *(({"client_kwargs": {"verify": value}}, None, "insecure_tls") for value in (False, "", " ", 0)),
+        *(({"connections": 9}, name, name) for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")),
+        ({"insecure_tls": True, **s3_attempts(1)}, None, "certificate"),
+    ],
+    ids=repr,
+)
+def test_verification_is_not_switched_off_by_one_option_or_an_empty_variable(
+    s3_tls: S3Server, options: dict[str, Any], variable: str | None, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(name, "")
-    options = S3Options(endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", connections=9)
-    with pytest.raises(EndpointError, match=name):
-        S3Store("bucket", options).get("k")
-
-
-def test_insecure_tls_alone_switches_nothing_off(s3_tls: S3Server) -> None:
-    options = S3Options(
-        endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", insecure_tls=True, **s3_attempts(1)
-    )
-    with pytest.raises(EndpointError, match="certificate"):
-        S3Store("bucket", options).get("k")
+    if variable:
+        monkeypatch.setenv(variable, "")
+    store = S3Store("bucket", S3Options(endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", **options))
+    with pytest.raises(EndpointError, match=named):
+        store.get("k")

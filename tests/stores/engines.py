@@ -21,10 +21,6 @@ OBJECT = {"name": "k", "size": "5", "generation": "7"}
 """What GCS says of an object."""
 
 
-def views(*chunks: bytes | bytearray) -> list[memoryview]:
-    return [memoryview(chunk) for chunk in chunks]
-
-
 def s3_at(server: ScriptedServer, *, max_attempts: int = 3, **options: Any) -> S3Store:
     config = {**s3_attempts(max_attempts)["config_kwargs"], **options.pop("config_kwargs", {})}
     given = {"endpoint_url": server.endpoint, "access_key": "a", "secret_key": "hush", "config_kwargs": config}

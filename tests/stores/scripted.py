@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -44,7 +46,7 @@ Script = Callable[[Seen, int], Answer]
 class ScriptedServer:
     """Answers each request with `script(request, how many came before)`."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, tls: Path | None = None) -> None:
         self.script = script
         self.seen: list[Seen] = []
         self.connections = 0
@@ -98,7 +100,11 @@ class ScriptedServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        if tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls / "public.crt", tls / "private.key")
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.endpoint = f"{'http' if tls is None else 'https'}://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
 
     def start(self) -> None:
@@ -111,8 +117,9 @@ class ScriptedServer:
 
 
 @contextmanager
-def scripted(script: Script) -> Iterator[ScriptedServer]:
-    server = ScriptedServer(script)
+def scripted(script: Script, tls: Path | None = None) -> Iterator[ScriptedServer]:
+    """Serve by a script; over TLS with the certificate and the key in a folder."""
+    server = ScriptedServer(script, tls)
     server.start()
     try:
         yield server

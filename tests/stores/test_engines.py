@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import random
 import threading
 import tracemalloc
@@ -17,20 +16,13 @@ import pytest
 from awscrt import checksums
 
 from bucketpoint.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    CorruptDataError,
-    CredentialsError,
-    ObjectNotFoundError,
     StoreError,
-    ThrottledError,
     TransientStoreError,
-    UploadNotFoundError,
-    WrongRegionError,
 )
 from bucketpoint.stores import Store, open_store, retry
+from kit.buffers import views
 from services import Service
-from stores.engines import ENGINES, S3, Engine, client_of, read_in_child, views
+from stores.engines import ENGINES, S3, Engine, client_of, read_in_child
 from stores.scripted import Answer, Seen, scripted
 
 pytestmark = pytest.mark.contract
@@ -142,69 +134,6 @@ def test_a_store_that_ignores_ranges_is_found_out(engine: Engine) -> None:
         data = bytearray(100)
         store.read_into("k", 0, views(data))
         assert data == b"x" * 100
-
-
-# Failures
-
-REPLIES = [
-    ("s3", 404, "NoSuchBucket", BucketNotFoundError),
-    ("s3", 404, "NoSuchKey", ObjectNotFoundError),
-    ("s3", 404, "NoSuchUpload", UploadNotFoundError),
-    ("s3", 403, "AccessDenied", AccessDeniedError),
-    ("s3", 403, "SomethingNew", AccessDeniedError),
-    ("s3", 400, "ExpiredToken", CredentialsError),
-    ("s3", 403, "InvalidAccessKeyId", CredentialsError),
-    ("s3", 403, "SignatureDoesNotMatch", CredentialsError),
-    ("s3", 403, "RequestTimeTooSkewed", CredentialsError),
-    ("s3", 400, "IllegalLocationConstraintException", WrongRegionError),
-    ("s3", 503, "SlowDown", ThrottledError),
-    ("s3", 429, "TooManyRequests", ThrottledError),
-    ("s3", 500, "InternalError", TransientStoreError),
-    ("s3", 502, "", TransientStoreError),
-    ("s3", 400, "RequestTimeout", TransientStoreError),
-    ("s3", 400, "BadDigest", CorruptDataError),
-    ("s3", 400, "XAmzContentChecksumMismatch", CorruptDataError),
-    ("s3", 416, "InvalidRange", CorruptDataError),
-    ("s3", 400, "InvalidArgument", StoreError),
-    ("gcs", 400, "invalid", StoreError),
-    ("gcs", 400, "userProjectMissing", AccessDeniedError),
-    # Without credentials a 401 ends in google-auth, which cannot renew what is not there: its reason is not told.
-    ("gcs", 401, "", CredentialsError),
-    ("gcs", 403, "forbidden", AccessDeniedError),
-    ("gcs", 403, "rateLimitExceeded", ThrottledError),
-    ("gcs", 408, "uploadBrokenConnection", TransientStoreError),
-    ("gcs", 409, "conflict", TransientStoreError),
-    ("gcs", 416, "requestedRangeNotSatisfiable", CorruptDataError),
-    ("gcs", 429, "rateLimitExceeded", ThrottledError),
-    ("gcs", 500, "backendError", TransientStoreError),
-    ("gcs", 502, "", TransientStoreError),
-    ("gcs", 503, "backendError", ThrottledError),
-]
-
-
-@pytest.mark.parametrize("engine", ["s3"], indirect=True)
-def test_a_name_that_no_bucket_can_have_is_told_to_be_checked(engine: Engine) -> None:
-    reply = lambda request, number: engine.error(400, "InvalidBucketName")  # noqa: E731
-    with scripted(reply) as server, pytest.raises(StoreError, match="Check the bucket's name: S3 allows"):
-        engine.at(server, max_attempts=1).get("k")
-
-
-@pytest.mark.parametrize(("engine", "status", "code", "kind"), REPLIES, indirect=["engine"])
-def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
-    engine: Engine, status: int, code: str, kind: type[StoreError]
-) -> None:
-    with scripted(lambda request, number: engine.error(status, code)) as server, pytest.raises(kind) as caught:
-        engine.at(server, max_attempts=1).get("folder/the key")
-    found = caught.value
-    assert type(found) is kind
-    assert engine.reads in found.message
-    assert code in found.message
-    assert found.url == f"{engine.scheme}://bucket" + ("/folder/the key" if kind is not BucketNotFoundError else "")
-    assert "hush" not in str(found)
-    again = pickle.loads(pickle.dumps(found))
-    assert (type(again), str(again)) == (kind, str(found))
-    assert found.__cause__ is None
-    assert found.__context__ is None
 
 
 # Clients and processes

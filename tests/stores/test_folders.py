@@ -30,6 +30,7 @@ from bucketpoint.stores import LocalStore, ObjectInfo, Store, open_store, retry
 from bucketpoint.stores import local_lock as lock_module
 from bucketpoint.stores.local_folders import temporary
 from bucketpoint.stores.local_lock import locked
+from kit.buffers import views
 
 SECRET = b"aws_secret_access_key"
 
@@ -42,10 +43,6 @@ READS: list[Callable[[Store, str], object]] = [
     lambda store, key: store.put(key, views(b"x"), if_match="etag"),
     lambda store, key: store.delete_if(key, "etag"),
 ]
-
-
-def views(*chunks: bytes) -> list[memoryview]:
-    return [memoryview(chunk) for chunk in chunks]
 
 
 def names(folder: Path) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bucketpoint import BucketpointError
 from bucketpoint.transfer import BufferPool
 
 GRAIN = 256 << 10
@@ -35,6 +37,21 @@ def test_what_is_kept_goes_before_the_limit_is_passed() -> None:
     memory.give(memory.take(3 * GRAIN))
     memory.take(4 * GRAIN)
     assert memory.peak_bytes == 4 * GRAIN
+
+
+def test_leases_more_than_the_limit_alone_and_names_what_cannot_be_had() -> None:
+    pool = BufferPool(4 * GRAIN)
+    for _ in range(50):
+        with pool.lease(2 * GRAIN) as one, pool.lease(2 * GRAIN) as two:
+            assert len(one) == len(two) == 2 * GRAIN
+    assert pool.peak_bytes == 4 * GRAIN
+    with pool.lease(9 * GRAIN) as large:
+        assert len(large) == 9 * GRAIN
+    for nbytes in (1 << 60, 1 << 80):
+        with pytest.raises(BucketpointError, match="cannot be had"), pool.lease(nbytes):
+            pass
+    with pool.lease(4 * GRAIN) as view:
+        assert len(view) == 4 * GRAIN
 
 
 @given(sizes=st.lists(st.integers(0, 5 * GRAIN), min_size=1, max_size=30), order=st.randoms(), limit=st.integers(0, 20))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Capabilities
-from bucketpoint.transfer import BufferPool, Extent, TransferOptions, plan_requests
+from bucketpoint.transfer import Extent, TransferOptions, plan_requests
 from bucketpoint.transfer.parts import common_part_bytes, plan_parts
 
 MIB = 1 << 20
@@ -94,13 +94,3 @@ def test_requests_hold_every_extent_once_and_overread_within_the_cap(
 def test_overlapping_extents_are_read_apart() -> None:
     requests = plan_requests([extent(0, 100), extent(50, 150)], TransferOptions())
     assert len(requests) == 2
-
-
-def test_a_pool_reuses_buffers_and_grants_an_oversized_lease_alone() -> None:
-    pool = BufferPool(4 * MIB)
-    for _ in range(50):
-        with pool.lease(2 * MIB) as one, pool.lease(2 * MIB) as two:
-            assert len(one) == len(two) == 2 * MIB
-    assert pool.peak_bytes == 4 * MIB
-    with pool.lease(9 * MIB) as large:
-        assert len(large) == 9 * MIB

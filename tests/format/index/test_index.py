@@ -432,26 +432,6 @@ def test_a_truncated_index_is_refused(size: int) -> None:
         decode_index(WHOLE[:size], url="s3://b/x")
 
 
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=5))
-def test_a_damaged_index_is_refused_by_kind_or_still_metadata(damage: list[tuple[int, int]]) -> None:
-    data = bytearray(WHOLE)
-    for position, value in damage:
-        data[position] = value
-    try:
-        found = decode_index(bytes(data))
-        len(found.planner_data or ())
-    except MetadataError:
-        return
-    assert sum(1 for _ in found.storage_data.items()) == len(found.storage_data)
-    assert dict(found.state_dict_metadata.items()).keys() == set(found.state_dict_metadata)
-
-
-@given(st.binary(max_size=300))
-def test_garbage_behind_the_magic_is_refused(data: bytes) -> None:
-    with pytest.raises(MetadataError):
-        decode_index(MAGIC + data)
-
-
 def parts() -> list[bytes]:
     _, _, *sizes = HEAD.unpack_from(WHOLE)
     found, at = [], HEAD.size
@@ -574,11 +554,6 @@ def test_metadata_that_names_an_index_of_another_format_is_read_itself(number: b
     assert other != data
     assert find_ref(other) is None
     assert decode_metadata(other) == metadata
-
-
-@given(st.binary(max_size=600))
-def test_garbage_names_no_index(data: bytes) -> None:
-    assert find_ref(data) is None
 
 
 def test_every_attempt_has_an_index_of_its_own() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import copyreg
 import io
-import os
 import pathlib
 import pickle
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,10 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.errors import CheckpointDeletedError, MetadataError, UnsafeDataError
+from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, record_from_metadata
-from bucketpoint.format.metadata.deletion_marker import is_marker
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.storage_info import make_storage_info
@@ -219,50 +215,6 @@ def test_times_that_are_no_seconds_are_refused(name: str, value: Any) -> None:
         extra(decode_metadata(data))
 
 
-class Call:
-    """Pickles as a call of anything."""
-
-    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
-        self.reduced = (function, arguments) if state is None else (function, arguments, state)
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("where", ["alone", "planner_data", "key", "path"])
-def test_metadata_that_would_run_code_is_refused_before_anything_runs(
-    tmp_path: Path, protocol: int, where: str
-) -> None:
-    canary = tmp_path / "canary"
-    hostile: Any = Call(os.system, f"touch {canary}")
-    if where != "alone":
-        metadata = example()
-        if where == "planner_data":
-            metadata.planner_data = [hostile]
-        elif where == "key":
-            metadata.state_dict_metadata["x"] = hostile
-        else:
-            next(iter(metadata.storage_data.values())).relative_path = hostile
-        hostile = metadata
-    data = pickle.dumps(hostile, protocol)
-    with pytest.raises(UnsafeDataError, match=r"system"):
-        decode_metadata(data, url="s3://b/x")
-    assert not canary.exists()
-    pickle.loads(data)
-    assert canary.exists(), "the pickle was harmless and the test shows nothing"
-
-
-@pytest.mark.parametrize(
-    "function",
-    [builtins.eval, builtins.exec, builtins.__import__, builtins.type, torch.load, pickle.loads, io.open, sys.exit],
-    ids=lambda function: function.__name__,
-)
-def test_callables_that_could_run_code_are_not_on_the_list(function: Any) -> None:
-    with pytest.raises(UnsafeDataError):
-        decode_metadata(pickle.dumps(Call(function, "1")))
-
-
 @pytest.mark.parametrize(
     "kind", [Metadata, MetadataIndex, _StorageInfo, TensorProperties, _MEM_FORMAT_ENCODING, StorageMeta]
 )
@@ -299,42 +251,6 @@ WHOLE = encode_metadata(example(), bucketpoint=FACTS)
 def test_truncated_metadata_is_refused(size: int) -> None:
     with pytest.raises(MetadataError):
         decode_metadata(WHOLE[:size])
-
-
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=5))
-def test_damaged_metadata_is_refused_by_kind_or_still_metadata(damage: list[tuple[int, int]]) -> None:
-    data = bytearray(WHOLE)
-    for position, value in damage:
-        data[position] = value
-    try:
-        found = decode_metadata(bytes(data))
-    except (MetadataError, UnsafeDataError):
-        return
-    assert type(found) is Metadata
-
-
-@given(st.binary(max_size=300))
-def test_garbage_is_refused(data: bytes) -> None:
-    # Hypothesis knows the literals of the package, and so the first bytes of a deletion marker.
-    refusal = CheckpointDeletedError if is_marker(data) else (MetadataError, UnsafeDataError)
-    with pytest.raises(refusal):
-        decode_metadata(data)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"\x80\x04r\xff\xff\xff\x7f.",  # a memo number for which CPython would allocate 32 GiB
-        b"\x80\x04Nr\xff\xff\xff\x7f.",
-        b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00abc.",  # a terabyte of bytes
-        b"\x80\x04\x8d\xff\xff\xff\xff\xff\x00\x00\x00abc.",
-        b"\x80\x04B\xff\xff\xff\xffabc.",
-        b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00abc.",
-    ],
-)
-def test_lengths_that_the_stream_does_not_have_are_refused_before_they_are_allocated(body: bytes) -> None:
-    with pytest.raises(MetadataError):
-        decode_metadata(body)
 
 
 def corrupted(change: Any) -> bytes:

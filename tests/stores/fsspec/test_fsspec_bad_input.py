@@ -7,6 +7,7 @@ import datetime
 import importlib
 import importlib.util
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.asyn import AsyncFileSystem
 
 from azurite import ACCOUNT, KEY, AzureServer
-from bucketpoint import BucketReader, BucketWriter, GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import (
     AccessDeniedError,
@@ -30,14 +31,8 @@ from bucketpoint.errors import (
     CredentialsError,
     EndpointError,
     InvalidURLError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreError,
-    ThrottledError,
-    TransientStoreError,
 )
 from bucketpoint.stores import FsspecStore, open_store
-from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.fsspec.services import driver_of
 from fsspec_backends import SERVED, Backend, backend
 from kit.servers import free_port
@@ -63,62 +58,11 @@ def load(url: str, reader: Any) -> None:
     dcp.load({"w": torch.zeros(3)}, checkpoint_id=url, storage_reader=reader, no_dist=True)
 
 
-class HTTPFailure(Exception):
-    """As client libraries raise them: the status is in a field."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__("it went wrong")
-        self.status_code = status
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (FileExistsError("x"), PreconditionFailedError),
-        (HTTPFailure(412), PreconditionFailedError),
-        (HTTPFailure(409), PreconditionFailedError),
-        (HTTPFailure(404), ObjectNotFoundError),
-        (HTTPFailure(401), CredentialsError),
-        (HTTPFailure(403), AccessDeniedError),
-        (HTTPFailure(429), ThrottledError),
-        (HTTPFailure(503), ThrottledError),
-        (HTTPFailure(500), TransientStoreError),
-        (TimeoutError("x"), TransientStoreError),
-        (OSError(16, "busy"), TransientStoreError),
-        (ConnectionRefusedError("x"), EndpointError),
-        (OSError(22, "invalid"), StoreError),
-        (RuntimeError("x"), StoreError),
-    ],
-)
-def test_errors_of_libraries_become_kinds_of_ours(error: Exception, kind: type[StoreError]) -> None:
-    found = translate(error, "put", "s3://b/k", conditional=True)
-    assert type(found) is kind
-    assert found.url == "s3://b/k"
-    assert str(pickle.loads(pickle.dumps(found))) == str(found)
-    wrapped = OSError("wrapped")
-    wrapped.__cause__ = error
-    if not isinstance(error, FileExistsError | RuntimeError):
-        assert type(translate(wrapped, "put", "s3://b/k", conditional=True)) is kind
-
-
-@pytest.mark.parametrize(("operation", "right"), [("put", "write"), ("head", "read"), ("delete", "delete")])
-def test_a_right_that_is_lacking_is_named(operation: str, right: str) -> None:
-    assert f"lack the right to {right} here" in str(translate(HTTPFailure(403), operation, "az://c/k"))
-
-
-def test_of_what_a_library_says_in_many_lines_the_first_is_shown() -> None:
-    shown = str(translate(RuntimeError("no such thing\nRequestId: 1\n<Error>"), "put", "az://c/k"))
-    assert "no such thing" in shown
-    assert "RequestId" not in shown
-
-
 @pytest.mark.parametrize(
     ("scheme", "module", "remedy"),
     [
-        ("az", "adlfs", "pip install 'adlfs>="),
-        ("abfs", "adlfs", "pip install 'adlfs>="),
-        ("abfss", "adlfs", "pip install 'adlfs>="),
-        ("gs", "gcsfs", "pip install 'google-cloud-storage>="),
+        *((scheme, "adlfs", r"pip install 'adlfs>=.*its extra azure") for scheme in ("az", "abfs", "abfss")),
+        *((scheme, "gcsfs", r"pip install 'google-cloud-storage>=.*its extra gcs") for scheme in ("gs", "gcs")),
         # fsspec says what to install for what it serves itself.
         ("sftp", "paramiko", "paramiko"),
     ],
@@ -126,7 +70,7 @@ def test_of_what_a_library_says_in_many_lines_the_first_is_shown() -> None:
 def test_a_library_that_is_missing_is_named_with_what_installs_it(
     scheme: str, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bucketpoint.stores.registry._has_gcs", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     # An import of it fails now as where it was never installed, and fsspec has to try it.
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
@@ -135,18 +79,8 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
     for use in (open_store, BucketWriter, BucketReader):
         with pytest.raises(InvalidURLError, match=f"{scheme}:// URLs is not installed") as caught:
             use(f"{scheme}://bucket/x")
-        assert remedy in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [S3Writer, S3Reader, GCSWriter, GCSReader])
-@pytest.mark.parametrize("url", ["az://container/run", "abfs://container@mine.dfs.core.windows.net/run", "memory://x"])
-def test_a_class_for_one_service_refuses_the_urls_of_others(kind: Any, url: str) -> None:
-    own = "s3://" if kind.__name__.startswith("S3") else "gs://"
-    with pytest.raises(InvalidURLError, match=f"does not serve {url.partition(':')[0]}://.*{own}"):
-        kind(url)
-    other = "gs://bucket/x" if own == "s3://" else "s3://bucket/x"
-    with pytest.raises(InvalidURLError, match=own):
-        kind(other)
+        assert re.search(remedy, str(caught.value))
+        assert "gcsfs" not in str(caught.value)
 
 
 def test_a_class_for_one_scheme_refuses_others_on_a_filesystem_of_the_callers_own_too() -> None:

@@ -1,8 +1,9 @@
-"""Two jobs at one URL, and a job that is killed, on every filesystem of fsspec's that another process can reach."""
+"""Saves and loads, two jobs at one URL, and a job that is killed, on the filesystems of fsspec that tests reach."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -24,7 +25,7 @@ from bucketpoint import (
     latest_checkpoint,
 )
 from bucketpoint.stores import FsspecStore
-from fsspec_backends import SERVED, Backend, backend
+from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
 from kit import kills
 
 pytestmark = pytest.mark.contract
@@ -60,6 +61,23 @@ def load(fs: Any, url: str) -> int:
     ends = [end.item() for name in ("large", "small") for end in (target[name].min(), target[name].max())]
     assert {*ends, target["value"]} == {target["value"]}, "a mix"
     return int(target["value"])
+
+
+# A `LocalStore` serves "file".
+@pytest.mark.parametrize("found", [name for name in (*IN_PROCESS, *SERVED) if name != "file"], indirect=True)
+def test_loads_what_was_saved_and_replaces_it_only_if_it_may(found: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"{found.root}/step-1"
+    with caplog.at_level(logging.WARNING, logger="bucketpoint"):
+        save(found.fs, url, 1)
+        save(found.fs, url, 2)
+    assert load(found.fs, url) == 2
+    # Said once, and only where a commit has no condition to rely on.
+    told = sum("no conditional writes" in record.getMessage() for record in caplog.records)
+    assert told == (not found.creates)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(found.fs, url, 3, overwrite=False)
+    assert isinstance(next(iter(caught.value.failures.values()))[0], CheckpointExistsError)
+    assert not [name for name in found.left_behind() if "probe" in name or "tmp-" in name]
 
 
 class Together:

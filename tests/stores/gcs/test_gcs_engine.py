@@ -13,22 +13,17 @@ pytest.importorskip("google.cloud.storage")
 
 import gcs_xml as xml_api
 from bucketpoint.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
     CorruptDataError,
-    EndpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
-    ThrottledError,
     TransientStoreError,
-    UploadNotFoundError,
 )
 from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
 from bucketpoint.stores.gcs import client as gcs_client
 from gcs_server import GCSServer
-from kit.servers import free_port
-from stores.engines import OBJECT, views
+from kit.buffers import views
+from stores.engines import OBJECT
 from stores.engines import gcs_at as store_at
 from stores.engines import gcs_error as error
 from stores.engines import gcs_reply as reply
@@ -69,66 +64,10 @@ def test_a_service_that_says_when_to_come_back_is_not_asked_before(monkeypatch: 
     assert waits[2] < 1
 
 
-def test_a_refusal_is_not_sent_again() -> None:
-    with scripted(lambda request, number: error(403, "forbidden")) as server, pytest.raises(AccessDeniedError):
-        store_at(server).put("k", views(b"x"))
-    assert len(server.seen) == 1
-
-
 # Failures
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (404, "NoSuchUpload", UploadNotFoundError),
-        (404, "NoSuchBucket", BucketNotFoundError),
-        (400, "BadDigest", CorruptDataError),
-        (403, "AccessDenied", AccessDeniedError),
-        (503, "SlowDown", ThrottledError),
-        (400, "EntityTooSmall", StoreError),
-        # An error may come under the status of a reply that had begun.
-        (200, "InternalError", TransientStoreError),
-    ],
-)
-def test_each_code_of_the_xml_api_becomes_the_kind_that_says_the_same(
-    status: int, code: str, kind: type[StoreError]
-) -> None:
-    said = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as scripted</Message></Error>".encode()
-    with scripted(lambda request, number: Answer(status, {}, said)) as server:
-        store = store_at(server, max_attempts=1)
-        with pytest.raises(kind, match=code) as caught:
-            store.complete_multipart("k", "upload", [Part(1, 1, "e", 0)])
-    assert type(caught.value) is kind
-
-
-def test_a_missing_permission_is_named_and_says_what_a_trainer_needs() -> None:
-    said = "trainer@p.iam.gserviceaccount.com does not have storage.objects.create access to the object."
-    refused = error(403, "forbidden", said)
-    with scripted(lambda request, number: refused) as server, pytest.raises(AccessDeniedError) as caught:
-        store_at(server).put("k", views(b"x"))
-    assert said.rstrip(".") in caught.value.message
-    assert "storage.multipartUploads.create" in str(caught.value)
-
-
-def test_who_pays_is_asked_for_by_name() -> None:
-    missing = error(400, "userProjectMissing")
-    with scripted(lambda request, number: missing) as server, pytest.raises(AccessDeniedError, match="requester_pays="):
-        store_at(server).get("k")
-
-
-def test_a_missing_bucket_is_told_from_a_missing_object_and_asked_for_once(gcs: GCSServer) -> None:
-    nowhere = GCSStore("no-such-bucket-here", GCSOptions.from_storage_options(gcs.options))
-    for call in (
-        lambda: nowhere.put("k", views(b"x")),
-        lambda: nowhere.get("k"),
-        lambda: nowhere.head("k"),
-        lambda: list(nowhere.list("")),
-        lambda: nowhere.delete(["k"]),
-    ):
-        with pytest.raises(BucketNotFoundError, match="gs://no-such-bucket-here"):
-            call()
-
+def test_asks_once_if_the_bucket_is_there_when_an_object_is_missing() -> None:
     def script(request: Seen, number: int) -> Answer:
         return reply({"kind": "storage#objects"}) if request.path.endswith("/o") else error(404, "notFound")
 
@@ -145,13 +84,6 @@ def test_who_may_not_list_is_told_that_the_object_is_missing() -> None:
 
     with scripted(script) as server, pytest.raises(ObjectNotFoundError):
         store_at(server).get("k")
-
-
-def test_an_emulator_that_is_not_there_is_an_endpoint_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{free_port()}")
-    with pytest.raises(EndpointError, match="STORAGE_EMULATOR_HOST") as caught:
-        GCSStore("bucket", GCSOptions(max_attempts=2)).get("k")
-    assert caught.value.__context__ is None
 
 
 def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:

@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 pytest.importorskip("google.cloud.storage")
 
 import bucketpoint
-from bucketpoint.cli.app import run
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
-from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, open_store, retry
+from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.gcs import multipart as gcs_multipart
 from gcs_server import GCSServer
+from kit.buffers import views
 from kit.certificates import make_certificates
 from kit.servers import free_port
 from stores.scripted import Answer, ScriptedServer, Seen, scripted
@@ -34,10 +34,6 @@ OBJECT = {"name": "k", "size": "5", "generation": "7"}
 CREATED = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
 COMPLETED = b"<CompleteMultipartUploadResult/>"
 KMS_KEY = "projects/p/locations/eu/keyRings/r/cryptoKeys/k"
-
-
-def views(*chunks: bytes | bytearray) -> list[memoryview]:
-    return [memoryview(chunk) for chunk in chunks]
 
 
 def reply(content: Any) -> Answer:
@@ -142,27 +138,6 @@ def test_a_bucket_at_google_is_known_by_its_name_and_one_elsewhere_by_its_endpoi
     assert GCSStore("b", GCSOptions(endpoint_url="http://me:hush@h:1/")).identity == "http://h:1/b"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
     assert GCSStore("b").identity == "http://127.0.0.1:4443/b"
-
-
-def test_opening_a_store_makes_no_request_and_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> object:
-        raise AssertionError("a client was made")
-
-    monkeypatch.setattr(gcs_client, "build_client", refuse)
-    store, prefix = open_store("gs://bucket/run [1]/*/x/", storage_options={"token": "anon"})
-    assert isinstance(store, GCSStore)
-    assert (store.bucket, prefix) == ("bucket", "run [1]/*/x")
-    assert isinstance(open_store("gcs://bucket/x")[0], GCSStore)
-
-
-def test_without_the_library_a_url_goes_to_gcsfs_or_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: object, **__: object) -> object:
-        raise ImportError("Please install gcsfs")
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
-    with pytest.raises(BucketpointError, match="pip install 'google-cloud-storage>="):
-        open_store("gs://bucket/x")
 
 
 # What is sent
@@ -392,22 +367,6 @@ def test_a_permission_that_is_missing_is_named(permission: str, call: Callable[[
     assert (WHO.format(permission) in caught.value.message) != terse
 
 
-def test_a_bucket_of_another_project_is_told_from_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    absent = {"error": {"code": 404, "message": "The specified bucket does not exist.", "errors": []}}
-    missing = Answer(404, {"Content-Type": "application/json"}, json.dumps(absent).encode())
-    for script, told in (
-        (refusal("storage.objects.create", terse=False), ("fail put", WHO.format("storage.objects.create"))),
-        (lambda request, number: missing, ("fail connect", "the bucket does not exist", "create the bucket first")),
-    ):
-        with scripted(script) as server:
-            options = ("--storage-option", f"endpoint_url={server.endpoint}", "--storage-option", "token=anon")
-            assert run(["doctor", "gs://bucket/run", "--size", "0", *options]) == 1
-        said = capsys.readouterr().out
-        for part in told:
-            assert part in said
-    assert "s3:" not in said
-
-
 def test_credentials_never_go_in_clear_over_a_network() -> None:
     for endpoint in ("http://10.0.0.1:4443", "http://store.internal"):
         with pytest.raises(EndpointError, match="in clear"):
@@ -431,35 +390,10 @@ def test_options_pickle_as_names_and_places_and_never_with_what_is_secret(privat
     assert hash(held.cache_key()) != hash(GCSOptions(token={"private_key": "other"}).cache_key())
 
 
-def test_the_certificates_to_trust_may_be_an_option_and_others_are_refused(tmp_path: Path) -> None:
-    import ssl
-    import threading
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps(OBJECT).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
+def test_trusts_the_certificates_of_an_option_and_no_others(tmp_path: Path) -> None:
     authority = make_certificates(tmp_path)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "public.crt", tmp_path / "private.key")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        base = {"token": "anon", "endpoint_url": f"https://127.0.0.1:{server.server_port}", "max_attempts": 1}
+    with scripted(answer, tls=tmp_path) as server:
+        base = {"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 1}
         assert GCSStore("bucket", GCSOptions(**base, ca_bundle=str(authority))).head("k").etag == "7"
         with pytest.raises(EndpointError, match="SSL"):
             GCSStore("bucket", GCSOptions(**base)).head("k")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -21,16 +21,15 @@ from bucketpoint.errors import (
     PreconditionFailedError,
     StoreError,
     TransientStoreError,
-    WrongRegionError,
 )
 from bucketpoint.stores import ObjectInfo, S3Options, S3Store, http_body
 from bucketpoint.stores.s3 import body as s3_body
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import store as s3_store
-from kit.servers import S3Server, s3_attempts
+from kit.buffers import views
+from kit.servers import S3Server
 from stores.engines import s3_at as store_at
-from stores.engines import views
-from stores.scripted import Answer, Seen, error, scripted
+from stores.scripted import Answer, Seen, scripted
 
 MIB = 1 << 20
 
@@ -140,18 +139,6 @@ def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -
     assert max(sockets) <= 5
 
 
-def test_the_public_way_serves_when_the_private_one_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server
-) -> None:
-    monkeypatch.setattr(http_body._Wire, "of", classmethod(lambda cls, body, size: None))
-    store = S3Store(minio_tls.make_bucket(), S3Options.from_storage_options(minio_tls.options))
-    content = os.urandom(300_000)
-    store.put("k", views(content))
-    first, second = bytearray(100_000), bytearray(99_999)
-    store.read_into("k", 7, views(first, second))
-    assert first + second == content[7:200_006]
-
-
 @pytest.mark.parametrize("private", [True, False])
 def test_a_reply_is_received_piece_by_piece_over_one_connection(
     monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server, private: bool
@@ -208,14 +195,6 @@ def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
 
 
 # Failures
-
-
-def test_a_wrong_region_error_names_the_right_one() -> None:
-    moved = error(400, "AuthorizationHeaderMalformed", extra="<Region>eu-north-1</Region>")
-    with scripted(lambda request, number: moved) as server:
-        store = store_at(server, max_attempts=1)
-        with pytest.raises(WrongRegionError, match="AWS_REGION=eu-north-1"):
-            store.put("k", views(b"x"))
 
 
 def test_a_complete_that_answers_200_with_an_error_in_its_body_fails() -> None:
@@ -281,12 +260,6 @@ def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
         with pytest.raises(TransientStoreError, match="ReadTimeout"):
             store.get("k")
         release.set()
-
-
-def test_an_untrusted_certificate_is_an_endpoint_error(minio_tls: S3Server) -> None:
-    options = S3Options(endpoint_url=minio_tls.endpoint, access_key="a", secret_key="b", **s3_attempts(1))
-    with pytest.raises(EndpointError, match="AWS_CA_BUNDLE"):
-        S3Store("bucket", options).get("k")
 
 
 def test_an_endpoint_that_is_no_url_is_an_endpoint_error() -> None:

@@ -8,7 +8,6 @@ import os
 import pickle
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 import pytest
 from botocore.config import Config
@@ -16,16 +15,13 @@ from botocore.config import Config
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
 from bucketpoint.stores import ObjectInfo, S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from kit.servers import KMS_KEY, S3Server, s3_attempts
+from kit.buffers import views
+from kit.servers import S3Server, s3_attempts
 from stores.scripted import Answer, Seen, scripted
 
 CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
 LISTED = b"<?xml version='1.0'?><ListBucketResult></ListBucketResult>"
 COPIED = b"<?xml version='1.0'?><CopyObjectResult><ETag>e</ETag></CopyObjectResult>"
-
-
-def views(*chunks: bytes | bytearray) -> list[memoryview]:
-    return [memoryview(chunk) for chunk in chunks]
 
 
 def answer(request: Seen, number: int) -> Answer:
@@ -281,74 +277,73 @@ def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:
 # What is sent
 
 
-def test_a_checksum_goes_with_every_body_unless_it_is_switched_off() -> None:
-    sent = sent_by_each_operation()
-    assert sent["put"].headers["x-amz-checksum-crc32c"] == sent["part"].headers["x-amz-checksum-crc32c"]
-    assert sent["create"].headers["x-amz-checksum-algorithm"] == "CRC32C"
-    without = sent_by_each_operation(checksums=False)
-    for request in without.values():
-        assert not [name for name in request.headers if "checksum" in name]
+KEY = b"0123456789abcdef0123456789abcdef"
+SSE = "x-amz-server-side-encryption"
+EACH = {"put", "create", "part", "read", "head", "copy", "list"}
+WRITES = {"put", "create", "copy"}
 
 
-def test_the_user_agent_names_us_and_the_user() -> None:
-    for request in sent_by_each_operation(config_kwargs={"user_agent_extra": "x/1"}).values():
-        assert "bucketpoint/" in request.headers["user-agent"]
-        assert "x/1" in request.headers["user-agent"]
-
-
-def test_requester_pays_is_said_with_every_request() -> None:
-    for request in sent_by_each_operation(requester_pays=True).values():
-        assert request.headers["x-amz-request-payer"] == "requester"
-    for request in sent_by_each_operation().values():
-        assert "x-amz-request-payer" not in request.headers
-
-
-def test_anonymous_requests_are_not_signed() -> None:
-    for request in sent_by_each_operation(anon=True).values():
-        assert "authorization" not in request.headers
-    assert "authorization" in sent_by_each_operation()["put"].headers
-
-
-def test_storage_class_tags_and_acl_go_with_what_writes_and_with_nothing_else() -> None:
-    given = {"StorageClass": "STANDARD_IA", "Tagging": "team=a%26b&run=7+x", "ACL": "private"}
-    sent = sent_by_each_operation(request_kwargs=given)
-    for name in ("put", "create"):
-        assert sent[name].headers["x-amz-storage-class"] == "STANDARD_IA"
-        assert dict(parse_qsl(sent[name].headers["x-amz-tagging"])) == {"team": "a&b", "run": "7 x"}
-        assert sent[name].headers["x-amz-acl"] == "private"
-    assert sent["copy"].headers["x-amz-storage-class"] == "STANDARD_IA"
-    # A copy brings its tags along; to send others needs a directive.
-    assert "x-amz-tagging" not in sent["copy"].headers
-    for name in ("part", "read", "head", "list"):
-        assert not {"x-amz-storage-class", "x-amz-tagging", "x-amz-acl"} & set(sent[name].headers)
-
-
-def test_kms_encryption_goes_with_what_writes() -> None:
-    sent = sent_by_each_operation(request_kwargs={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "the-key"})
-    for name in ("put", "create", "copy"):
-        assert sent[name].headers["x-amz-server-side-encryption"] == "aws:kms"
-        assert sent[name].headers["x-amz-server-side-encryption-aws-kms-key-id"] == "the-key"
-    for name in ("part", "read", "head", "list"):
-        assert not [header for header in sent[name].headers if "encryption" in header]
-
-
-def test_a_customer_key_goes_with_reads_writes_parts_and_both_sides_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {},
+            {
+                "authorization": (EACH, "AWS4-HMAC-SHA256 "),
+                "user-agent": (EACH, "bucketpoint/"),
+                "x-amz-checksum-crc32c": ({"put", "part"}, "qTxfkw=="),
+                "x-amz-checksum-algorithm": ({"create"}, "CRC32C"),
+                "x-amz-request-payer": (set(), ""),
+            },
+        ),
+        (
+            {"checksums": False},
+            {"x-amz-checksum-crc32c": (set(), ""), "x-amz-checksum-algorithm": (set(), "")},
+        ),
+        ({"config_kwargs": {"user_agent_extra": "x/1"}}, {"user-agent": (EACH, "x/1")}),
+        ({"requester_pays": True}, {"x-amz-request-payer": (EACH, "requester")}),
+        ({"anon": True}, {"authorization": (set(), "")}),
+        (
+            {"request_kwargs": {"StorageClass": "STANDARD_IA", "Tagging": "team=a%26b&run=7+x", "ACL": "private"}},
+            {
+                "x-amz-storage-class": (WRITES, "STANDARD_IA"),
+                # A copy brings its tags along; to send others needs a directive.
+                "x-amz-tagging": ({"put", "create"}, "team=a%26b&run=7+x"),
+                "x-amz-acl": (WRITES, "private"),
+            },
+        ),
+        (
+            {"request_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "the-key"}},
+            {SSE: (WRITES, "aws:kms"), f"{SSE}-aws-kms-key-id": (WRITES, "the-key")},
+        ),
+        *(
+            (
+                {"s3_additional_kwargs": {"SSECustomerKey": key}},
+                {
+                    f"{SSE}-customer-key": (EACH - {"list"}, base64.b64encode(KEY).decode()),
+                    f"{SSE}-customer-algorithm": (EACH - {"list"}, "AES256"),
+                    f"x-amz-copy-source{SSE[5:]}-customer-key": ({"copy"}, base64.b64encode(KEY).decode()),
+                },
+            )
+            for key in (KEY, KEY.decode())
+        ),
+        (
+            {"s3_additional_kwargs": {"ExpectedBucketOwner": "123456789012"}},
+            {"x-amz-expected-bucket-owner": (EACH, "123456789012")},
+        ),
+    ],
+)
+def test_sends_the_headers_of_an_option_with_the_requests_that_take_them(
+    options: dict[str, Any], expected: dict[str, tuple[set[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The server that looks at the headers has no TLS.
     monkeypatch.setattr(s3_client, "_refuse_key_in_clear", lambda *_: None)
-    key = b"0123456789abcdef0123456789abcdef"
-    encoded = base64.b64encode(key).decode()
-    for given in (key, key.decode()):
-        sent = sent_by_each_operation(s3_additional_kwargs={"SSECustomerKey": given})
-        for name in ("put", "create", "part", "read", "head", "copy"):
-            assert sent[name].headers["x-amz-server-side-encryption-customer-key"] == encoded
-            assert sent[name].headers["x-amz-server-side-encryption-customer-algorithm"] == "AES256"
-        assert sent["copy"].headers["x-amz-copy-source-server-side-encryption-customer-key"] == encoded
-        assert not [header for header in sent["list"].headers if "encryption" in header]
-
-
-def test_the_expected_bucket_owner_is_said_with_every_request() -> None:
-    for request in sent_by_each_operation(s3_additional_kwargs={"ExpectedBucketOwner": "123456789012"}).values():
-        assert request.headers["x-amz-expected-bucket-owner"] == "123456789012"
+    sent = sent_by_each_operation(**options)
+    assert sent.keys() == EACH
+    for header, (operations, value) in expected.items():
+        found = {name: request.headers[header] for name, request in sent.items() if header in request.headers}
+        assert found.keys() == operations, header
+        assert all(value in text for text in found.values()), found
 
 
 # What real servers make of it
@@ -376,19 +371,3 @@ def test_an_object_under_a_customer_key_is_read_and_copied_with_it_and_with_no_o
     for other in (options, options.replace(request_kwargs={"SSECustomerKey": os.urandom(32)})):
         with pytest.raises((StoreError, AccessDeniedError)):
             S3Store(bucket_tls, other).get("k")
-
-
-def test_sse_s3_and_sse_kms_are_applied_by_the_server(minio: S3Server) -> None:
-    bucket = minio.make_bucket()
-    options = S3Options.from_storage_options(minio.options)
-    kms = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": KMS_KEY}
-    for key, given in {"s3": {"ServerSideEncryption": "AES256"}, "kms": kms}.items():
-        S3Store(bucket, options.replace(request_kwargs=given)).put(key, views(b"x"))
-    assert minio.client().head_object(Bucket=bucket, Key="s3")["ServerSideEncryption"] == "AES256"
-    assert minio.client().head_object(Bucket=bucket, Key="kms")["ServerSideEncryption"] == "aws:kms"
-
-
-def test_tags_are_on_the_object(s3: S3Server, bucket: str) -> None:
-    options = {**s3.options, "request_kwargs": {"Tagging": "team=ml"}}
-    S3Store(bucket, S3Options.from_storage_options(options)).put("k", views(b"x"))
-    assert s3.client().get_object_tagging(Bucket=bucket, Key="k")["TagSet"] == [{"Key": "team", "Value": "ml"}]

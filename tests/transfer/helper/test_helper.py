@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,26 +320,34 @@ def test_a_frozen_program_is_not_started_once_more(
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_upload_whose_process_was_killed_is_done_by_another(
-    own_helper: UploadHelper, minio: S3Server, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper counts as hanging after 6 s: a slow one gives a sign of life every 5 s."""
+    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.5)
+
+
+@pytest.mark.usefixtures("hangs_for_short")
+@pytest.mark.parametrize("end", [lambda process: os.kill(process, signal.SIGKILL), stop], ids=["killed", "stopped"])
+def test_an_upload_whose_process_was_killed_or_stopped_is_done_by_another(
+    own_helper: UploadHelper, minio: S3Server, caplog: pytest.LogCaptureFixture, end: Callable[[int], None]
 ) -> None:
     arena = filled_arena(22 * MIB)
     bucket = minio.make_bucket()
-    killed: list[int] = []
+    ended: list[int] = []
     seen: list[int] = []
 
-    def kill_once(progress: Progress) -> None:
+    def end_once(progress: Progress) -> None:
         seen.append(progress.done_bytes)
-        if not killed and progress.done_bytes:
-            killed.append(own_helper.process_id or 0)
-            os.kill(killed[0], signal.SIGKILL)
+        if not ended and progress.done_bytes:
+            ended.append(own_helper.process_id or 0)
+            end(ended[0])
 
-    counted = meter(kill_once)
+    counted = meter(end_once)
     work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     (done,) = own_helper.upload(work, counted)
-    assert killed
-    assert own_helper.process_id != killed[0]
-    assert "was killed by SIGKILL" in caplog.text
+    assert has_ended(ended[0])
+    assert own_helper.process_id != ended[0]
+    assert end is stop or "was killed by SIGKILL" in caplog.text
     assert work.store.get("a/whole")[0] == bytes(view_of(arena, 0, arena.nbytes))
     assert done.info.size == arena.nbytes == counted.done_bytes
     assert seen == sorted(seen)
@@ -364,31 +372,6 @@ def test_aborts_an_upload_whose_beginning_reached_the_store_after_its_process_wa
 
     own_helper.upload(work, meter(kill_once))
     assert late
-    assert minio.open_uploads(bucket, "a/whole") == []
-
-
-@pytest.fixture
-def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper counts as hanging after 6 s: a slow one gives a sign of life every 5 s."""
-    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.5)
-
-
-@pytest.mark.usefixtures("hangs_for_short")
-def test_an_upload_whose_process_was_stopped_is_done_by_another(own_helper: UploadHelper, minio: S3Server) -> None:
-    arena = filled_arena(22 * MIB)
-    bucket = minio.make_bucket()
-    stopped: list[int] = []
-
-    def stop_once(progress: Progress) -> None:
-        if not stopped and progress.done_bytes:
-            stopped.append(own_helper.process_id or 0)
-            stop(stopped[0])
-
-    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
-    own_helper.upload(work, meter(stop_once))
-    assert has_ended(stopped[0])
-    assert own_helper.process_id != stopped[0]
-    assert work.store.get("a/whole")[0] == bytes(view_of(arena, 0, arena.nbytes))
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
@@ -430,41 +413,28 @@ def test_two_deaths_during_one_upload_are_an_error_and_leave_no_upload(
     assert done.info.size == arena.nbytes
 
 
-def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(own_helper: UploadHelper, minio: S3Server) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "in vain, as it is stopped"])
+def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(
+    own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    if stopped:
+        monkeypatch.setattr(start, "END_S", 0.2)
     arena = filled_arena(22 * MIB)
     bucket = minio.make_bucket()
 
     def fail(progress: Progress) -> None:
         if progress.done_bytes:
+            if stopped:
+                stop(own_helper.process_id or 0)
             raise ZeroDivisionError
 
     own_helper.upload(upload_of(minio.url(bucket), [], storage_options=minio.options), meter())
     process = own_helper.process_id
     assert process is not None
-    with pytest.raises(ZeroDivisionError):
-        own_helper.upload(
-            upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options), meter(fail)
-        )
-    assert has_ended(process)
-    assert minio.open_uploads(bucket, "a/whole") == []
-
-
-def test_an_error_on_this_side_leaves_no_upload_although_the_helper_cannot_abort(
-    own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # In vain: it is stopped.
-    monkeypatch.setattr(start, "END_S", 0.2)
-    arena = filled_arena(22 * MIB)
-    bucket = minio.make_bucket()
-
-    def fail(progress: Progress) -> None:
-        if progress.done_bytes:
-            stop(own_helper.process_id or 0)
-            raise ZeroDivisionError
-
     work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     with pytest.raises(ZeroDivisionError):
         own_helper.upload(work, meter(fail))
+    assert has_ended(process)
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
