@@ -19,7 +19,7 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
-from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, StoreError
+from bucketpoint.errors import CommitConflictError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
 from bucketpoint.transfer import TransferOptions
@@ -250,15 +250,6 @@ def test_a_copy_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None
     assert verify(open_checkpoint(target)).ok
 
 
-def test_a_commit_in_between_stands(tmp_path: Path) -> None:
-    save(str(tmp_path / "a"), 1.0)
-    plan = plan_copy(open_checkpoint(tmp_path / "a"), tmp_path / "b")
-    save(str(tmp_path / "b"), 2.0)
-    with pytest.raises(CheckpointExistsError):
-        copy_checkpoint(plan)
-    loads(str(tmp_path / "b"), 2.0)
-
-
 @pytest.mark.parametrize(
     ("there", "overwrite"),
     [(None, []), (None, ["--overwrite"]), (3.0, ["--overwrite"])],
@@ -335,23 +326,6 @@ def test_fixed_names_of_another_writer_are_never_overwritten_under_a_checkpoint(
     assert done.code == 5
     assert "Delete the checkpoint" in done.json["error"]["remedy"]
     loads(str(tmp_path / "b"), 2.0)
-
-
-def test_nothing_is_copied_from_where_nothing_is(tmp_path: Path, program: Program) -> None:
-    assert program("cp", str(tmp_path / "none"), str(tmp_path / "b")).code == 3
-    assert not (tmp_path / "b").exists()
-
-
-def test_without_the_right_to_write_it_is_denied(minio: S3Server, tmp_path: Path) -> None:
-    save(str(tmp_path))
-    bucket = minio.make_bucket()
-    options = minio.limited_options(
-        {"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "arn:aws:s3:::*"}
-    )
-    plan = plan_copy(open_checkpoint(tmp_path), f"s3://{bucket}/x", storage_options=options)
-    with pytest.raises(AccessDeniedError):
-        copy_checkpoint(plan)
-    assert minio.keys(bucket) == []
 
 
 def test_each_side_may_have_options_of_its_own(minio: S3Server, moto: S3Server, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -144,17 +143,6 @@ def test_writes_hostile_names_as_text_on_the_page(program: Program, tmp_path: Pa
     assert not [one for one in shown.attributes if one[1].startswith("on")]
 
 
-def test_makes_a_page_of_a_folder_whose_name_is_no_text(program: Program, tmp_path: Path) -> None:
-    # Python's name for a byte that is not UTF-8. Not the name during the saves: xdist cannot send their log.
-    root, file, policy = str(tmp_path / "run\udce9"), tmp_path / "page.html", tmp_path / "policy.yaml"
-    save_run(str(tmp_path / "run"), *STEPS)
-    os.rename(tmp_path / "run", root)
-    policy.write_text("version: 1\nkeep:\n  latest: 2\n")
-    shown = made(program, root, file, "--policy", str(policy))
-    assert shown.of("h1") == [str(tmp_path / "run\\udce9")]
-    assert shown.of("h1")[0] in shown.of("title")
-
-
 def test_loads_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
@@ -260,26 +248,12 @@ def test_reads_from_the_records_how_long_saves_took(program: Program, tmp_path: 
     assert shown.of("h3") == []
 
 
-def test_ends_with_3_and_no_page_where_nothing_is(program: Program, tmp_path: Path) -> None:
-    done = program("overview", str(tmp_path / "typo"), "--html", str(tmp_path / "page.html"))
-    assert done.code == 3
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_makes_a_page_of_a_run_without_a_checkpoint(program: Program, tmp_path: Path) -> None:
     begin(str(tmp_path / "run"), 10, 5)
     policy = write(tmp_path, str(tmp_path / "run"))
     shown = made(program, str(tmp_path / "run"), tmp_path / "page.html", "--policy", str(policy))
     assert shown.of("b")[:2] == ["none", "0"]
     assert shown.marks("live") == 1
-
-
-def test_tells_of_a_file_that_cannot_be_written(program: Program, tmp_path: Path) -> None:
-    save_run(str(tmp_path / "run"), 10)
-    done = program("overview", str(tmp_path / "run"), "--html", str(tmp_path / "none/page.html"))
-    assert done.code == 2
-    assert "The page cannot be written" in done.err
-    assert "remedy" in done.err
 
 
 def report(rows: int) -> RunReport:

@@ -180,5 +180,6 @@ def test_refuses_a_picture_that_cannot_be_drawn(program: Program, tmp_path: Path
         assert done.code == 2
         assert "pass --dry-run, and a file that ends in .svg" in done.err
     done = program("prune", str(policy), "--dry-run", "--plot", str(tmp_path / "no-folder" / "plan.svg"))
-    assert done.code != 0
-    assert "cannot be written" in done.err
+    assert done.code == 2
+    assert "The picture cannot be written" in done.err
+    assert "remedy" in done.err

@@ -77,6 +77,14 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     out, err = capfd.readouterr()
     assert out == ""
     assert [line.split(":")[0] for line in err.splitlines()] == ["save memory", "load memory"]
+    # So is it on a terminal without rich.
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "rich.console", None)
+        for wanted in (True, None):
+            with console.progress_callback(wanted, 0) as callback:
+                assert (callback is not None) == bool(wanted)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     with console.progress_callback(True, 0) as callback:

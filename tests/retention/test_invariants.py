@@ -243,15 +243,6 @@ def _order(entry: Any) -> Any:
     return entry.row.order
 
 
-@invariant(policies, universes(), universes())
-def test_17_two_runs_are_two_plans(policy: RetentionPolicy, rows: list[Row], foreign: list[Row]) -> None:
-    """The same steps and ids in another run are other checkpoints: the engine plans one run at a time."""
-    alone = plan(policy, rows).to_dict()
-    beside = plan(policy, foreign)
-    assert plan(policy, rows).to_dict() == alone
-    assert kept(beside) | deleted(beside) == names(foreign)
-
-
 @invariant(policies, universes(), st.integers(-3, 3))
 def test_18_shifting_all_clocks_by_whole_cells_changes_nothing(
     policy: RetentionPolicy, rows: list[Row], days: int

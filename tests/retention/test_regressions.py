@@ -66,15 +66,6 @@ def test_orbax_within_is_measured_from_the_newest_and_never_empties_an_idle_run(
     assert steps(left(policy(1, within=timedelta(hours=2)), rows)) == [2, 3, 4]
 
 
-def test_torchtitan_dead_saves_cost_no_good_checkpoint() -> None:
-    """It counts folders without a commit: three dead saves make keep_latest_k=3 delete three good checkpoints.
-
-    Here such folders are no rows, and no rule can count them.
-    """
-    good = rows_at(100, 200, 300)
-    assert left(policy(3), good) == tuple(good)
-
-
 def test_torchtitan_an_export_of_weights_is_not_the_latest_checkpoint() -> None:
     """Its last save is weights only by default, and a job that resumes from it fails."""
     rows = rows_at(100, 200, 300)
@@ -90,46 +81,22 @@ def test_torchtnt_a_metric_of_zero_is_a_metric() -> None:
     assert steps(left(policy(1, best=[Best("loss", "min")]), rows)) == [2, 4]
 
 
-def test_torchtnt_what_has_no_rank_is_pruned_all_the_same() -> None:
-    """Infinite and missing values are untracked there, and stay forever."""
-    rows = reported(rows_at(*range(6)), "loss", math.inf, -math.inf, math.nan, None, 1.0, 2.0)
-    assert steps(left(policy(1, best=[Best("loss", "min", 9)]), rows)) == [4, 5]
-
-
-def test_torchtnt_keeping_one_leaves_one_complete_checkpoint() -> None:
-    """It deletes as soon as the next save has begun. Here a save that is not committed is no row."""
-    (only,) = rows_at(100)
-    assert left(policy(1), [only]) == (only,)
-
-
 def test_huggingface_a_copy_with_new_times_loses_no_newer_step() -> None:
     """It drops the oldest by mtime, which a copy of the bucket sets anew."""
     rows = [replace(row, created=1e9 - row.step) for row in rows_at(1, 2, 3, 4, 5)]
     assert steps(left(policy(3), rows)) == [1, 3, 4, 5]  # 1 is the newest by time
 
 
-def test_huggingface_one_means_one() -> None:
-    """save_total_limit=1 means two there."""
-    assert steps(left(policy(1), rows_at(1, 2, 3))) == [3]
+def test_torchtnt_what_has_no_rank_is_pruned_all_the_same() -> None:
+    """Infinite and missing values are untracked there, and stay forever."""
+    rows = reported(rows_at(*range(6)), "loss", math.inf, -math.inf, math.nan, None, 1.0, 2.0)
+    assert steps(left(policy(1, best=[Best("loss", "min", 9)]), rows)) == [4, 5]
 
 
 def test_ray_a_missing_metric_is_not_the_best_when_less_is_better() -> None:
     """It scores a missing key as -inf, turns the sign for min, and deleted the losses 1 and 2."""
     rows = reported(rows_at(1, 2, 3, 4, 5), "loss", 1.0, 2.0, None, None, 3.0)
     assert steps(left(policy(1, best=[Best("loss", "min", 2)]), rows)) == [1, 2, 5]
-
-
-def test_lightning_the_one_that_the_run_was_resumed_from_stays() -> None:
-    """On remote paths it deletes the checkpoint that it was resumed from."""
-    rows = rows_at(1, 2, 3, 4, 5)
-    rows[0] = replace(rows[0], restored_from=True)
-    assert steps(left(policy(1), rows)) == [1, 5]
-
-
-def test_lightning_the_latest_stays_beside_the_best() -> None:
-    """`last.ckpt` became a copy of the best one."""
-    rows = reported(rows_at(1, 2, 3), "loss", 1.0, 2.0, 3.0)
-    assert steps(left(policy(1, best=[Best("loss", "min", 1)]), rows)) == [1, 3]
 
 
 @pytest.mark.parametrize("ties", ["oldest", "newest"])
@@ -149,11 +116,6 @@ def test_restic_an_empty_policy_is_refused() -> None:
         policy(0)
     with pytest.raises(TypeError):
         Keep()  # type: ignore[call-arg]
-
-
-def test_megatron_a_milestone_need_not_be_a_multiple_of_the_save_interval() -> None:
-    """Its save_retain_interval must be one."""
-    assert steps(left(policy(1, every=[EverySteps(1000)]), rows_at(*range(300, 4000, 300)))) == [1200, 2100, 3000, 3900]
 
 
 def test_megatron_bridge_a_plan_takes_nothing_that_was_committed_after_it() -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.staging import current_lease
 from bucketpoint.transfer import Meter, Progress, ProgressCallback
@@ -20,20 +19,20 @@ LINE_S = 10.0
 
 @contextlib.contextmanager
 def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iterator[ProgressCallback | None]:
-    """Provide the callback for one transfer: the user's own, a `rich` bar, or none.
+    """Provide the callback for one transfer: the user's own, a `rich` bar, lines, or none.
 
     With None the bar is shown on rank 0 if standard error is a terminal and `rich` is installed; a log file gets none.
-    With True a log file gets a line every `LINE_S` seconds, and one at the end.
+    With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one at the end.
     """
     if callable(wanted):
         yield wanted
     elif wanted is False or sys.stderr is None or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
         yield None
-    elif wanted is True and not _draws(sys.stderr):
-        yield _lines(sys.stderr, f" on rank {rank}" if rank else "")
-    else:
-        with _bar(required=wanted is True) as bar:
+    elif (console := _console()) is not None:
+        with _bar(console) as bar:
             yield bar
+    else:
+        yield _lines(sys.stderr, f" on rank {rank}" if rank else "") if wanted else None
 
 
 def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
@@ -50,16 +49,15 @@ def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
     return note
 
 
-def _draws(stream: Any) -> bool:
-    """Return True if a bar can be drawn: on a terminal, in a notebook, or if the environment asks for one."""
-    if stream.isatty():
-        return True
+def _console() -> Any:
+    """Return a console on which a bar can be drawn: a terminal, a notebook, or what the environment takes for one."""
     try:
         from rich.console import Console
     except ImportError:
-        return False
-    console = Console(file=stream)
-    return console.is_terminal or console.is_jupyter
+        return None
+    # Under a rich display standard error is a proxy: draw on the stream behind it.
+    console = Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr))
+    return console if console.is_terminal or console.is_jupyter else None
 
 
 def _lines(stream: Any, where: str) -> ProgressCallback:
@@ -82,22 +80,12 @@ def _lines(stream: Any, where: str) -> ProgressCallback:
 
 
 @contextlib.contextmanager
-def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-        from rich.progress import Progress as RichProgress
-    except ImportError:
-        if required:
-            raise BucketpointError(
-                "progress=True needs the package rich", remedy="pip install 'rich>=13', or pass a callable"
-            ) from None
-        yield None
-        return
-    # Under a rich display standard error is a proxy: draw on the stream behind it.
-    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+def _bar(console: Any) -> Iterator[ProgressCallback]:
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as RichProgress
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with RichProgress(*columns, console=Console(file=stream), transient=True) as shown:
+    with RichProgress(*columns, console=console, transient=True) as shown:
         # A thread may hold the display's lock at a fork: what a child prints must not go through it.
         renew_in_child(shown, lambda _: _leave_display())
         task = shown.add_task("", total=None)

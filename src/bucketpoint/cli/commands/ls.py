@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bucketpoint.cli import text
+from bucketpoint.cli import run_lines, text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.options import run_argument
 
@@ -43,7 +43,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
             {"step": save.step, "url": catalog.url_of_folder(save.folder), "token": save.token, "started": save.started}
             for save in reversed(seen.attempts)
         ]
-    return CommandResult(document, _lines(document))
+    return CommandResult(document, _lines(document, catalog.clock()))
 
 
 def json_number(value: float) -> float | str:
@@ -71,7 +71,7 @@ def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
         }
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
+def _lines(document: dict[str, Any], now: float) -> Iterator[str]:
     from bucketpoint.catalog.deletion.prune import gone_lines
 
     rows = document["checkpoints"]
@@ -79,7 +79,9 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         hint = "" if "attempts" in document else "; --all lists saves that are under way or died"
         yield f"{document['root']} has no committed checkpoint{hint}"
     else:
-        yield from text.table([("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)], indent=0)
+        cells = ((row["created"], *run_lines.row_cells(row, now)) for row in rows)
+        table = [(step, text.when(created), *others) for created, step, _, *others in cells]
+        yield from text.table([("step", "saved", "kind", "size", "metrics", ""), *table], indent=0)
         total = text.size(sum(row["bytes"] or 0 for row in rows))
         missing = sum(not row["recorded"] for row in rows)
         more = ", and more of unknown size" if missing else ""
@@ -88,18 +90,6 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield from gone_lines(document["root"], document["gone"])
     for save in document.get("attempts", ()):
         yield f"step {save['step']}: a save began {text.when(save['started'])} and has not committed"
-
-
-def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    marks = ([] if row["recorded"] else ["no record"]) + row["held"]
-    if row["tombstone"]:
-        gone = "deleted" if row["tombstone"]["action"] == "delete" else "thinned"
-        marks.append(f"to be {gone} after {text.when(row['tombstone']['due'])}")
-    metrics = " ".join(
-        f"{name}={f'{value:.6g}' if isinstance(value, float) else value}" for name, value in row["metrics"].items()
-    )
-    size = "unknown" if row["bytes"] is None else text.size(row["bytes"])
-    return str(row["step"]), text.when(row["created"]), row["kind"], size, metrics, ", ".join(marks)
 
 
 def unrecorded_lines(root: str, count: int) -> Iterator[str]:
