@@ -139,8 +139,8 @@ def shard_of(metadata: Any) -> torch.Tensor:
     return table()[row : row + rows, column : column + columns]
 
 
-def distributed(world: int, *, fill: bool) -> dict[str, Any]:
-    source = table() if fill else torch.zeros(ROWS, COLUMNS)
+def distributed(world: int) -> dict[str, Any]:
+    source = torch.zeros(ROWS, COLUMNS)
     return {
         "rows": distribute_tensor(source, init_device_mesh("cpu", (world,)), [Shard(1)]),
         "columns": distribute_tensor(source, init_device_mesh("cpu", (2, world // 2)), [Shard(0), Replicate()]),
@@ -148,23 +148,18 @@ def distributed(world: int, *, fill: bool) -> dict[str, Any]:
     }
 
 
-def sharded_tensors_become_distributed(rank: int, world: int, root: str) -> None:
-    dcp.save(sharded_tensors(rank, world, fill=True), checkpoint_id=f"{root}/sharded", storage_writer=BucketWriter())
-    state = distributed(world, fill=False)
-    dcp.load(state, checkpoint_id=f"{root}/sharded", storage_reader=BucketReader())
-    for value in state.values():
-        assert torch.equal(full(value), table())
-
-
-def distributed_become_sharded_tensors(rank: int, world: int, root: str) -> int:
+def shards_and_distributed_tensors_become_each_other(rank: int, world: int, root: str) -> int:
     """Returns how many shards this rank holds."""
-    state, planner = distributed(world, fill=True), SavePlanner()
-    dcp.save(state, checkpoint_id=f"{root}/distributed", storage_writer=BucketWriter(), planner=planner)
+    dcp.save(sharded_tensors(rank, world, fill=True), checkpoint_id=f"{root}/sharded", storage_writer=BucketWriter())
+    state = distributed(world)
+    dcp.load(state, checkpoint_id=f"{root}/sharded", storage_reader=BucketReader())
+    assert all(torch.equal(full(value), table()) for value in state.values())
+    url = f"{root}/distributed"
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), planner=SavePlanner())
     loaded = sharded_tensors(rank, world, fill=False)
-    dcp.load(loaded, checkpoint_id=f"{root}/distributed", storage_reader=BucketReader())
+    dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader())
     shards = [shard for value in loaded.values() for shard in value.local_shards()]
-    for shard in shards:
-        assert torch.equal(shard.tensor, shard_of(shard.metadata))
+    assert all(torch.equal(shard.tensor, shard_of(shard.metadata)) for shard in shards)
     return len(shards)
 
 

@@ -83,6 +83,15 @@ def failure_of(error: Any) -> dict[int, tuple[str, str]]:
     return {rank: (type(each).__name__, str(each)) for rank, (each, _) in error.failures.items()}
 
 
+def failed_load(reader: BucketReader, shape: Sequence[int], url: str | None = None) -> dict[int, tuple[str, str]]:
+    """How a load of one tensor failed on each rank. It must fail."""
+    try:
+        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
+    except dcp.CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("a load that must fail reported success")
+
+
 def save(rank: int, world: int, url: str) -> None:
     dcp.save(scenarios.sharded_state(world, fill=True), checkpoint_id=url, storage_writer=BucketWriter())
 
@@ -217,32 +226,18 @@ def load_in_groups(rank: int, world: int, url: str, shape: Sequence[int]) -> int
 
 def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
     group = dist.new_group([0, 1])
-    try:
-        reader = BucketReader(cooperative="group", process_group=group)
-        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
-    except dcp.CheckpointException as error:
-        return failure_of(error)
-    raise AssertionError("a rank outside the group loaded")
+    return failed_load(BucketReader(cooperative="group", process_group=group), shape, url)
 
 
 def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str]) -> Any:
     """Each rank a checkpoint and a mode of its own."""
-    try:
-        reader = BucketReader(urls[rank], cooperative=modes[rank])
-        dcp.load({"w": torch.zeros(*shape)}, storage_reader=reader)
-    except dcp.CheckpointException as error:
-        return failure_of(error)
-    raise AssertionError("ranks loaded different checkpoints together")
+    return failed_load(BucketReader(urls[rank], cooperative=modes[rank]), shape)
 
 
 def load_nothing(rank: int, world: int, url: str) -> list[tuple[str, int]]:
     with counted() as count:
-        try:
-            reader = BucketReader(cooperative="group")
-            dcp.load({"w": torch.zeros(3)}, checkpoint_id=url, storage_reader=reader)
-        except dcp.CheckpointException as error:
-            return [(kind, count.gets) for kind, _ in failure_of(error).values()]
-    raise AssertionError("nothing was loaded")
+        found = failed_load(BucketReader(cooperative="group"), (3,), url)
+        return [(kind, count.gets) for kind, _ in found.values()]
 
 
 def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], failing: int, at: int) -> Any:
@@ -251,14 +246,9 @@ def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], faili
             raise AccessDeniedError("the door is closed", url=url)
 
     started = time.monotonic()
-    try:
-        with reads_go_through(deny):
-            reader = BucketReader(transfer=SMALL, cooperative="group")
-            dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
-    except dcp.CheckpointException as error:
-        found = failure_of(error)
-    else:
-        raise AssertionError("a failed load reported success")
+    with reads_go_through(deny):
+        reader = BucketReader(transfer=SMALL, cooperative="group")
+        found = failed_load(reader, shape, url)
     took = time.monotonic() - started
     # The same ranks and the same reader load well afterwards.
     state = {"w": torch.zeros(*shape)}
@@ -324,12 +314,7 @@ def one_rank_gives_up(rank: int, world: int, url: str, shape: Sequence[int], how
 
 
 def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
-    try:
-        reader = BucketReader(transfer=SMALL, cooperative="group")
-        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
-    except dcp.CheckpointException as error:
-        return failure_of(error)
-    raise AssertionError("damaged bytes were loaded")
+    return failed_load(BucketReader(transfer=SMALL, cooperative="group"), shape, url)
 
 
 def read_without_dcp(reader: BucketReader, rank: int, shape: Sequence[int]) -> None:
@@ -363,7 +348,7 @@ def one_rank_stands_still(rank: int, world: int, url: str, shape: Sequence[int],
 
     def sleep(number: int) -> None:
         if rank == world - 1 and number == 0:
-            time.sleep(3 * timeout_s)
+            time.sleep(2 * timeout_s)
 
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     if rank == world - 1 and when == "at the start":

@@ -323,7 +323,7 @@ def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits(
     four_ranks: Ranks, url: str, when: str
 ) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
-    answers = four_ranks.run(scenarios.one_rank_stands_still, url, SHAPE, 4.0, when)
+    answers = four_ranks.run(scenarios.one_rank_stands_still, url, SHAPE, 3.0, when)
     for text, took in answers[:3]:
         assert ("did not begin the cooperative load" if when == "at the start" else "load together") in text
         assert took < DIES_WITHIN_S

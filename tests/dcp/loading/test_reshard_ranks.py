@@ -33,16 +33,12 @@ def test_a_model_is_loaded_under_any_other_parallelism(
         four_ranks.run(scenarios.load_model, url, kind, readers)
 
 
-def test_sharded_tensors_are_loaded_as_distributed_and_plain_ones(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(scenarios.sharded_tensors_become_distributed, f"file://{tmp_path}")
+def test_shards_are_loaded_as_distributed_and_plain_tensors_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
+    shards = four_ranks.run(scenarios.shards_and_distributed_tensors_become_each_other, f"file://{tmp_path}")
+    assert shards == [4, 3, 2, 3]
     target = {name: torch.zeros(scenarios.ROWS, scenarios.COLUMNS) for name in ("rows", "columns", "boxes")}
     dcp.load(target, checkpoint_id=f"file://{tmp_path}/sharded", storage_reader=BucketReader(), no_dist=True)
     assert all(torch.equal(value, scenarios.table()) for value in target.values())
-
-
-def test_distributed_and_plain_tensors_are_loaded_as_sharded_ones(four_ranks: Ranks, tmp_path: Path) -> None:
-    shards = four_ranks.run(scenarios.distributed_become_sharded_tensors, f"file://{tmp_path}")
-    assert shards == [4, 3, 2, 3]
 
 
 def test_tensors_of_some_ranks_are_loaded_by_others(four_ranks: Ranks, tmp_path: Path) -> None:
