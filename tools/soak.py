@@ -38,6 +38,7 @@ from bucketpoint import BucketpointError, CheckpointManager, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
+from bucketpoint.location import Location
 from bucketpoint.retention import from_yaml
 from kit import FaultProxy, Script, mixed, servers
 
@@ -221,13 +222,13 @@ def restore(manager: CheckpointManager, found: Soak) -> None:
 
 def look(root: str, server: servers.S3Server, found: Soak) -> None:
     """What the policy keeps is there, and whole. Past the proxy."""
-    catalog = open_catalog(root, storage_options=server.options)
+    catalog = open_catalog(Location.of(root, server.options))
     there = {one.step for one in catalog.steps().checkpoints}
     kept = {*sorted(found.expected)[-3:], *(step for step in found.expected if step % 50 == 0)}
     for step in sorted(kept - there):
         found.losses.append(f"step {step} is to be kept and is not there")
     for step in sorted(kept & there):
-        damage = verify(open_checkpoint(catalog.url_of(step), storage_options=server.options)).damage
+        damage = verify(open_checkpoint(Location.of(catalog.url_of(step), server.options))).damage
         if damage:
             found.losses.append(f"step {step} is damaged: {damage[0].message}")
 
@@ -243,7 +244,7 @@ def forget(found: Soak, proxy: FaultProxy) -> None:
 
 def open_uploads(server: servers.S3Server, bucket: str, found: Soak) -> list[str]:
     """Keys of uploads neither completed nor aborted. MinIO lists them for an exact key only."""
-    store = open_catalog(f"s3://{bucket}", storage_options=server.options).store
+    store = open_catalog(Location.of(f"s3://{bucket}", server.options)).store
     return [key for key in sorted(found.begun) if any(store.list_multipart(key))]
 
 

@@ -28,6 +28,7 @@ from bucketpoint.catalog.run import open_run, parent_and_name
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError
 from bucketpoint.format import catalog_keys
+from bucketpoint.location import Location
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
@@ -92,7 +93,7 @@ def test_saves_of_a_writer_with_a_policy_are_recorded_and_pruned(
         assert writer.pruning is not None
         assert writer.pruning.drain(WAIT_S)
     assert writer.pruning.failure is None
-    catalog = open_catalog(root, storage_options=service.options)
+    catalog = open_catalog(Location.of(root, service.options))
     assert steps_of(catalog) == [30, 40]
     snapshot = catalog.snapshot()
     assert snapshot.attempts + snapshot.finished + snapshot.notes.tombstones == ()
@@ -280,7 +281,7 @@ def test_a_job_that_saves_beside_training_keeps_what_the_policy_says(
     # Rank 0 alone prunes; a checkpoint process does so by itself, so that its parent has nothing to say.
     has = two_ranks.run(async_saves, root, service.options, executor)
     assert has == [executor == "THREAD", False]
-    catalog = open_catalog(root, storage_options=service.options)
+    catalog = open_catalog(Location.of(root, service.options))
     assert eventually(lambda: steps_of(catalog) == [40, 50])
     record = read_record(catalog, catalog.steps().checkpoints[-1].key or "")
     assert record is not None
@@ -351,7 +352,7 @@ def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 9, done.stderr
-    opened = open_catalog(root, storage_options=service.options)
+    opened = open_catalog(Location.of(root, service.options))
     late = Catalog(opened.url, opened.store, opened.prefix, opened.template, now=time.time() + 72 * 3600)
     assert sweep(opened).uploads == []
     (upload,) = sweep(late).uploads

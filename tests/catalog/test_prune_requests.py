@@ -9,6 +9,7 @@ import pytest
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.prune import prune
+from bucketpoint.location import Location
 from bucketpoint.stores import proven_deletes
 from catalog.memory import save
 from catalog.test_pruner import drop
@@ -18,7 +19,7 @@ from services import Service
 
 @pytest.fixture
 def catalog(service: Service, proxy: FaultProxy) -> Catalog:
-    return open_catalog(service.url("run"), storage_options=service.at(proxy.url).options)
+    return open_catalog(Location.of(service.url("run"), service.at(proxy.url).options))
 
 
 def sent(proxy: FaultProxy) -> Counter[str]:

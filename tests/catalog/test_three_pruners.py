@@ -25,6 +25,7 @@ from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.format.catalog_keys import StepTemplate
+from bucketpoint.location import Location
 from catalog.memory import save
 from services import Service
 
@@ -36,7 +37,7 @@ PINNED, NEWER = 7, 5
 
 @pytest.fixture
 def catalog(service: Service) -> Catalog:
-    return open_catalog(service.url("run"), storage_options=service.options)
+    return open_catalog(Location.of(service.url("run"), service.options))
 
 
 def written(folder: Path, catalog: Catalog, thin: str) -> Path:
@@ -164,7 +165,7 @@ def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
 ) -> None:
     policy_file = written(tmp_path, catalog, thin)
     policy = read_policy(policy_file)
-    alone = open_catalog(catalog.url + "-alone", storage_options=service.options)
+    alone = open_catalog(Location.of(catalog.url + "-alone", service.options))
     for one in (catalog, alone):
         fill(one, range(1, number + 1))
         pin(one, PINNED)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from bucketpoint.convert import CONVERT_OPTIONS, pipeline
 from bucketpoint.convert.detect import open_object, open_source
 from bucketpoint.errors import InvalidURLError
+from bucketpoint.location import Location
 from bucketpoint.stores import LocalStore
 from cli.conftest import Program
 from convert.conftest import load, names, state
@@ -138,7 +139,7 @@ def test_a_file_that_is_not_there_is_called_a_file(program: Program, tmp_path: P
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without_multi_storage_client(monkeypatch)
     with pytest.raises(InvalidURLError, match="pip install multi-storage-client"):
-        open_source("msc://profile/x", transfer=CONVERT_OPTIONS)
+        open_source(Location.of("msc://profile/x"), transfer=CONVERT_OPTIONS)
 
 
 @pytest.mark.parametrize("size", ["0", "5XB", "GB", "-1", "1.5GB"])
@@ -153,11 +154,11 @@ def test_the_way_to_an_object(tmp_path: Path) -> None:
         ("file:///a/b.pt", "/a", "b.pt"),
         ("c.pt", str(Path.cwd()), "c.pt"),
     ]:
-        store, found = open_object(url, storage_options=None, fs=None)
+        store, found = open_object(Location.of(url))
         assert isinstance(store, LocalStore)
         assert (store.root, found) == (root, key)
-    store, found = open_object("s3://bucket/a/c.pt", storage_options=None, fs=None)
+    store, found = open_object(Location.of("s3://bucket/a/c.pt"))
     assert (store.url, found) == ("s3://bucket", "a/c.pt")
     for url in ("s3://bucket", "/a/..", "."):
         with pytest.raises(InvalidURLError):
-            open_object(url, storage_options=None, fs=None)
+            open_object(Location.of(url))

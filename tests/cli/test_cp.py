@@ -20,6 +20,7 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
 from bucketpoint.errors import CommitConflictError, StoreError
+from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
 from bucketpoint.transfer import TransferOptions
@@ -121,7 +122,7 @@ def test_where_the_service_may_not_copy_the_bytes_come_through(
     options = minio.limited_options(
         {"Effect": "Allow", "Action": "s3:*", "Resource": [f"arn:aws:s3:::{b}", f"arn:aws:s3:::{b}/*"]}
     )
-    plan = plan_copy(open_checkpoint(f"s3://{a}/x"), f"s3://{b}/x", storage_options=options)
+    plan = plan_copy(open_checkpoint(f"s3://{a}/x"), Location.of(f"s3://{b}/x", options))
     assert plan.inside
     done = copy_checkpoint(plan)
     assert not done.inside
@@ -383,12 +384,12 @@ def test_where_the_destination_cannot_be_looked_at_the_commit_decides(minio: S3S
     url = f"s3://{minio.make_bucket()}/x"
     writing = {"Effect": "Allow", "Action": ["s3:PutObject", "s3:AbortMultipartUpload"], "Resource": "arn:aws:s3:::*"}
     options = minio.limited_options(writing)
-    copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), url, storage_options=options))
-    copied = open_checkpoint(url, storage_options=minio.options)
+    copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), Location.of(url, options)))
+    copied = open_checkpoint(Location.of(url, minio.options))
     assert verify(copied).ok
     with pytest.raises(StoreError):
-        copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), url, storage_options=options))
-    assert open_checkpoint(url, storage_options=minio.options).data == copied.data
+        copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), Location.of(url, options)))
+    assert open_checkpoint(Location.of(url, minio.options)).data == copied.data
 
 
 class Planned:

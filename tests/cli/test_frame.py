@@ -310,10 +310,10 @@ def test_names_the_option_that_has_no_pair(program: Program, arguments: tuple[st
 
 def test_gives_an_endpoint_to_s3_alone_and_no_options_to_a_local_path() -> None:
     access = Access({"key": "k"}, "http://e")
-    assert access.for_url("s3://b/x") == {"key": "k", "endpoint_url": "http://e"}
-    assert access.for_url("s3://b/x", {"key": "other"}) == {"key": "other", "endpoint_url": "http://e"}
-    assert access.for_url("gs://b/x") == {"key": "k"}
-    assert access.for_url("file:///x") == access.for_url("/x") == {}
+    assert access.at("s3://b/x").storage_options == {"key": "k", "endpoint_url": "http://e"}
+    assert access.at("s3://b/x", {"key": "other"}).storage_options == {"key": "other", "endpoint_url": "http://e"}
+    assert access.at("gs://b/x").storage_options == {"key": "k"}
+    assert access.at("file:///x").storage_options == access.at("/x").storage_options == {}
     assert "k'" not in repr(access)
 
 

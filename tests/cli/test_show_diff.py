@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
-import bucketpoint.checkpoint.open as module
+import bucketpoint.location as module
 from bucketpoint import BucketWriter, __version__
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.summary import _whole_crc, summarise

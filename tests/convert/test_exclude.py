@@ -19,6 +19,7 @@ from bucketpoint.convert.detect import open_source
 from bucketpoint.convert.journal import NAME
 from bucketpoint.convert.source import FORMATS, TARGETS
 from bucketpoint.errors import CheckpointNotFoundError, MismatchError, StoreError, UnsafeDataError
+from bucketpoint.location import Location
 from bucketpoint.stores import LocalStore
 from convert.conftest import SMALL, converted, load
 from dcp.states import assert_same, filled
@@ -54,7 +55,7 @@ def written(path: Path, kind: str, flat: dict[str, torch.Tensor]) -> Path:
 
 
 def keys_at(path: Path) -> set[str]:
-    return set(open_source(path, transfer=SMALL).metadata.state_dict_metadata)
+    return set(open_source(Location.of(path), transfer=SMALL).metadata.state_dict_metadata)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

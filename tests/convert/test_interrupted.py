@@ -70,8 +70,8 @@ def planned(source: Any, target: Any, to: str, store: Any, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         original = run.open_place
 
-        def opened(url: Any, **options: Any) -> Any:
-            inner, prefix = original(url, **options)
+        def opened(place: Any) -> Any:
+            inner, prefix = original(place)
             return store(inner), prefix
 
         patch.setattr(run, "open_place", opened)

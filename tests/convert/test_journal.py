@@ -68,8 +68,8 @@ def planned(
     """A plan for objects of so many items each, whose target refuses every PUT after those `allowed`."""
     original, made = run.open_place, []
 
-    def opened(url: Any, **options: Any) -> Any:
-        inner, prefix = original(url, **options)
+    def opened(place: Any) -> Any:
+        inner, prefix = original(place)
         made.append(Watched(inner, allowed))
         return made[0], prefix
 

@@ -81,5 +81,5 @@ def test_into_a_bucket_in_parts_and_within_the_budget(
 def planned_in_bucket(source: Any, target: str, options: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
     original = run.open_place
     with monkeypatch.context() as patch:
-        patch.setattr(run, "open_place", lambda url, **rest: (CountingStore(original(url, **rest)[0]), "there/ours"))
+        patch.setattr(run, "open_place", lambda place: (CountingStore(original(place)[0]), "there/ours"))
         return plan_conversion(source, target, transfer=options)

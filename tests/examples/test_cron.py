@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.location import Location
 from bucketpoint.retention import from_yaml
 from catalog.memory import save
 from kit.servers import S3Server
@@ -35,7 +36,7 @@ def root(minio: S3Server) -> str:
     """A run of five checkpoints on MinIO."""
     bucket = minio.make_bucket()
     url = minio.url(bucket, "run")
-    catalog = open_catalog(url, storage_options=minio.options)
+    catalog = open_catalog(Location.of(url, minio.options))
     for step in (9_000, 10_000, 11_000, 12_000, 13_000):
         save(catalog, step)
     return url
@@ -111,7 +112,7 @@ def test_the_command_of_the_kubernetes_job_prunes_a_run(
     assert said.splitlines() == ["step 9000 got a tombstone"]
     policy = from_yaml(manifest["ConfigMap"]["data"]["policy.yaml"], environ=where)
     assert policy.prune.when == "manual"
-    rows = open_catalog(root, storage_options=minio.options).snapshot().rows()
+    rows = open_catalog(Location.of(root, minio.options)).snapshot().rows()
     left = [row.step for row in rows if row.tombstone is None]
     assert left == [10_000, 11_000, 12_000, 13_000]
 
@@ -127,6 +128,6 @@ def test_the_crontab_line_of_the_documentation_prunes_a_run(minio: S3Server, roo
     command = [str(policy) if part == found[3] else part for part in shlex.split(found[2])]
     said = run(minio, command)
     assert said.splitlines() == [f"step {step} got a tombstone" for step in (9_000, 10_000, 11_000)]
-    rows = open_catalog(root, storage_options=minio.options).snapshot().rows()
+    rows = open_catalog(Location.of(root, minio.options)).snapshot().rows()
     left = [row.step for row in rows if row.tombstone is None]
     assert left == [12_000, 13_000]

@@ -23,6 +23,7 @@ from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import CommitKey
+from bucketpoint.location import Location
 from bucketpoint.transfer.options import Background
 from kit.proxied_connection import RecordedRequest
 from services import Server
@@ -78,7 +79,7 @@ class Place:
         return replace(self, server=self.server.at(endpoint))
 
     def catalog(self, **options: Any) -> Catalog:
-        return open_catalog(self.root, storage_options={**self.server.options, **options})
+        return open_catalog(Location.of(self.root, {**self.server.options, **options}))
 
     def writer(
         self, *, logged: bool = True, overwrite: bool = True, background: Background = "auto", **options: Any
@@ -120,7 +121,7 @@ class Place:
         values = {*ends, target["value"]}
         assert len(values) == 1, f"a mix of {sorted(values)}"
         if verified:
-            found = verify(open_checkpoint(self.url, storage_options=self.server.options))
+            found = verify(open_checkpoint(Location.of(self.url, self.server.options)))
             assert found.ok, found.damage
         return int(values.pop())
 
@@ -140,7 +141,7 @@ class Place:
         there = {info.key for info in store.list(below)}
         named: set[str] = set()
         try:
-            saved = open_checkpoint(self.url, storage_options=self.server.options)
+            saved = open_checkpoint(Location.of(self.url, self.server.options))
             named = {folder + path for path in saved.by_object} | {folder + keys.METADATA, folder + keys.RECORD}
         except CheckpointNotFoundError:
             pass

@@ -24,6 +24,7 @@ from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
+from bucketpoint.location import Location
 from bucketpoint.stores import ObjectInfo
 from kit.servers import S3Server
 from services import Service
@@ -44,7 +45,7 @@ class Run:
 
     @property
     def catalog(self) -> Catalog:
-        return open_catalog(self.root, storage_options=self.service.options)
+        return open_catalog(Location.of(self.root, self.service.options))
 
     def url(self, folder: str) -> str:
         return f"{self.root}/{folder}"
@@ -108,7 +109,7 @@ def test_a_save_with_a_policy_of_its_own_within_a_checkpoint_that_is_pruned_mean
     policy.write_text("version: 1\nkeep: {latest: 1}\n")
     run.save_plainly("step-1/step-7", 3.0, lambda: run.prune(1), retention=policy)
     assert run.loaded("step-1/step-7") == {3.0}
-    inner = open_catalog(run.url("step-1"), storage_options=run.service.options)
+    inner = open_catalog(Location.of(run.url("step-1"), run.service.options))
     assert [one.step for one in inner.candidates()] == [7]
 
 

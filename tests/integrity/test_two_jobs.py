@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
+from bucketpoint.location import Location
 from kit import checkpoints
 from kit.kills import Job
 from services import Service
@@ -71,7 +72,7 @@ def test_one_of_several_jobs_wins_and_the_others_are_told(service: Service, race
 def whole_at(url: str, options: dict[str, Any]) -> float:
     """The one value of what is committed there, all of it verified."""
     value = checkpoints.load(url, bp.BucketReader(storage_options=options), elements=100_000)
-    assert verify(open_checkpoint(url, storage_options=options)).ok
+    assert verify(open_checkpoint(Location.of(url, options))).ok
     return value
 
 

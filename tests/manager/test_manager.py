@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions, location
 from bucketpoint.catalog import catalog, save_log
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.prune import Order, prune
@@ -600,7 +600,7 @@ def test_restoring_the_latest_costs_two_listings_and_two_reads_and_a_note(
         for step in (10, 20, 30):
             manager.save(step, full(step))
     asked: list[tuple[str, str]] = []
-    for module in (catalog, session):
+    for module in (location, session):
         opened = module.open_store
 
         def wrapped(*args: Any, opened: Any = opened, **more: Any) -> Any:

@@ -14,6 +14,7 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import catalog_keys
+from bucketpoint.location import Location
 from dcp.ranks import Ranks
 from services import Service
 
@@ -54,7 +55,7 @@ class Telling(SaveLog):
 
 
 def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> list[str]:
-    log = Telling(open_catalog(root, storage_options=options))
+    log = Telling(open_catalog(Location.of(root, options)))
     transfer = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
     writer = BucketWriter(storage_options=options, transfer=transfer, log=log)
     planner = SavePlanner()
@@ -69,7 +70,7 @@ def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> lis
 def test_a_save_of_two_ranks_is_in_the_catalog_once(ranks: Ranks, service: Service) -> None:
     root = service.url("run")
     first, second = ranks.run(save_twice, root, service.options)
-    catalog = open_catalog(root, storage_options=service.options)
+    catalog = open_catalog(Location.of(root, service.options))
     # Nobody need tell of uploads that a sweep finds by listing them.
     once = [] if catalog.store.capabilities.lists_uploads else ["uploading 1", "uploaded"]
     assert first == ["begin", *once, "committed"] * 2

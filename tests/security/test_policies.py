@@ -27,6 +27,7 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import AccessDeniedError
 from bucketpoint.format.keys import data_path
+from bucketpoint.location import Location
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import ObjectInfo, Store, open_store
@@ -139,9 +140,9 @@ def test_a_trainer_that_prunes_or_removes_ends_no_checkpoint(
     bucket, roles = place
     root, options = f"s3://{bucket}/{PREFIX}/run-2", roles["trainer"]
     managed(root, minio.options, 10, 20, 30)
-    catalog = open_catalog(root, storage_options=options)
+    catalog = open_catalog(Location.of(root, options))
     with pytest.raises(AccessDeniedError, match=r"s3:DeleteObject.*role pruner"):
-        remove(plan_removal(f"{root}/step-10", storage_options=options), holder="test")
+        remove(plan_removal(Location.of(f"{root}/step-10", options)), holder="test")
     with pytest.raises(AccessDeniedError, match=r"s3:DeleteObject.*role pruner"):
         prune_by(catalog, manual(latest=1), holder="test", force=True)
     policy = RetentionPolicy(Keep(latest=1), prune=Prune(grace=timedelta(0)))
@@ -160,8 +161,8 @@ def test_a_reader_finds_loads_and_verifies(place: tuple[str, dict[str, dict[str,
     bucket, roles = place
     root = f"s3://{bucket}/{RUN}"
     managed(root, minio.options, 30)
-    assert 30 in {one.step for one in open_catalog(root, storage_options=roles["reader"]).snapshot().checkpoints}
-    saved = open_checkpoint(f"{root}/step-30", storage_options=roles["reader"])
+    assert 30 in {one.step for one in open_catalog(Location.of(root, roles["reader"])).snapshot().checkpoints}
+    saved = open_checkpoint(Location.of(f"{root}/step-30", roles["reader"]))
     assert verify(saved).ok
 
 
@@ -171,7 +172,7 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     bucket, roles = place
     root = f"s3://{bucket}/{RUN}"
     managed(root, minio.options, 100, 110, 120, 130)
-    catalog = open_catalog(root, storage_options=roles["pruner"])
+    catalog = open_catalog(Location.of(root, roles["pruner"]))
     thinning = RetentionPolicy(
         Keep(latest=1, every=[EverySteps(steps=20, thin="weights")]), prune=Prune(when="manual", grace=timedelta(0))
     )
@@ -207,10 +208,10 @@ def test_without_the_prefix_the_policies_are_for_the_whole_bucket(minio: S3Serve
     roles = {role: minio.limited_options(*statements(role, bucket, below="")) for role in ROLES}
     for root in (f"s3://{bucket}", f"s3://{bucket}/run"):
         managed(root, roles["trainer"], 10, 20)
-        seen = open_catalog(root, storage_options=roles["reader"]).snapshot().checkpoints
+        seen = open_catalog(Location.of(root, roles["reader"])).snapshot().checkpoints
         assert {one.step for one in seen} == {10, 20}
         done = prune_by(
-            open_catalog(root, storage_options=roles["pruner"]), manual(latest=1), holder="test", force=True
+            open_catalog(Location.of(root, roles["pruner"])), manual(latest=1), holder="test", force=True
         ).done
         assert done.failures == []
         assert {step for step, _ in done.deleted} == {10}

@@ -14,6 +14,7 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.location import Location
 from bucketpoint.stores import S3Options, S3Store, open_store, retry
 from bucketpoint.stores.s3 import client as s3_client
 from kit.servers import KMS_KEY, S3Server, free_port, s3_attempts
@@ -60,7 +61,7 @@ def test_no_failure_of_a_store_tells_a_secret(failure: str, log: io.StringIO) ->
         for call in (
             lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True),
             lambda: dcp.load({"w": torch.ones(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True),
-            lambda: open_checkpoint(url, storage_options=options),
+            lambda: open_checkpoint(Location.of(url, options)),
             lambda: open_store(url, storage_options=options)[0].get("k"),
         ):
             with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
@@ -130,7 +131,7 @@ def test_nothing_that_a_save_writes_holds_a_secret(s3_tls: S3Server, bucket_tls:
     target = {"w": torch.zeros(3_000_000), "o": {"x": 0}}
     dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=options), no_dist=True)
     assert torch.equal(target["w"], state["w"])
-    assert verify(open_checkpoint(url, storage_options=options)).ok
+    assert verify(open_checkpoint(Location.of(url, options))).ok
     client = s3_tls.client()
     customer = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
     for name in s3_tls.keys(bucket_tls):
@@ -162,7 +163,7 @@ def test_a_checkpoint_is_encrypted_by_the_store_and_comes_back(minio: S3Server, 
     target = {"w": torch.zeros(1000)}
     dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=minio.options), no_dist=True)
     assert target["w"].sum() == 1000
-    assert verify(open_checkpoint(url, storage_options=minio.options)).ok
+    assert verify(open_checkpoint(Location.of(url, minio.options))).ok
 
 
 # TLS

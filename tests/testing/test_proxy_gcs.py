@@ -13,6 +13,7 @@ import bucketpoint as bp
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CredentialsError, StoreError, ThrottledError, TransientStoreError
+from bucketpoint.location import Location
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.gcs.store import GCSStore
 from gcs_server import GCSServer
@@ -166,7 +167,7 @@ def test_a_checkpoint_is_saved_and_loaded_through_all_transient_faults(gcs: GCSS
         dcp.load(target, checkpoint_id=url, storage_reader=bp.GCSReader(storage_options=options))
         assert torch.equal(target["w"], state["w"])
         assert target["step"] == 7
-    assert verify(open_checkpoint(url, storage_options=gcs.options)).ok
+    assert verify(open_checkpoint(Location.of(url, gcs.options))).ok
     assert len(proxy.counts.faults) >= 4
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.location import Location
 from kit.servers import S3Server
 from titan import scenarios
 from titan.runs import OURS, called, train
@@ -44,7 +45,7 @@ def root(minio: S3Server) -> str:
 def test_a_run_saves_beside_training_prunes_and_goes_on_with_another_number_of_ranks(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
-    catalog = open_catalog(root, storage_options=minio.options)
+    catalog = open_catalog(Location.of(root, minio.options))
     override = f'{OURS}={{"on_commit": "titan.told:note"}}'
     common = [*flags(root, steps=5, override=override), "--checkpoint.async_mode", "async"]
     split = ["--parallelism.tensor_parallel_degree", "2"]
@@ -65,7 +66,7 @@ def test_a_run_saves_beside_training_prunes_and_goes_on_with_another_number_of_r
 def test_saves_that_are_killed_cost_no_good_checkpoint(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
-    catalog = open_catalog(root, storage_options=minio.options)
+    catalog = open_catalog(Location.of(root, minio.options))
     train(assets, tmp_path / "good", *flags(root, steps=3), env=minio.env).succeeded()
     good = [(1, "full"), (2, "full"), (3, "full")]
     assert there(catalog) == good
@@ -119,7 +120,7 @@ prune: {grace: 0s}
 """
     )
     env = {**minio.env, "RUN": root, "BUCKETPOINT_POLICY": str(policy)}
-    catalog = open_catalog(root, storage_options=minio.options)
+    catalog = open_catalog(Location.of(root, minio.options))
     common = flags("checkpoint", steps=4, interval=100)
     common += ["--checkpoint.async_mode", "async_with_pinned_mem", "--checkpoint.last_save_model_only"]
     train(assets, tmp_path / "two", *common, world=2, env=env).succeeded()
@@ -140,7 +141,7 @@ def test_a_seed_is_gone_on_from_a_signal_has_a_step_saved_and_the_last_one_is_ex
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\nroot: ${RUN}\nsave: {on: [sigterm]}\nkeep: {latest: 5}\n")
     env = {**minio.env, "RUN": root, "BUCKETPOINT_POLICY": str(policy)}
-    catalog = open_catalog(root, storage_options=minio.options)
+    catalog = open_catalog(Location.of(root, minio.options))
     common = [*flags("checkpoint", steps=4, interval=100), "--checkpoint.last_save_model_only"]
     train(assets, tmp_path / "seed", *common, "--checkpoint.create_seed_checkpoint", env=env).succeeded()
     assert there(catalog) == [(0, "full")]

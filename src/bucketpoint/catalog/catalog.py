@@ -6,7 +6,6 @@ Only a `.metadata` makes a checkpoint.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,8 @@ from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.index.ref import HEAD_BYTES
 from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, may_be_metadata
-from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
+from bucketpoint.location import Location, Place
+from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
@@ -357,28 +357,20 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
     return OtherRunError(f"The checkpoints at this URL belong to {whose}, and {mine}", url=catalog.url, remedy=remedy)
 
 
-def open_catalog(
-    root: str | os.PathLike[str],
-    *,
-    template: str = "step-{step}",
-    storage_options: Mapping[str, Any] | None = None,
-    fs: Any = None,
-) -> Catalog:
+def open_catalog(root: Place, *, template: str = "step-{step}") -> Catalog:
     """Open the catalog of the run at `root`. Makes no request: a run without a catalog has an empty one.
 
     Raises:
         InvalidURLError: `root` is empty, or `template` names no folders.
     """
-    text = (as_url(root) or "").rstrip("/")
-    if not text:
+    place = Location.of(root)
+    if not place.url.rstrip("/"):
         raise InvalidURLError("The URL of the run is empty", remedy="Pass a URL such as s3://bucket/run")
-    store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)
-    return Catalog(text, store, prefix, StepTemplate(template))
+    store, prefix = place.opened
+    return Catalog(place.url, store, prefix, StepTemplate(template))
 
 
-def latest_checkpoint(
-    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
-) -> str | None:
+def latest_checkpoint(root: Place, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> str | None:
     """Return the URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
 
     A checkpoint at `root` itself does not count.
@@ -398,7 +390,7 @@ def latest_checkpoint(
         InvalidURLError: `root` is no URL of a store.
         StoreError: the store cannot be reached, or refuses.
     """
-    catalog = open_catalog(root, storage_options=storage_options, fs=fs)
+    catalog = open_catalog(Location.of(root, storage_options, fs))
     folder = newest_folder(catalog.store, catalog.prefix)
     return None if folder is None else catalog.url_of_folder(folder)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.records import read_record
@@ -13,45 +11,38 @@ from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.record import CommitRecord
+from bucketpoint.location import Location, Place
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.stores import as_url
 
 
-def open_run(
-    policy: RetentionPolicy,
-    root: str | os.PathLike[str] | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    fs: Any = None,
-) -> Catalog:
+def open_run(policy: RetentionPolicy, root: Place | None = None) -> Catalog:
     """Open the catalog of the run that a policy is for. Makes no request.
 
     Args:
-        root: URL of the run; by default the policy's `root`.
+        root: place of the run; by default the policy's `root`.
 
     Raises:
         BucketpointError: neither `root` nor the policy says where the run is.
     """
-    root = root if root is not None else policy.root
-    if root is None:
+    place = Location.of(policy.root if root is None else root)
+    if not place.url and policy.root is None:
         raise BucketpointError(
             "The policy does not name the URL of its run", remedy="Pass root=, or set root: in the policy"
         )
-    catalog = open_catalog(root, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
+    catalog = open_catalog(place, template=policy.layout.step_dir)
     return replace(catalog, run=policy.run or "")
 
 
-def refuse_other_root(
-    policy: RetentionPolicy, catalog: Catalog, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
-) -> None:
-    """Compare the run that a job has opened with the root in its policy. Makes no request.
+def refuse_other_root(policy: RetentionPolicy, catalog: Catalog, place: Location) -> None:
+    """Compare the run that a job has opened at `place` with the root in its policy. Makes no request.
 
     Raises:
         BucketpointError: they are not the same place.
     """
     if policy.root is None:
         return
-    meant = open_catalog(policy.root, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
+    meant = open_catalog(place.at(policy.root), template=policy.layout.step_dir)
     # One place may have several URLs, so the stores are compared.
     if (meant.store.identity, meant.prefix) != (catalog.store.identity, catalog.prefix):
         raise BucketpointError(
@@ -70,10 +61,8 @@ def parent_and_name(url: str) -> tuple[str, str] | None:
     return above or ".", name
 
 
-def catalog_above(
-    url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
-) -> tuple[Catalog, str] | None:
-    """Find the catalog of the checkpoint at `url`, and the checkpoint's folder in it. One LIST.
+def catalog_above(place: Location) -> tuple[Catalog, str] | None:
+    """Find the catalog of the checkpoint at a place, and the checkpoint's folder in it. One LIST.
 
     None if no catalog above it has a run with folders of such a name. No catalog is created for a single checkpoint: a
     policy would not see the checkpoints beside it.
@@ -81,12 +70,12 @@ def catalog_above(
     Raises:
         AccessDeniedError: listing there is not allowed.
     """
-    split = parent_and_name(url)
+    split = parent_and_name(place.url)
     if split is None:
         return None
     above, folder = split
     try:
-        catalog = open_catalog(above, storage_options=storage_options, fs=fs)
+        catalog = open_catalog(place.at(above))
     except InvalidURLError:
         return None
     for path in sorted(catalog.store.list_folders(catalog.key(catalog_keys.CATALOG) + "/")):
@@ -96,12 +85,12 @@ def catalog_above(
     return None
 
 
-def record_above(url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> CommitRecord | None:
-    """Return the record of the checkpoint at `url` from the catalog above it, or None. Two small LISTs and a GET.
+def record_above(place: Location) -> CommitRecord | None:
+    """Return the record of the checkpoint at a place from the catalog above it, or None. Two small LISTs and a GET.
 
     Raises as `catalog_above` and `read_record`.
     """
-    above = catalog_above(url, storage_options=storage_options, fs=fs)
+    above = catalog_above(place)
     if above is None:
         return None
     catalog, folder = above

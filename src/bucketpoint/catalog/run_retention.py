@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.worker import PruneWorker, worker_of
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, parent_and_name
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.forks import ProcessLock
+from bucketpoint.location import Location
 from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,8 @@ class RunRetention:
         fs: Any = None,
     ) -> None:
         self.policy = policy_of(policy)
-        self._store_arguments = {"storage_options": storage_options, "fs": fs}
-        self._root = open_run(self.policy, **self._store_arguments) if self.policy.root is not None else None
+        self._storage_options, self._fs = storage_options, fs
+        self._root = self._open(self.policy.root) if self.policy.root is not None else None
         self._logs: dict[str, SaveLog] = {}
         self._warned = False
         self._lock = ProcessLock()
@@ -64,9 +66,12 @@ class RunRetention:
                 )
             return log
 
+    def _open(self, root: str) -> Catalog:
+        return open_run(self.policy, Location.of(root, self._storage_options, self._fs))
+
     def _log(self, root: str, folder: str) -> SaveLog | None:
         if root not in self._logs:
-            catalog = open_run(self.policy, root, **self._store_arguments)
+            catalog = self._open(root)
             if self._root is not None:
                 # One place may have several URLs, so the stores are compared.
                 if (catalog.store.identity, catalog.prefix) != (self._root.store.identity, self._root.prefix):

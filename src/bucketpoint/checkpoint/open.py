@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
+from bucketpoint.location import Location, Place
+from bucketpoint.stores import ObjectInfo, Store
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
@@ -36,8 +36,7 @@ class SavedCheckpoint:
     data: bytes = field(repr=False)
     info: ObjectInfo
     metadata: Metadata = field(repr=False)
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    fs: Any = field(default=None, repr=False)
+    place: Location
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -88,14 +87,7 @@ class SavedCheckpoint:
         return self._etags.get(path)
 
 
-def open_checkpoint(
-    url: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    fs: Any = None,
-    trusted: bool = False,
-    plain: bool = False,
-) -> SavedCheckpoint:
+def open_checkpoint(place: Place, *, trusted: bool = False, plain: bool = False) -> SavedCheckpoint:
     """Read and decode the metadata of a checkpoint, whoever wrote it.
 
     Args:
@@ -107,9 +99,9 @@ def open_checkpoint(
             CheckpointDeletedError if a checkpoint was deleted.
         MetadataError, UnsafeDataError: the metadata cannot or must not be read.
     """
-    text = as_url(url) or ""
-    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
-    source = MetadataSource(store, prefix, text)
+    place = Location.of(place)
+    store, prefix = place.opened
+    source = MetadataSource(store, prefix, place.url)
     try:
         data, info = source.get(keys.METADATA)
     except CheckpointDeletedError:
@@ -117,23 +109,20 @@ def open_checkpoint(
     except CheckpointNotFoundError:
         raise source.nothing_here() from None
     if plain and not trusted:
-        metadata = read_metadata(data, url=text)
+        metadata = read_metadata(data, url=place.url)
     else:
         from bucketpoint.format.metadata.codec import decode_metadata
 
-        metadata = decode_metadata(data, trusted=trusted, url=text)
-    return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
+        metadata = decode_metadata(data, trusted=trusted, url=place.url)
+    return SavedCheckpoint(place.url, store, prefix, data, info, metadata, place)
 
 
-def named_below(
-    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
-) -> Iterator[tuple[str, str | None]]:
+def named_below(place: Location) -> Iterator[tuple[str, str | None]]:
     """Yield the URLs of all checkpoints at and below a URL, and those of which there is a record, with its key.
 
     In key order, so that records come first. One LIST per 1,000 objects.
     """
-    text = as_url(url) or ""
-    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    (store, prefix), text = place.opened, place.url
     above = prefix + "/" if prefix else ""
     for info in store.list(above):
         path = info.key[len(above) :]

@@ -157,7 +157,7 @@ class _Run:
         The record is a cache: a missing one is no damage.
         """
         reasons, beside, saved = [], "beside it", self.saved
-        above = partial(record_above, saved.url, storage_options=saved.storage_options, fs=saved.fs)
+        above = partial(record_above, saved.place)
         for where, read in ((beside, self._record_beside), ("in a catalog above it", above)):
             try:
                 record = read()

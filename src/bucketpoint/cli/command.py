@@ -8,13 +8,16 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.exits import FINE, FOUND, INTERNAL, exit_code
 from bucketpoint.errors import BucketpointError, PolicyError
+
+if TYPE_CHECKING:
+    from bucketpoint.location import Location
 
 SCHEMA = 2
 """Version of the JSON documents. Raised when a field changes its meaning or is removed, not for new fields."""
@@ -169,15 +172,16 @@ class Access:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     endpoint_url: str | None = None
 
-    def for_url(self, url: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the `storage_options` for one URL. Local paths have one option; only S3 has an endpoint."""
+    def at(self, url: str, extra: Mapping[str, Any] | None = None) -> Location:
+        """Return the location of a URL. Local paths have one option; only S3 has an endpoint."""
+        from bucketpoint.location import Location
         from bucketpoint.stores import FOLLOW_LINKS, parse_url
 
         scheme = parse_url(url)[0]
         local = scheme in ("", "file", "local") and "::" not in url
         options = {name: value for name, value in self.options.items() if (name == FOLLOW_LINKS) == local}
         endpoint = {"endpoint_url": self.endpoint_url} if self.endpoint_url and scheme in ("s3", "s3a") else {}
-        return {**options, **endpoint, **(extra or {})}
+        return Location.of(url, {**options, **endpoint, **(extra or {})})
 
 
 def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[str, Any]:

@@ -42,7 +42,7 @@ def run_argument(function: Callable[..., CommandResult]) -> Callable[..., Comman
     def call(root: str, step_dir: str, access: Access, **arguments: Any) -> CommandResult:
         from bucketpoint.catalog.catalog import open_catalog
 
-        catalog = open_catalog(root, template=step_dir, storage_options=access.for_url(root))
+        catalog = open_catalog(access.at(root), template=step_dir)
         return function(catalog=catalog, **arguments)
 
     return call
@@ -76,7 +76,7 @@ def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., Comm
 
         policy = read_policy(policy_file) if policy_file is not None else None
         template = step_dir or (policy.layout.step_dir if policy is not None else "step-{step}")
-        catalog = open_catalog(root, template=template, storage_options=access.for_url(root))
+        catalog = open_catalog(access.at(root), template=template)
         return function(catalog=catalog, policy=policy, access=access, **arguments)
 
     return call
@@ -96,13 +96,13 @@ def policy_argument(function: Callable[..., CommandResult]) -> Callable[..., Com
         url = root or policy.root
         if url is None:
             raise click.UsageError("The policy does not name the URL of the run: pass --root")
-        return function(policy=policy, catalog=open_run(policy, url, storage_options=access.for_url(url)), **arguments)
+        return function(policy=policy, catalog=open_run(policy, access.at(url)), **arguments)
 
     return call
 
 
 def between_stores(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
-    """Pass `storage_options` for the arguments `source` and `target` to the function, as `here` and `there`."""
+    """Pass the arguments `source` and `target` to the function as locations, each with its storage options."""
 
     @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="Storage option for the source only.")
     @click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="Storage option for the target only.")
@@ -113,9 +113,9 @@ def between_stores(function: Callable[..., CommandResult]) -> Callable[..., Comm
     def call(
         source: str, target: str, from_option: Sequence[str], to_option: Sequence[str], access: Access, **arguments: Any
     ) -> CommandResult:
-        here = access.for_url(source, parse_options(from_option, "--from-option"))
-        there = access.for_url(target, parse_options(to_option, "--to-option"))
-        return function(source=source, target=target, here=here, there=there, **arguments)
+        here = access.at(source, parse_options(from_option, "--from-option"))
+        there = access.at(target, parse_options(to_option, "--to-option"))
+        return function(source=here, target=there, **arguments)
 
     return call
 

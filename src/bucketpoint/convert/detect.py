@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.convert.other_files import explain, files_of_folder
@@ -21,7 +19,6 @@ from bucketpoint.convert.source import (
     Source,
 )
 from bucketpoint.convert.source_reader import SourceBytes
-from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -30,7 +27,8 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
 )
 from bucketpoint.format import keys
-from bucketpoint.stores import Store, check_url, open_store, parse_url, this_url
+from bucketpoint.location import Location
+from bucketpoint.stores import Store, check_url, parse_url, this_url
 from bucketpoint.transfer import TransferOptions
 
 AUTO = "auto"
@@ -39,41 +37,39 @@ _EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the pr
 """Schemes of other packages' filesystems, which fsspec does not list by itself: the remedy if a scheme is unknown."""
 
 
-def open_place(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
+def open_place(place: Location) -> tuple[Store, str]:
     """Open a store as `open_store` does. If a scheme needs a package that is missing, the error names the package."""
     try:
-        return open_store(url, storage_options=storage_options, fs=fs)
+        return place.opened
     except InvalidURLError as error:
-        if fs is None:
-            error.remedy = _EXTRAS.get(parse_url(url)[0], error.remedy)
+        if place.fs is None:
+            error.remedy = _EXTRAS.get(parse_url(place.url)[0], error.remedy)
         raise
 
 
-def open_object(url: str, *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
+def open_object(place: Location) -> tuple[Store, str]:
     """Return the store and the key of the object that a URL names. Raises InvalidURLError if it names none."""
-    above, slash, name = url.rpartition("/")
+    above, slash, name = place.url.rpartition("/")
     if slash and (not above or above.endswith((":", "/"))):
         above += "/"
     if not name or name in (".", "..") or above.endswith("://"):
         raise InvalidURLError(
-            "the URL names no file", url=url, remedy="Pass the URL of a file, such as s3://bucket/model.pt"
+            "the URL names no file", url=place.url, remedy="Pass the URL of a file, such as s3://bucket/model.pt"
         )
-    store, prefix = open_place(above or ".", storage_options=storage_options, fs=fs)
+    store, prefix = open_place(place.at(above or "."))
     return store, keys.join(prefix, name)
 
 
 def open_source(
-    url: str | os.PathLike[str],
+    place: Location,
     format: str = AUTO,  # noqa: A002
     *,
-    storage_options: Mapping[str, Any] | None = None,
-    fs: Any = None,
     prefix: str = "",
     exclude: str | Iterable[str] = (),
     trusted: bool = False,
     transfer: TransferOptions,
 ) -> Source:
-    """Plan the reading of the checkpoint or file at a URL. Of the data, only items that are not tensors are read.
+    """Plan the reading of the checkpoint or file at a place. Of the data, only items that are not tensors are read.
 
     Args:
         format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, the
@@ -85,8 +81,8 @@ def open_source(
         CheckpointNotFoundError: there is nothing of a known format.
         BucketpointError: the source cannot or must not be read; see the modules in `readers`.
     """
-    text = as_url(url) or ""
-    store, folder = open_place(text, storage_options=storage_options, fs=fs)
+    text = place.url
+    store, folder = open_place(place)
     missing = CheckpointNotFoundError(
         f"There is no checkpoint in the format {format} at {this_url(store)}",
         url=text,
@@ -95,7 +91,7 @@ def open_source(
     source = SourceBytes(store, transfer)
     if format in (AUTO, BUCKETPOINT, DCP):
         try:
-            saved = open_checkpoint(text, storage_options=storage_options, fs=fs, trusted=trusted)
+            saved = open_checkpoint(place, trusted=trusted)
         except CheckpointNotFoundError as error:
             if format != AUTO:
                 raise
@@ -115,7 +111,7 @@ def open_source(
     if not isinstance(missing, CheckpointDeletedError):
         missing = files_of_folder(source, folder, text) or missing
     try:
-        store, key = open_object(text, storage_options=storage_options, fs=fs)
+        store, key = open_object(place)
     except InvalidURLError:
         raise missing from None
     source = SourceBytes(store, transfer)

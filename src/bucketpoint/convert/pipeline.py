@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,9 +24,9 @@ from bucketpoint.convert.target import TargetLayout, TargetPlace
 from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
 from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
-from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError, InvalidURLError
 from bucketpoint.format.keys import METADATA
+from bucketpoint.location import Location, Place
 from bucketpoint.transfer import (
     BufferPool,
     Meter,
@@ -147,8 +146,8 @@ class Converted:
 
 
 def plan_conversion(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Place,
+    target: Place,
     *,
     from_format: str = AUTO,
     to_format: str = AUTO,
@@ -180,12 +179,11 @@ def plan_conversion(
     """
     chosen = options or ConvertOptions()
     transfer = _within(transfer)
-    url = as_url(target) or ""
+    there = Location.of(target, target_options, target_fs)
+    url = there.url
     opened = open_source(
-        source,
+        Location.of(source, source_options, source_fs),
         from_format,
-        storage_options=source_options,
-        fs=source_fs,
         prefix=chosen.prefix,
         exclude=chosen.exclude,
         trusted=chosen.trusted,
@@ -199,30 +197,30 @@ def plan_conversion(
         )
     filling = Filling(opened.bytes, transfer.max_inflight_bytes // 4)
     if wanted == TORCH:
-        store, key = open_object(url, storage_options=target_options, fs=target_fs)
+        store, key = open_object(there)
         folder, _, name = key.rpartition("/")
         place = TargetPlace(store, folder, url)
         before_end = watch_file(place, name)
         layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
         replaces = will_replace(place, wanted, name, chosen.overwrite)
         return ConvertPlan(opened, wanted, place, layout, filling, transfer, replaces=replaces)
-    store, folder = open_place(url, storage_options=target_options, fs=target_fs)
+    store, folder = open_place(there)
     place = TargetPlace(store, folder, url)
     journal, other = open_journal(place, _digest(opened, wanted, chosen))
     token, log = journal.token, None
     if wanted == SAFETENSORS:
         layout = plan_safetensors(opened, filling, place, prefix=chosen.prefix, shard_bytes=chosen.shard_bytes)
     else:
-        log = _log_there(place, opened, target_options, target_fs)
+        log = _log_there(there, opened)
         layout = plan_bucketpoint(
             opened, filling, place, token=token, object_bytes=chosen.object_bytes, overwrite=chosen.overwrite, log=log
         )
-    there = journal.done(layout.objects, transfer) if journal.notes else {}
-    finished = is_finished(place, wanted, journal, whole=len(there) == len(layout.objects))
+    done = journal.done(layout.objects, transfer) if journal.notes else {}
+    finished = is_finished(place, wanted, journal, whole=len(done) == len(layout.objects))
     replaces = not finished and will_replace(place, wanted, "", chosen.overwrite)
     kept = journal if finished or len(layout.objects) > 1 else None
     return ConvertPlan(
-        opened, wanted, place, layout, filling, transfer, kept, other, finished, log, token, there, replaces
+        opened, wanted, place, layout, filling, transfer, kept, other, finished, log, token, done, replaces
     )
 
 
@@ -318,12 +316,10 @@ def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:
     return hashlib.sha256(repr((content, sizes)).encode()).hexdigest()
 
 
-def _log_there(
-    place: TargetPlace, source: Source, storage_options: Mapping[str, Any] | None, fs: Any
-) -> SaveLog | None:
+def _log_there(target: Location, source: Source) -> SaveLog | None:
     """Return the log of the run that contains the target, if any: a conversion into a run is one of its saves."""
     try:
-        run = catalog_above(place.url, storage_options=storage_options, fs=fs)
+        run = catalog_above(target)
     except AccessDeniedError:
         # A caller who may only write there leaves just the record beside the metadata, like any writer without a
         # catalog.

@@ -27,7 +27,7 @@ from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saving.commit import commit_copy
 from bucketpoint.dcp.saving.commit_put import Commit
-from bucketpoint.dcp.session import PriorCommit, as_url
+from bucketpoint.dcp.session import PriorCommit
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
@@ -40,8 +40,9 @@ from bucketpoint.format import keys
 from bucketpoint.format.item_info import data_paths
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import make_record
+from bucketpoint.location import Location, Place
 from bucketpoint.stopwatch import LONG_AGO, Stopwatch
-from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
 
@@ -98,14 +99,7 @@ class Copied:
     checked_bytes: int
 
 
-def plan_copy(
-    saved: SavedCheckpoint,
-    url: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    fs: Any = None,
-    overwrite: bool = False,
-) -> CopyPlan:
+def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = False) -> CopyPlan:
     """Look at source and destination, and plan the copy. Writes nothing.
 
     Raises:
@@ -113,8 +107,8 @@ def plan_copy(
         CheckpointExistsError: the destination has a checkpoint that must not, or cannot safely, be overwritten.
         CorruptDataError: an object of the source is missing, has another size, or was replaced.
     """
-    text = as_url(url) or ""
-    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    place = Location.of(destination)
+    (store, prefix), text = place.opened, place.url
     if (store.identity, prefix) == (saved.store.identity, saved.prefix):
         raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")
     sources = look_at_objects(saved, lambda key: retry_transient(lambda: saved.store.head(key)), COPY_OPTIONS)
@@ -126,7 +120,7 @@ def plan_copy(
             remedy="Name another destination, or pass --overwrite",
         )
     try:
-        above = catalog_above(text, storage_options=storage_options, fs=fs)
+        above = catalog_above(place)
     except AccessDeniedError:
         # Without the right to read the catalog, the record goes beside the metadata, as for any writer without one.
         above = None

@@ -41,6 +41,7 @@ from bucketpoint.dcp.stats import SaveStats
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
+from bucketpoint.location import Location
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import (
     SavingRanks,
@@ -245,7 +246,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             log.begin(str(session.url), session.token)
         said = Announcement(session.token)
         if self._copies:
-            newest = functools.partial(newest_commit, self._storage_options, self._fs)
+            newest = functools.partial(newest_commit, self._place(session))
             said = self.earlier_saves.announcement(str(session.url), session.token, newest)
         return replace(said, span=begin_save(session.times, str(session.url))).put_on(plans)
 
@@ -426,6 +427,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def _session(self) -> SaveSession:
         return self._sessions.current or self._sessions.begin(self._url)
 
+    def _place(self, session: SaveSession) -> Location:
+        return Location.of(session.url, self._storage_options, self._fs)
+
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._open(session.url)
         lease = current_lease()
@@ -438,7 +442,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             upload = RankUpload(
-                to=Destination(str(session.url), store, self._storage_options, self._fs is None),
+                to=Destination(self._place(session), store),
                 place=ObjectPlace(prefix, session.token, session.rank, self.groups),
                 uploads=self.uploads,
                 lease=lease,

@@ -32,6 +32,7 @@ from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import renew_in_child
+from bucketpoint.location import Location
 from bucketpoint.manager.at_exit import close_at_exit
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
@@ -94,8 +95,9 @@ class CheckpointManager:
         def prepared() -> tuple[RetentionPolicy, Catalog, Stager, Uploads]:
             check_types(policy=policy, transfer=transfer)
             read = policy_of(policy)
-            catalog = open_run(read, root, storage_options=storage_options, fs=fs)
-            refuse_other_root(read, catalog, storage_options=storage_options, fs=fs)
+            place = Location.of(read.root if root is None else root, storage_options, fs)
+            catalog = open_run(read, place)
+            refuse_other_root(read, catalog, place)
             return read, catalog, Stager(staging), Uploads(transfer or TransferOptions())
 
         self._ranks = Ranks(members=process_group)

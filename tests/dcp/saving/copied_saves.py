@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import Verification, verify
+from bucketpoint.location import Location
 from bucketpoint.stores import open_store
 from dcp.states import assert_same, blank, filled
 from fsspec_backends import IN_PROCESS, SERVED, backend
@@ -53,7 +54,7 @@ class Run:
         assert_same(target, state)
 
     def verified(self, step: int) -> Verification:
-        return verify(open_checkpoint(self.url(step), storage_options=self.options, fs=self.fs))
+        return verify(open_checkpoint(Location.of(self.url(step), self.options, self.fs)))
 
     def store(self, step: int) -> tuple[Any, str]:
         return open_store(self.url(step), storage_options=self.options, fs=self.fs)

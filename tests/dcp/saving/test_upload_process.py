@@ -26,7 +26,7 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.saving import uploads
 from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
 from bucketpoint.errors import CheckpointNotFoundError, EndpointError, HelperProcessError, HelperUnavailableError
-from bucketpoint.stores import open_store
+from bucketpoint.location import Location
 from bucketpoint.transfer import Meter
 from dcp.saving.upload_program import NBYTES, state
 from kit import FaultProxy, Script
@@ -124,8 +124,8 @@ def test_threads_try_what_the_process_cannot_reach_unless_it_has_sent_bytes(
 
 
 def test_a_destination_shows_no_secret() -> None:
-    to = Destination("s3://bucket/run", open_store("s3://bucket/run")[0], {"secret": "abc123secret"}, made_by_us=True)
-    assert "abc123secret" not in repr(to)
+    place = Location.of("s3://bucket/run", {"secret": "abc123secret"})
+    assert "abc123secret" not in repr(Destination(place, place.opened[0]))
 
 
 @pytest.mark.parametrize("background", ["auto", "process"])
@@ -247,7 +247,7 @@ def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
         wait_for_end(started.helper)
         assert open_uploads(minio, place) == []
         with pytest.raises(CheckpointNotFoundError):
-            open_checkpoint(minio.url(*place), storage_options=minio.options)
+            open_checkpoint(Location.of(minio.url(*place), minio.options))
     finally:
         if started.fork:
             os.kill(started.fork, signal.SIGKILL)

@@ -11,9 +11,8 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata, open_catalog
 from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
@@ -34,6 +33,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
+from bucketpoint.location import Location, Place
 from bucketpoint.retention.row import FULL
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import this_url
@@ -269,14 +269,14 @@ class Removal:
         return self.catalog.url_of_folder(self.checkpoint.folder)
 
 
-def plan_removal(url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> Removal:
+def plan_removal(place: Place) -> Removal:
     """Inspect a checkpoint to remove, and the rest of its run. Changes nothing.
 
     Raises:
         InvalidURLError: the URL cannot be that of a checkpoint.
         CheckpointNotFoundError: there is no checkpoint at the URL.
     """
-    catalog, folder = _run_of(url, storage_options, fs)
+    catalog, folder = _run_of(Location.of(place))
     snapshot = catalog.with_unrecorded(catalog.snapshot())
     checkpoint = next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
     if checkpoint is None:
@@ -326,21 +326,21 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
     return under_lock(catalog, holder, work)
 
 
-def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Catalog, str]:
+def _run_of(place: Location) -> tuple[Catalog, str]:
     """Return the run of a checkpoint, and its folder there. Without a catalog the folder's name tells the template."""
-    split = parent_and_name(url)
+    split = parent_and_name(place.url)
     if split is None:
         raise InvalidURLError(
             "The URL names no folder: a checkpoint at the root of a bucket cannot be told from what else lies there",
-            url=url,
+            url=place.url,
             remedy="Pass a URL such as s3://bucket/run/step-5, or delete .metadata, then data/, with the store's tool",
         )
-    known = catalog_above(url.rstrip("/"), storage_options=storage_options, fs=fs)
+    known = catalog_above(place)
     if known is not None:
         return known
     root, folder = split
     match = _NUMBERED.fullmatch(folder)
-    catalog = open_catalog(root, storage_options=storage_options, fs=fs)
+    catalog = open_catalog(place.at(root))
     fits = match is not None and not {"{", "}"} & set(folder)
     template = StepTemplate(f"{match[1]}{{step}}{match[2]}") if match is not None and fits else OneFolder(folder)
     return replace(catalog, template=template), folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +14,7 @@ from bucketpoint.errors import first_of
 
 if TYPE_CHECKING:
     from bucketpoint.convert import Converted, ConvertPlan
+    from bucketpoint.location import Location
 
 _NAMED_AT_MOST = 5
 
@@ -61,8 +62,8 @@ _NAMED_AT_MOST = 5
 @click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
 @between_stores
 def convert(
-    source: str,
-    target: str,
+    source: Location,
+    target: Location,
     from_format: str,
     to_format: str,
     prefix: str,
@@ -73,8 +74,6 @@ def convert(
     verified: bool,
     trusted: bool,
     progress: bool | None,
-    here: Mapping[str, Any],
-    there: Mapping[str, Any],
 ) -> CommandResult:
     """Convert a checkpoint between DCP, torch.save and safetensors.
 
@@ -93,8 +92,6 @@ def convert(
         from_format=from_format,
         to_format=to_format,
         options=ConvertOptions(prefix, max_shard_size, overwrite=overwrite, trusted=trusted, exclude=exclude),
-        source_options=here,
-        target_options=there,
     )
     if dry_run:
         return CommandResult(_document(plan, None), _plan_lines(plan))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +14,7 @@ from bucketpoint.cli.options import between_stores
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.verify import Verification
     from bucketpoint.dcp.copy import Copied, CopyPlan
+    from bucketpoint.location import Location
 
 
 @command("cp")
@@ -25,15 +26,13 @@ if TYPE_CHECKING:
 )
 @between_stores
 def cp(
-    source: str,
-    target: str,
+    source: Location,
+    target: Location,
     overwrite: bool,
     dry_run: bool,
     verified: bool,
     trusted: bool,
     progress: bool | None,
-    here: Mapping[str, Any],
-    there: Mapping[str, Any],
 ) -> CommandResult:
     """Copy a checkpoint from one URL to another, in any store.
 
@@ -47,16 +46,15 @@ def cp(
     from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
     from bucketpoint.dcp.progress_bar import progress_callback
 
-    saved = open_checkpoint(source, storage_options=here, trusted=trusted)
-    plan = plan_copy(saved, target, storage_options=there, overwrite=overwrite)
+    saved = open_checkpoint(source, trusted=trusted)
+    plan = plan_copy(saved, target, overwrite=overwrite)
     if dry_run:
         return CommandResult(_document(plan, None, None), _plan_lines(plan))
     with progress_callback(progress, 0) as callback:
         done = copy_checkpoint(plan, progress=callback)
         check = None
         if verified:
-            copied = open_checkpoint(target, storage_options=there, trusted=trusted)
-            check = verify(copied, progress=callback)
+            check = verify(open_checkpoint(target, trusted=trusted), progress=callback)
     return CommandResult(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
 
 

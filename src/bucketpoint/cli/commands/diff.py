@@ -34,14 +34,11 @@ def diff(
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import difference, summarise
 
-    options = (
-        access.for_url(a, parse_options(a_option, "--a-option")),
-        access.for_url(b, parse_options(b_option, "--b-option")),
+    places = (
+        access.at(a, parse_options(a_option, "--a-option")),
+        access.at(b, parse_options(b_option, "--b-option")),
     )
-    left, right = (
-        summarise(open_checkpoint(url, storage_options=given, trusted=trusted, plain=True))
-        for url, given in zip((a, b), options, strict=True)
-    )
+    left, right = (summarise(open_checkpoint(place, trusted=trusted, plain=True)) for place in places)
     changes = difference(left, right, values=values)
     document = _document(left, right, changes, values=values)
     return CommandResult(document, _lines(left, right, changes, values=values), changes.same)

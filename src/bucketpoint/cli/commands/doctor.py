@@ -45,10 +45,8 @@ def doctor(url: str, size: int, role: str, access: Access) -> CommandResult:
     and is named. Exits with 1 if anything failed.
     """
     from bucketpoint.doctor.examine import examine
-    from bucketpoint.stores import open_store
 
-    store, prefix = open_store(url.rstrip("/") or url, storage_options=access.for_url(url))
-    diagnosis = examine(store, prefix, role=role, probe_bytes=size, told=_tell)
+    diagnosis = examine(*access.at(url).opened, role=role, probe_bytes=size, told=_tell)
     counts = {status: sum(finding.status == status for finding in diagnosis.findings) for status in _STATUSES}
     verdict = f"{'fit' if diagnosis.ok else 'NOT fit'} for {'checkpoints' if role == 'admin' else f'a {role}'}"
     last = f"{url} is {verdict}: {text.count(counts['warn'], 'warning')}, {text.count(counts['fail'], 'failure')}"

@@ -94,7 +94,7 @@ def overview(
     title = clean(catalog.url)
     verified: list[tuple[str, bool, list[str]]] = []
     for row in described["checkpoints"] if verify else ():
-        ok, _, lines = one_of_many(row["url"], access.for_url(catalog.url), trusted=trusted, progress=progress)
+        ok, _, lines = one_of_many(access.at(row["url"]), trusted=trusted, progress=progress)
         # The verdict names the checkpoint: the page begins with it.
         verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
     if file is not None:

@@ -33,7 +33,7 @@ def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access) -> Comma
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
     from bucketpoint.catalog.records import process_name
 
-    removal = plan_removal(url, storage_options=access.for_url(url))
+    removal = plan_removal(access.at(url))
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
     if not yes and not _agreed(removal):

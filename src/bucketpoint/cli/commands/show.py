@@ -29,7 +29,7 @@ def show(url: str, tensors: bool, trusted: bool, access: Access) -> CommandResul
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import summarise
 
-    summary = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted, plain=True))
+    summary = summarise(open_checkpoint(access.at(url), trusted=trusted, plain=True))
     return CommandResult(_document(summary, tensors), _lines(summary, tensors))
 
 

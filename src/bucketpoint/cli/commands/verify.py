@@ -15,6 +15,7 @@ from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNot
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.verify import Verification
+    from bucketpoint.location import Location
 
 
 @command("verify")
@@ -31,29 +32,28 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     reports the number of bytes without a checksum to compare with. Exits with 1 if anything is damaged.
     """
     from bucketpoint.checkpoint.open import named_below
-    from bucketpoint.stores import open_store
 
-    options = access.for_url(url)
+    place = access.at(url)
     if not every:
-        verification = _read(url, options, trusted=trusted, progress=progress)
+        verification = _read(place, trusted=trusted, progress=progress)
         return CommandResult(document(verification), lines(verification), verification.ok)
     documents: list[dict[str, Any]] = []
     texts: list[str] = []
     whole = 0
     recorded: dict[str, str] = {}
-    for at, record in named_below(url, storage_options=options):
+    for at, record in named_below(place):
         if record is not None:
             recorded[at] = record
             continue
         recorded.pop(at, None)
-        ok, found, said = one_of_many(at, options, trusted=trusted, progress=progress)
+        ok, found, said = one_of_many(place.at(at), trusted=trusted, progress=progress)
         whole += ok
         documents.append(found)
         texts += said
     for at, record in recorded.items():
         with contextlib.suppress(ObjectNotFoundError):
             # A prune beside this command deletes the record, too.
-            open_store(url, storage_options=options)[0].head(record)
+            place.opened[0].head(record)
             message = (
                 "it has a record and no .metadata, so something else removed it; `bucketpoint gc --deep` on its run "
                 "removes the record"
@@ -66,28 +66,26 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     return CommandResult({"url": url, "checkpoints": documents}, texts, whole == len(documents))
 
 
-def one_of_many(
-    url: str, options: dict[str, Any], *, trusted: bool, progress: bool | None
-) -> tuple[bool, dict[str, Any], list[str]]:
+def one_of_many(place: Location, *, trusted: bool, progress: bool | None) -> tuple[bool, dict[str, Any], list[str]]:
     """Verify one of several checkpoints. Return True if it is whole, its document, and its lines with the verdict last.
 
     A checkpoint whose metadata is damaged, or that was pruned meanwhile, does not hide the others.
     """
     try:
-        verification = _read(url, options, trusted=trusted, progress=progress)
+        verification = _read(place, trusted=trusted, progress=progress)
     except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
         failure = {"kind": type(error).__name__, "message": error.message}
-        return False, {"url": url, "error": failure}, [f"DAMAGED {url}: {error.message}"]
+        return False, {"url": place.url, "error": failure}, [f"DAMAGED {place.url}: {error.message}"]
     return verification.ok, {**document(verification), "error": None}, [*lines(verification)]
 
 
-def _read(url: str, options: dict[str, Any], *, trusted: bool, progress: bool | None) -> Verification:
+def _read(place: Location, *, trusted: bool, progress: bool | None) -> Verification:
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.verify import verify
     from bucketpoint.dcp.progress_bar import progress_callback
 
     with progress_callback(progress, 0) as callback:
-        return verify(open_checkpoint(url, storage_options=options, trusted=trusted), progress=callback)
+        return verify(open_checkpoint(place, trusted=trusted), progress=callback)
 
 
 def document(verification: Verification) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.location import Location
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
@@ -162,14 +163,14 @@ class EarlierSaves:
         with self._lock:
             return self._watches.setdefault(run_of(url), MomentsWatch())
 
-    def announcement(self, url: str, save: str, newest: Callable[[str], str | None]) -> Announcement:
+    def announcement(self, url: str, save: str, newest: Callable[[], str | None]) -> Announcement:
         """Return what the coordinator announces for the save with this id.
 
         Args:
             newest: finds the newest checkpoint of the run in the store, for the first save of a process.
         """
         since, last = self._committed.get(run_of(url)) or (None, None)
-        return Announcement(save, since, newest(url) if since is None else last)
+        return Announcement(save, since, newest() if since is None else last)
 
     def compared_with(
         self, url: str, said: Announcement | None, read: Callable[[Announcement], EarlierSave | None]
@@ -201,14 +202,14 @@ def run_of(url: str) -> str:
     return split[0] if split is not None else url
 
 
-def newest_commit(storage_options: Mapping[str, object], fs: object, url: str) -> str | None:
-    """Return the URL of the newest checkpoint in the folder above `url`; None if there is none, or it cannot be found.
+def newest_commit(place: Location) -> str | None:
+    """Return the URL of the newest checkpoint in the folder above a place; None if none is there or found.
 
     As many requests as `latest_checkpoint`.
     """
-    split = parent_and_name(url)
+    split = parent_and_name(place.url)
     try:
-        return None if split is None else latest_checkpoint(split[0], storage_options=storage_options, fs=fs)
+        return None if split is None else latest_checkpoint(place.at(split[0]))
     except BucketpointError as error:
         logger.info("the last checkpoint of the run was not found, so everything is sent: %s", error)
         return None

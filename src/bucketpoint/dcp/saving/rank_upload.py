@@ -145,7 +145,7 @@ class RankUpload:
 
         def copy(one: ObjectCopy) -> None:
             assert last is not None
-            done[one.path] = copy_object(one, last, self.to.url, self.open_url)
+            done[one.path] = copy_object(one, last, self.to.place.url, self.open_url)
 
         large = [entry.path for entry in planned if entry.source.nbytes > self.options.single_put_bytes]
         # A store copies an object of more than 5 GiB by a multipart upload, too.

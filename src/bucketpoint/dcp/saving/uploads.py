@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from bucketpoint.errors import (
     BucketpointError,
@@ -15,6 +14,7 @@ from bucketpoint.errors import (
     HelperProcessError,
     HelperUnavailableError,
 )
+from bucketpoint.location import Location
 from bucketpoint.staging import Lease
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, TransferOptions, Uploaded, upload_objects
@@ -33,16 +33,10 @@ _NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
 
 @dataclass(frozen=True)
 class Destination:
-    """The store of a save, and what it was made from.
+    """The place of a save, and its store."""
 
-    Attributes:
-        made_by_us: the store can be made again from the URL and the options; False for a filesystem of the program's.
-    """
-
-    url: str
+    place: Location
     store: Store
-    storage_options: Mapping[str, Any] = field(repr=False)
-    made_by_us: bool
 
 
 def bytes_beside_training(lease: Lease | None) -> int:
@@ -100,7 +94,7 @@ class Uploads:
             except _NOT_OF_THE_STORE as error:
                 # A helper that has sent bytes has the credentials and reaches the store: the store is away for all.
                 if self._options.background == "process" or (isinstance(error, EndpointError) and meter.done_bytes):
-                    error.url = error.url or to.url
+                    error.url = error.url or to.place.url
                     raise
                 self._go_on_without(error)
                 meter.begin_again()
@@ -142,20 +136,20 @@ class Uploads:
         if lease.memory is None:
             why = "the staging memory is not shared (use_shared_memory=False, or a system without memfd)"
             raise HelperUnavailableError(why)
-        if not to.made_by_us:
+        if to.place.fs is not None:
             raise HelperUnavailableError(
                 "no process can be given the filesystem object that was passed as fs=, only a URL with storage_options"
             )
         if not to.store.capabilities.shared:
             raise HelperUnavailableError(f"another process may not reach the same files at {to.store.url}")
         try:
-            storage_options = pickle.dumps(dict(to.storage_options))
+            storage_options = pickle.dumps(dict(to.place.storage_options))
         except Exception as error:
             # A class of the program's own may fail in any way here. The text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
         work = Upload(
             store=to.store,
-            config=StoreConfig(to.url, storage_options),
+            config=StoreConfig(to.place.url, storage_options),
             sources=sources,
             options=replace(self._options, nice=0),
             memory=lease.memory,
