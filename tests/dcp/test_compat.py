@@ -133,6 +133,14 @@ def test_a_slice_is_read_without_the_rest(
         assert received <= 1.01 * rows
 
 
+def test_cuts_most_of_a_frame_out_of_it(tmp_path: Path) -> None:
+    whole = torch.arange(5000.0).reshape(50, 100)
+    dcp.save({"w": whole}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    target, planner = {"w": torch.zeros(40, 90)}, SlicePlanner((5, 7), (40, 90))
+    dcp.load(target, storage_reader=BucketReader(tmp_path), planner=planner, no_dist=True)
+    assert torch.equal(target["w"], whole[5:45, 7:97])
+
+
 @pytest.mark.parametrize("save", ["save", "save_state_dict"])
 def test_the_older_entry_points_work(save: str) -> None:
     from torch.distributed.checkpoint import load_state_dict, save_state_dict
