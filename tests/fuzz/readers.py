@@ -196,4 +196,3 @@ TARGETS = {
     "references": Target(read_ref, [data[:700] for data in metadata_seeds()], 0.5),
     "paths": Target(read_path, [path.encode() for path in PATHS], 0.5),
 }
-SHARES = sum(target.share for target in TARGETS.values())

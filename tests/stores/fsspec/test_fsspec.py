@@ -241,10 +241,12 @@ def read_through(store: FsspecStore, cuts: list[tuple[int, int]], content: bytes
     return into
 
 
-def test_a_replacement_that_is_deleted_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left", [None, b"the other writer's"])
+def test_refuses_a_write_that_another_writer_undoes(monkeypatch: pytest.MonkeyPatch, left: bytes | None) -> None:
     store = FsspecStore(MemoryFileSystem(), f"/deleted-{os.urandom(4).hex()}")
-    etag = store.put("k", [memoryview(b"first")]).etag
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda fs, path, data: fs.rm_file(path))
+    etag, write = store.put("k", [memoryview(b"first")]).etag, MemoryFileSystem.pipe_file
+    other = lambda fs, path, data: fs.rm_file(path) if left is None else write(fs, path, left)  # noqa: E731
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", other)
     with pytest.raises(PreconditionFailedError):
         store.put("k", [memoryview(b"second")], if_match=etag)
 
@@ -314,9 +316,8 @@ def test_read_many_says_of_each_range_what_became_of_it() -> None:
 def test_batches_hold_every_request_once() -> None:
     options = TransferOptions(max_inflight_bytes=MIB, part_bytes=400_000)
     made = [Extent("k", at, at + 300_000, lambda _: None) for at in range(0, 10 * MIB, MIB)]
-    requests = plan_requests(made, options)
-    dealt = list(batches(requests, options))
-    assert [request for batch in dealt for request in batch.requests] == requests
+    dealt = list(batches(plan_requests(made, options), options))
+    assert [request for batch in dealt for request in batch.requests] == plan_requests(made, options)
     assert all(batch.held <= MIB // 2 or len(batch.requests) == 1 for batch in dealt)
 
 

@@ -355,10 +355,10 @@ class FsspecStore:
     ) -> ObjectInfo:
         """Describe an object that was written; it is deleted if the service has another CRC32C of it."""
         info = reply if _etag(reply) else self._describe(key)
-        if info is None and looked:
-            # The condition was checked before the write, and not by the service.
-            raise PreconditionFailedError("the object was deleted as it was written", url=self._url(key))
         if info is None or int(info.get("size", size) or 0) != size:
+            if looked:
+                # The condition was checked before the write, and not by the service: another writer came between.
+                raise PreconditionFailedError("the object was deleted or replaced meanwhile", url=self._url(key))
             # Some libraries believe any answer with status 200, such as that of a login page.
             raise StoreError(
                 "the store does not have what was written: probably another server answered", url=self._url(key)
