@@ -27,6 +27,7 @@ from bucketpoint.catalog.snapshot import THIN
 from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import keys
+from bucketpoint.location import Location
 from bucketpoint.retention.row import Row
 from fsspec_backends import SERVED, backend
 from transfer.wrappers import CountingStore, FailingStore
@@ -64,7 +65,7 @@ def options(run: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture
 def catalog(run: tuple[str, dict[str, Any]]) -> Catalog:
-    return open_catalog(run[0], **run[1])
+    return open_catalog(Location.of(run[0], **run[1]))
 
 
 def state(value: float, rows: int = 100) -> dict[str, Any]:

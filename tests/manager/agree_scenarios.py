@@ -199,7 +199,7 @@ def lose_a_rank_as_a_save_begins(rank: int, world: int, root: str, how: str) -> 
     """The last rank is interrupted as it begins a save, or copies its state for longer than the others wait."""
 
     def copies_slowly(*args: Any, **options: Any) -> Any:
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(1.4 * TIMEOUT_S)
         return run_copies(*args, **options)
 
     def begins(*args: Any, **options: Any) -> Any:

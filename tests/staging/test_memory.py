@@ -102,7 +102,7 @@ def test_prefaulted_memory_is_resident_before_the_first_save(shared: bool) -> No
     stager = Stager(StagingOptions(use_shared_memory=shared))
     stager.prefault(state)
     prefaulted = resident()
-    assert prefaulted - before >= 0.95 * 64 * MIB
+    assert prefaulted - before >= 0.8 * 64 * MIB
     finished(stager.stage(state))
     assert resident() - prefaulted < 4 * MIB
 
