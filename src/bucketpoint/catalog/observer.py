@@ -9,13 +9,7 @@ from dataclasses import dataclass, field, replace
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.catalog.records import read_record
-from bucketpoint.catalog.snapshot import (
-    BY_STEP,
-    Attempt,
-    Checkpoint,
-    Notes,
-    Snapshot,
-)
+from bucketpoint.catalog.snapshot import BY_STEP, Attempt, Checkpoint, Notes, Snapshot
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import index_path

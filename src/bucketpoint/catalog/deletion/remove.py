@@ -23,13 +23,7 @@ from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write
 from bucketpoint.catalog.run import catalog_above, parent_and_name
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import size_of
-from bucketpoint.errors import (
-    CheckpointNotFoundError,
-    CorruptDataError,
-    InvalidURLError,
-    ObjectNotFoundError,
-    first_of,
-)
+from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
@@ -320,7 +314,7 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
         if done.deleted:
             logger.info("%s is deleted", removal.url)
         elif not (done.refused or done.withdrawn or done.failures):
-            done.refused[one.step, one.id] = "its tombstone was withdrawn meanwhile"
+            done.refused[one.step, one.id] = "another process has its tombstone, and deletes it or has withdrawn it"
         return done
 
     return under_lock(catalog, holder, work)

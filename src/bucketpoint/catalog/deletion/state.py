@@ -160,17 +160,20 @@ def spare(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
 
 
 def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
-    begun = f"Step {tombstone.step} is being {'thinned' if tombstone.action == 'thin' else 'deleted'}"
     try:
         data, info = catalog.store.get(tombstone.key, first=BEGUN_BYTES)
-        gone = bool(data) and state_of(data) != WAITING
-        if not gone and _change(catalog, replace(tombstone, etag=info.etag), "undo") is None:
-            # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
-            gone = bool(catalog.store.get(tombstone.key, first=BEGUN_BYTES)[0])
     except ObjectNotFoundError:
         return  # another process withdrew it, or its pruner is done, which the next load will show
+    gone = bool(data) and state_of(data) != WAITING
+    if not gone and _change(catalog, replace(tombstone, etag=info.etag), "undo") is None:
+        with contextlib.suppress(ObjectNotFoundError):
+            # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
+            gone = bool(catalog.store.get(tombstone.key, first=BEGUN_BYTES)[0])
     if gone:
-        raise GoneError(begun, url=catalog.url_of_folder(tombstone.folder))
+        raise GoneError(
+            f"Step {tombstone.step} is being {'thinned' if tombstone.action == 'thin' else 'deleted'}",
+            url=catalog.url_of_folder(tombstone.folder),
+        )
 
 
 def withdraw(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
