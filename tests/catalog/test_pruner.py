@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion import fence
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
 from bucketpoint.catalog.deletion.prune import Decide, Order, prune
@@ -439,7 +438,7 @@ def test_a_pruner_that_has_lost_its_lock_does_not_remove_another_ones(
     assert lock is not None
     store.now += LOCK_SECONDS
     assert locks.acquire(catalog, "second") is not None
-    monkeypatch.setattr(fence.Stopwatch, "seconds", lambda self: LOCK_SECONDS)
+    monkeypatch.setattr(locks.Stopwatch, "seconds", lambda self: LOCK_SECONDS)
     locks.give_back(lock)
     assert locks.acquire(catalog, "third") is None
 
