@@ -33,8 +33,8 @@ def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs_client, "_clients", gcs_client._GCSClients())
 
 
-def blocks(page: str, language: str) -> list[str]:
-    text = (DOCS / page).read_text(encoding="utf-8")
+def blocks(page: str, language: str, heading: str = "") -> list[str]:
+    _, _, text = f"\n{(DOCS / page).read_text(encoding='utf-8')}".partition(f"\n{heading}")
     return [found[1] for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
 
 
@@ -43,9 +43,9 @@ def start(page: str) -> str:
     return blocks(page, "python")[0]
 
 
-def exported(page: str) -> dict[str, str]:
-    """What the first shell example of a page puts into the environment."""
-    lines = [line for line in blocks(page, "bash")[0].splitlines() if line.startswith("export ")]
+def exported(page: str, heading: str) -> dict[str, str]:
+    """What the first shell example below a heading puts into the environment."""
+    lines = [line for line in blocks(page, "bash", heading)[0].splitlines() if line.startswith("export ")]
     return dict(pair.split("=", 1) for line in lines for pair in shlex.split(line, comments=True)[1:])
 
 
@@ -86,7 +86,7 @@ def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
     bucketpoint_minio_binary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its command and environment, given to a server that is no container."""
-    (text,) = blocks("s3-compatible.md", "yaml")
+    (text,) = blocks("s3.md", "yaml")
     services = yaml.safe_load(text)["services"]
     server, maker = services["minio"], services["bucket"]
     assert server["image"] == maker["image"]
@@ -96,7 +96,7 @@ def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
     assert server["ports"][0] == "127.0.0.1:9000:9000"
     assert server["volumes"] == [f"{next(iter(yaml.safe_load(text)['volumes']))}:/data"]
     environment = {name: defaulted(value) for name, value in server["environment"].items()}
-    settings = exported("s3-compatible.md")
+    settings = exported("s3.md", "## MinIO")
     assert settings.pop("AWS_ENDPOINT_URL") == "http://127.0.0.1:9000"
     key, secret = environment["MINIO_ROOT_USER"], environment["MINIO_ROOT_PASSWORD"]
     assert settings == {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
