@@ -71,13 +71,13 @@ def test_no_failure_of_a_store_tells_a_secret(failure: str, log: io.StringIO) ->
 
 
 def test_no_way_of_not_reaching_a_store_tells_a_secret(log: io.StringIO) -> None:
-    proxy = f"http://user:{SECRETS['proxy password']}@127.0.0.1:{free_port()}"
-    dead = f"127.0.0.1:{free_port()}"
+    proxies = {"https": f"http://user:{SECRETS['proxy password']}@127.0.0.1:{free_port()}"}
+    dead, once = f"127.0.0.1:{free_port()}", s3_attempts(1)["config_kwargs"]
     for options in (
         planted(f"http://{dead}"),
         planted(f"http://user:{SECRETS['url password']}@{dead}"),
         planted(f"http://{dead}/?X-Amz-Signature={SECRETS['url signature']}"),
-        planted("https://store.invalid", config_kwargs={"proxies": {"https": proxy}}),
+        planted("https://store.invalid", config_kwargs={**once, "proxies": proxies}),
         planted(f"http://{dead}", request_kwargs={"SSECustomerKey": SECRETS["customer key"]}),
         planted("http://10.0.0.1", request_kwargs={"SSECustomerKey": SECRETS["customer key"]}),
         planted(f"no-url:{SECRETS['url password']}@"),

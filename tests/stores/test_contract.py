@@ -138,13 +138,13 @@ def put_and_die(store: Store, key: str) -> None:
 
 
 def begin_and_die(store: Store, key: str, call: int) -> bool:
-    """Begin an upload in a process that is killed after its `call`-th call of a C function. False if it ends before."""
-    child = os.fork()
-    if not child:
+    """Begin an upload in a process that is killed after its `call`-th call of the system. False if it ends before."""
+    if not (child := os.fork()):
         calls = itertools.count(1)
 
         def die(frame: object, event: str, of: object) -> None:
-            if event == "c_return" and next(calls) == call:
+            changes = getattr(of, "__module__", "") == "posix" or hasattr(getattr(of, "__self__", None), "fileno")
+            if event == "c_return" and changes and next(calls) == call:
                 os._exit(9)
 
         try:
