@@ -15,9 +15,9 @@ from bucketpoint.dcp import BucketWriter, SaveHandle
 from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
+from bucketpoint.location import Location
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.running import begin_together
-from bucketpoint.stores import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ def checkpoint_at(url: str, storage_options: Mapping[str, Any] | None) -> str | 
     """Return the URL if there is a checkpoint, else the newest whole one below it; None if there is none. All ranks."""
 
     def find() -> str | None:
-        store, key = open_store(url, storage_options=storage_options)
+        store, key = (place := Location.of(url, storage_options)).opened
         # Checkpoints may lie within another: the one that was named is meant.
         if committed_info(store, keys.join(key, keys.METADATA)) is not None:
             return url
-        return latest_checkpoint(url, storage_options=storage_options)
+        return latest_checkpoint(place)
 
     call = f"the load of {url}"
     return job_ranks(call).on_coordinator(find, call)

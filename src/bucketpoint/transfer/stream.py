@@ -11,6 +11,7 @@ from typing import Any
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
+from bucketpoint.stores.http_body import crc_of
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.parts import abort, complete
@@ -110,6 +111,9 @@ class StreamUpload(io.RawIOBase):
     def _take(self, piece: memoryview) -> None:
         """Hold a piece of what is written until the part is full."""
         self._item_crc = crc32c(piece, self._item_crc)
+        self._copy(piece)
+
+    def _copy(self, piece: memoryview) -> None:
         self._copies += piece
         self._copied += len(piece)
 
@@ -150,10 +154,7 @@ class StreamUpload(io.RawIOBase):
 
     def _checksum(self, number: int, body: Sequence[memoryview]) -> int:
         """Return the CRC32C of a part. Called by several threads."""
-        crc = 0
-        for piece in body:
-            crc = crc32c(piece, crc)
-        return crc
+        return crc_of(body)
 
     def _raise_failure(self) -> None:
         if self._group.cancelled:

@@ -81,8 +81,7 @@ class WriteStream(StreamUpload):
         limits = store.capabilities
         expected = owners.nbytes if owners else 0
         largest = expected * 11 // 10
-        meter = Meter("save", store.url, largest, None)
-        super().__init__(store, key, options, largest_nbytes=largest, meter=meter)
+        super().__init__(store, key, options, largest_nbytes=largest, meter=Meter("save", store.url, largest, None))
         if limits.multipart:
             size = common_part_bytes([expected], options) if expected else options.part_bytes
             if limits.copies_bodies:
@@ -147,7 +146,7 @@ class WriteStream(StreamUpload):
     def _take(self, piece: memoryview) -> None:
         kept = self._owners.keep(piece) if self._owners and len(piece) >= _SMALLEST_KEPT_BYTES else None
         if kept is None:
-            super()._take(piece)
+            self._copy(piece)
         else:
             self._seal()
             self._pieces.append(kept)
