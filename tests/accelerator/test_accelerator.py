@@ -43,9 +43,7 @@ def kill(root: str, kind: str, world: int, server: S3Server, folder: Path, **env
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
-def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
-    kind: str, minio: S3Server, tmp_path: Path
-) -> None:
+def test_resumes_with_fewer_ranks_after_a_kill_in_a_save(kind: str, minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     whole = train(f"s3://{bucket}/whole", tmp_path / "whole", kind, 4, minio)
     assert whole["from"] == 0
@@ -60,7 +58,7 @@ def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happe
     assert (resumed["rate"], resumed["iteration"]) == (whole["rate"], whole["iteration"])
 
 
-def test_random_numbers_go_on_on_the_same_ranks(minio: S3Server, tmp_path: Path) -> None:
+def test_continues_random_numbers_on_the_same_ranks(minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     # The checkpoint ends an epoch: torch's DataLoader draws a number whenever it is iterated over.
     env = {"DROPOUT": "0.5", "SAMPLES": "96"}
@@ -73,7 +71,9 @@ def test_random_numbers_go_on_on_the_same_ranks(minio: S3Server, tmp_path: Path)
 PAGE = "accelerate.md"
 
 
-def test_the_lines_that_the_page_names_make_a_plain_script_of_its_example(minio: S3Server, tmp_path: Path) -> None:
+def test_runs_the_example_as_a_plain_script_without_the_lines_that_the_page_names(
+    minio: S3Server, tmp_path: Path
+) -> None:
     text = plain(block(PAGE, "python"), block(PAGE, "diff"))
     program = tmp_path / "plain.py"
     program.write_text(text.replace("len(loader), 4)", "len(loader), int(os.environ['EPOCHS']))"))
@@ -82,7 +82,7 @@ def test_the_lines_that_the_page_names_make_a_plain_script_of_its_example(minio:
     assert len(list((tmp_path / "run-7").iterdir())) == 8
 
 
-def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     bucket = minio.make_bucket()
     text = block(PAGE, "python").replace("s3://bucket/", f"s3://{bucket}/")
@@ -115,7 +115,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_manager_saves_and_restores_the_state_of_an_accelerator(tmp_path: Path) -> None:
+def test_saves_and_restores_the_state_of_an_accelerator(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared()
     policy = RetentionPolicy(Keep(latest=2))
     with CheckpointManager(str(tmp_path / "run"), policy=policy) as manager:
@@ -134,7 +134,7 @@ def test_a_manager_saves_and_restores_the_state_of_an_accelerator(tmp_path: Path
 
 
 @pytest.mark.usefixtures("fresh")
-def test_saves_within_an_epoch_raise_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_raises_no_alarm_for_saves_within_an_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer = prepared()
     accelerator.prepare(torch.utils.data.DataLoader(torch.randn(8, 4), shuffle=True))
     writer = bucketpoint.BucketWriter()
@@ -147,7 +147,7 @@ def test_saves_within_an_epoch_raise_no_alarm(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("fresh")
-def test_goes_on_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+def test_resumes_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
     accelerator, model, _ = prepared()
     accelerator.gradient_accumulation_steps = 2
     with accelerator.accumulate(model):
@@ -161,7 +161,7 @@ def test_goes_on_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
-def test_formats_of_other_trainers_are_refused(kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_formats_of_other_trainers(kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, *_ = prepared()
     monkeypatch.setattr(type(accelerator), "distributed_type", kind)
     with pytest.raises(BucketpointError, match=r"accelerator\.save_state"):
@@ -169,14 +169,14 @@ def test_formats_of_other_trainers_are_refused(kind: DistributedType, monkeypatc
 
 
 @pytest.mark.usefixtures("fresh")
-def test_an_optimizer_of_no_prepared_model_is_named() -> None:
+def test_names_an_optimizer_of_no_prepared_model() -> None:
     accelerator, *_ = prepared()
     accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
     with pytest.raises(BucketpointError, match="one model"):
         training_state(accelerator).to_save()
 
 
-def test_an_accelerator_that_has_saved_can_be_pickled(tmp_path: Path) -> None:
+def test_pickles_an_accelerator_that_has_saved(tmp_path: Path) -> None:
     # As in a dataset that holds it, for the workers of a dataloader.
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 2)

@@ -32,7 +32,9 @@ def report(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 1280])
-def test_it_is_no_wider_than_its_window(page_at: PageAt, report: Path, tmp_path: Path, width: int, dark: bool) -> None:
+def test_fits_into_the_width_of_its_window(
+    page_at: PageAt, report: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
     page = page_at(width, dark=dark)
     said: list[str] = []
     page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))

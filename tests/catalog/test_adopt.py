@@ -40,7 +40,7 @@ def saved_twice(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:
 
 
 @pytest.mark.parametrize("clock_s", [0.0, -60.0, -3600.0], ids=["right", "a minute behind", "an hour behind"])
-def test_of_a_step_that_is_saved_again_the_later_save_counts_whatever_the_clocks_say(
+def test_takes_the_later_save_of_a_step_whatever_the_clocks_say(
     store: MemoryStore, catalog: Catalog, clock_s: float
 ) -> None:
     saved_twice(store, catalog, clock_s)
@@ -67,7 +67,9 @@ def test_takes_the_later_of_two_saves_in_one_second_of_the_store_though_its_cloc
 
 
 @pytest.mark.parametrize("clock_s", [-60.0, -3600.0])
-def test_such_a_step_is_swept_and_pruned_as_any_other(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:
+def test_sweeps_and_prunes_a_step_that_was_saved_twice_like_any_other(
+    store: MemoryStore, catalog: Catalog, clock_s: float
+) -> None:
     saved_twice(store, catalog, clock_s)
     store.now += MIN_SWEEP_AGE_S + 1
     sweep(catalog, older_than=MIN_SWEEP_AGE_S, deep=True)
@@ -78,9 +80,7 @@ def test_such_a_step_is_swept_and_pruned_as_any_other(store: MemoryStore, catalo
     assert [row.step for row in catalog.snapshot().rows()] == [200]
 
 
-def test_a_record_whose_metadata_is_gone_goes_with_a_deep_sweep_although_it_is_pinned(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_removes_a_pinned_record_without_metadata_in_a_deep_sweep(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200):
         save(catalog, step)
     for key in [key for key in store.objects if key.startswith("run/step-100/")]:

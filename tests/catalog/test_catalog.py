@@ -34,7 +34,7 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def test_a_commit_is_in_the_listing_with_what_a_plan_needs(store: MemoryStore) -> None:
+def test_lists_a_commit_with_all_that_a_plan_needs(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     token = save(catalog, 100, metrics={"eval/loss": 1.25, "grad": math.nan}, git_sha="abc", config_hash="def")
     store.calls.clear()
@@ -52,16 +52,14 @@ def test_a_commit_is_in_the_listing_with_what_a_plan_needs(store: MemoryStore) -
     assert math.isnan(record.metrics["grad"])
 
 
-def test_a_save_costs_three_small_requests_more(store: MemoryStore) -> None:
+def test_adds_three_small_requests_to_a_save(store: MemoryStore) -> None:
     save(memory_catalog(store), 1)
     # Two of data and the metadata; the intent and the record; the intent goes.
     assert store.calls == {"put": 3 + 2, "delete": 1}
 
 
 @pytest.mark.parametrize("count", [1, 1000, 2500])
-def test_restoring_the_latest_costs_a_listing_per_thousand_and_at_most_two_reads(
-    store: MemoryStore, count: int
-) -> None:
+def test_restores_the_latest_with_a_listing_per_thousand_and_at_most_two_reads(store: MemoryStore, count: int) -> None:
     catalog = memory_catalog(store)
     for step in range(count):
         name = CommitKey(step, START, f"{step:012x}", "full", "0" * 8, f"step-{step}").name()
@@ -75,7 +73,7 @@ def test_restoring_the_latest_costs_a_listing_per_thousand_and_at_most_two_reads
     assert store.calls == {"list": -(-(count + 1) // 1000), "list_folders": 1, "get": 1}
 
 
-def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_the_same(store: MemoryStore) -> None:
+def test_restores_a_commit_whose_coordinator_died_before_the_record(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     with killed(store, 5):
@@ -87,7 +85,7 @@ def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_
     assert healed.attempts == ()
 
 
-def test_an_attempt_that_died_before_its_commit_is_nothing(store: MemoryStore) -> None:
+def test_ignores_an_attempt_that_died_before_its_commit(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     with killed(store, 4):
@@ -96,7 +94,7 @@ def test_an_attempt_that_died_before_its_commit_is_nothing(store: MemoryStore) -
     assert [row.step for row in reconcile(catalog, catalog.snapshot()).rows()] == [100]
 
 
-def test_a_record_whose_metadata_is_gone_does_not_count(store: MemoryStore) -> None:
+def test_ignores_a_record_whose_metadata_is_gone(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     save(catalog, 200)
@@ -117,7 +115,7 @@ def test_passes_over_a_checkpoint_whose_metadata_has_no_bytes(store: MemoryStore
     assert latest.step == 1
 
 
-def test_only_full_checkpoints_are_resumed_from(store: MemoryStore) -> None:
+def test_resumes_only_from_full_checkpoints(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     save(catalog, 200, kind="weights")
@@ -125,7 +123,7 @@ def test_only_full_checkpoints_are_resumed_from(store: MemoryStore) -> None:
     assert [one.step for one in catalog.candidates("weights")] == [200]
 
 
-def test_of_two_commits_to_one_step_the_later_one_is_the_checkpoint(store: MemoryStore) -> None:
+def test_takes_the_later_of_two_commits_to_one_step(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     store.now += 1
@@ -135,7 +133,7 @@ def test_of_two_commits_to_one_step_the_later_one_is_the_checkpoint(store: Memor
     assert len(snapshot.superseded) == 1
 
 
-def test_runs_that_share_a_root_never_see_each_other(store: MemoryStore) -> None:
+def test_separates_runs_that_share_a_root(store: MemoryStore) -> None:
     one, other = memory_catalog(store, "a-step-{step}"), memory_catalog(store, "b-step-{step}")
     save(one, 100)
     save(other, 200, metrics={"loss": 1.0})
@@ -147,7 +145,7 @@ def test_runs_that_share_a_root_never_see_each_other(store: MemoryStore) -> None
     assert [row.step for row in other.snapshot().rows()] == [200]
 
 
-def test_a_url_outside_the_run_is_refused_before_anything_is_sent(store: MemoryStore) -> None:
+def test_refuses_a_url_outside_the_run_before_any_request(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for url in (
         "memory://store/other/step-1",
@@ -160,7 +158,7 @@ def test_a_url_outside_the_run_is_refused_before_anything_is_sent(store: MemoryS
     assert store.objects == {}
 
 
-def test_folders_of_other_writers_are_adopted(store: MemoryStore) -> None:
+def test_adopts_folders_of_other_writers(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for number, folder in enumerate(["step-100", "step-00000200", "backup-step-5", "step-300"]):
         data, _ = metadata_bytes(f"{number:012x}")
@@ -172,7 +170,7 @@ def test_folders_of_other_writers_are_adopted(store: MemoryStore) -> None:
     assert adopt(catalog) == []
 
 
-def test_a_lost_catalog_is_rebuilt_as_it_was(store: MemoryStore) -> None:
+def test_rebuilds_a_lost_catalog_as_it_was(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (100, 200, 300):
         save(catalog, step, kind="weights" if step == 200 else "full", git_sha="abc")
@@ -190,7 +188,7 @@ def test_a_lost_catalog_is_rebuilt_as_it_was(store: MemoryStore) -> None:
     assert records() == {key: replace(record, host=None) for key, record in before.items()}
 
 
-def test_of_one_metric_the_value_that_was_reported_last_counts(store: MemoryStore) -> None:
+def test_counts_the_last_reported_value_of_a_metric(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100, metrics={"loss": 3.0})
     report(catalog, 100, {"loss": 1.0, "eval/acc": 0.5}, at=START + 10)
@@ -205,7 +203,7 @@ def test_of_one_metric_the_value_that_was_reported_last_counts(store: MemoryStor
 
 
 @given(st.dictionaries(names, st.floats(), max_size=20))
-def test_any_metrics_come_back_as_they_were_reported(metrics: dict[str, float]) -> None:
+def test_returns_any_metrics_as_they_were_reported(metrics: dict[str, float]) -> None:
     store = MemoryStore()
     catalog = memory_catalog(store)
     report(catalog, 7, metrics)
@@ -217,12 +215,12 @@ def test_any_metrics_come_back_as_they_were_reported(metrics: dict[str, float]) 
 
 
 @pytest.mark.parametrize("name", ["", "x" * 121, "\N{FIRE}" * 11])
-def test_a_metric_without_a_usable_name_is_refused(store: MemoryStore, name: str) -> None:
+def test_refuses_a_metric_without_a_usable_name(store: MemoryStore, name: str) -> None:
     with pytest.raises(BucketpointError):
         report(memory_catalog(store), 1, {name: 1.0})
 
 
-def test_metrics_of_a_step_without_a_checkpoint_wait_for_it(store: MemoryStore) -> None:
+def test_keeps_metrics_of_a_step_until_its_checkpoint_comes(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     report(catalog, 100, {"loss": 1.0})
     assert catalog.snapshot().rows() == []
@@ -230,7 +228,7 @@ def test_metrics_of_a_step_without_a_checkpoint_wait_for_it(store: MemoryStore) 
     assert catalog.snapshot().rows()[0].metrics == {"loss": 1.0}
 
 
-def test_pins_say_who_and_why_and_may_expire(store: MemoryStore) -> None:
+def test_keeps_author_reason_and_end_of_a_pin(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     first = pin(catalog, 100, reason="the paper", author="ann")
@@ -248,7 +246,7 @@ def test_pins_say_who_and_why_and_may_expire(store: MemoryStore) -> None:
     assert unpin(catalog, 100) == 1
 
 
-def test_a_lease_lasts_from_its_last_heartbeat(store: MemoryStore) -> None:
+def test_ends_a_lease_some_time_after_its_last_heartbeat(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     lease(catalog, 100, "eval/1", seconds=600)
@@ -266,7 +264,7 @@ def test_a_lease_lasts_from_its_last_heartbeat(store: MemoryStore) -> None:
     assert not catalog.snapshot().rows()[0].leased
 
 
-def test_what_a_run_went_on_from_is_held_until_a_newer_full_checkpoint(store: MemoryStore) -> None:
+def test_holds_the_restored_checkpoint_until_a_newer_full_one(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
     store.now += 60
@@ -282,7 +280,7 @@ def test_what_a_run_went_on_from_is_held_until_a_newer_full_checkpoint(store: Me
     assert not any(row.restored_from for row in catalog.snapshot().rows())
 
 
-def test_what_a_job_with_a_clock_behind_went_on_from_is_held_as_well(store: MemoryStore) -> None:
+def test_holds_the_restored_checkpoint_of_a_job_with_a_clock_behind(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     behind = replace(catalog, clock=lambda: store.now - HOUR)
     for step in (100, 200):
@@ -295,7 +293,7 @@ def test_what_a_job_with_a_clock_behind_went_on_from_is_held_as_well(store: Memo
     assert not any(row.restored_from for row in catalog.snapshot().rows())
 
 
-def test_a_run_without_a_catalog_is_not_taken_for_an_empty_one(store: MemoryStore) -> None:
+def test_distinguishes_a_run_without_a_catalog_from_an_empty_one(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (5, 100, 20):
         data, _ = metadata_bytes(f"{step:012x}")
@@ -311,7 +309,7 @@ def test_a_run_without_a_catalog_is_not_taken_for_an_empty_one(store: MemoryStor
 # -- whose run it is --------------------------------------------------------------------------------------------------
 
 
-def test_of_two_runs_that_claim_the_same_folders_at_once_one_is_told_whenever_it_happens() -> None:
+def test_tells_one_of_two_runs_that_claim_the_same_folders_at_once() -> None:
     seen = set()
     for at in range(1, 30):
         store = MemoryStore()
@@ -350,7 +348,7 @@ def test_of_two_runs_that_claim_the_same_folders_at_once_one_is_told_whenever_it
     assert seen == {True, False}
 
 
-def test_a_claim_that_dies_at_any_request_is_no_hindrance_to_the_same_run() -> None:
+def test_lets_a_run_claim_again_after_dying_at_any_request() -> None:
     kills = 0
     for at, acts in itertools.product(range(1, 12), (False, True)):
         store = MemoryStore()
@@ -368,7 +366,7 @@ def test_a_claim_that_dies_at_any_request_is_no_hindrance_to_the_same_run() -> N
     assert kills >= 10
 
 
-def test_runs_with_folders_of_their_own_share_a_root_and_never_meet() -> None:
+def test_separates_runs_with_folders_of_their_own_under_one_root() -> None:
     store = MemoryStore()
     runs = [replace(memory_catalog(store, f"{name}-{{step}}"), run=name) for name in ("a", "b")]
     for run in runs:
@@ -377,7 +375,7 @@ def test_runs_with_folders_of_their_own_share_a_root_and_never_meet() -> None:
         assert [one.folder for one in run.snapshot().checkpoints] == [f"{run.run}-100"]
 
 
-def test_records_of_commits_that_were_replaced_go_with_the_folder() -> None:
+def test_removes_records_of_replaced_commits_with_the_folder() -> None:
     store = MemoryStore()
     catalog = memory_catalog(store)
     for step in (100, 100, 200):
@@ -390,7 +388,7 @@ def test_records_of_commits_that_were_replaced_go_with_the_folder() -> None:
     assert [found.step for found in catalog.steps().checkpoints] == [200]
 
 
-def test_a_checkpoint_that_a_tombstone_will_delete_is_the_last_to_be_restored() -> None:
+def test_restores_a_checkpoint_with_a_tombstone_last() -> None:
     store = MemoryStore()
     catalog = memory_catalog(store)
     for step in (100, 200, 300):
@@ -403,7 +401,7 @@ def test_a_checkpoint_that_a_tombstone_will_delete_is_the_last_to_be_restored() 
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_save_over_a_checkpoint_that_was_given_up_is_the_newest_though_the_tombstone_stays(recorded: bool) -> None:
+def test_treats_a_save_over_a_discarded_checkpoint_as_the_newest(recorded: bool) -> None:
     store = MemoryStore()
     catalog = memory_catalog(store)
     for step in (100, 200, 300):
@@ -418,7 +416,7 @@ def test_a_save_over_a_checkpoint_that_was_given_up_is_the_newest_though_the_tom
 
 
 @given(st.from_regex(r"[^{}/]{0,12}\{step(:0[1-9][0-9]?d)?\}[^{}/]{0,12}", fullmatch=True), st.integers(0, 10**15))
-def test_a_layout_is_one_and_the_same_to_policies_and_to_the_catalog(text: str, step: int) -> None:
+def test_reads_a_layout_alike_in_policies_and_in_the_catalog(text: str, step: int) -> None:
     try:
         template = StepTemplate(Layout(text).step_dir)
     except (InvalidURLError, PolicyError):

@@ -82,7 +82,7 @@ def policy_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_saves_of_a_writer_with_a_policy_are_recorded_and_pruned(
+def test_records_and_prunes_saves_of_a_writer_with_a_policy(
     service: Service, policy_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = service.url("team/run")
@@ -103,7 +103,7 @@ def test_saves_of_a_writer_with_a_policy_are_recorded_and_pruned(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_folder_that_is_no_step_is_saved_and_not_recorded_with_one_warning(
+def test_warns_once_of_a_folder_that_is_no_step_and_does_not_record_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = BucketWriter(retention=policy())
@@ -116,7 +116,7 @@ def test_a_folder_that_is_no_step_is_saved_and_not_recorded_with_one_warning(
     ]
 
 
-def test_the_policys_root_and_layout_say_which_run_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_takes_the_run_from_the_policys_root_and_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = f"{tmp_path}/run"
     writer = BucketWriter(retention=policy(1, root=f"file://{root}/", layout=Layout("s{step:04d}")))
     # The same place, written in another way; and a place that is not the policy's.
@@ -126,7 +126,7 @@ def test_the_policys_root_and_layout_say_which_run_it_is(tmp_path: Path, caplog:
     assert "not a step of the run at file://" in caplog.text
 
 
-def test_a_writer_without_a_policys_root_keeps_each_run_that_it_saves_into(tmp_path: Path) -> None:
+def test_records_and_prunes_each_run_of_a_writer_whose_policy_has_no_root(tmp_path: Path) -> None:
     writer = BucketWriter(retention=policy(1))
     for name in ("a", "b"):
         for step in (1, 2):
@@ -144,7 +144,7 @@ def test_a_writer_without_a_policys_root_keeps_each_run_that_it_saves_into(tmp_p
         ("version: 1\nkeep: {latest: 2}\nrun: 'a/b'\n", ":3:6: run"),
     ],
 )
-def test_a_wrong_policy_is_refused_when_the_writer_is_made(tmp_path: Path, text: str, told: str) -> None:
+def test_refuses_a_wrong_policy_when_the_writer_is_made(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text(text)
     with pytest.raises(PolicyError) as raised:
@@ -156,14 +156,14 @@ def test_a_wrong_policy_is_refused_when_the_writer_is_made(tmp_path: Path, text:
     assert str(raised.value).endswith(f"[file={tmp_path}/nowhere.yaml]")
 
 
-def test_a_writer_refuses_a_root_that_it_does_not_serve_and_two_who_would_record(tmp_path: Path) -> None:
+def test_refuses_a_root_that_is_not_the_policys_and_two_recorders(tmp_path: Path) -> None:
     with pytest.raises(InvalidURLError):
         S3Writer(retention=policy(root=str(tmp_path)))
     with pytest.raises(BucketpointError, match="not both"):
         BucketWriter(retention=policy(), log=SaveLog(open_catalog(str(tmp_path))))
 
 
-def test_a_policy_that_prunes_by_hand_only_records(tmp_path: Path) -> None:
+def test_records_without_pruning_under_a_policy_that_prunes_by_hand(tmp_path: Path) -> None:
     writer = BucketWriter(retention=policy(1, prune=Prune(when="manual")))
     save(writer, *(f"{tmp_path}/run/step-{step}" for step in (1, 2, 3)))
     assert writer.pruning is not None
@@ -172,7 +172,7 @@ def test_a_policy_that_prunes_by_hand_only_records(tmp_path: Path) -> None:
     assert steps_of(open_catalog(f"{tmp_path}/run")) == [1, 2, 3]
 
 
-def test_a_store_that_refuses_deletion_harms_no_save_and_is_told(
+def test_reports_a_store_that_refuses_deletion_and_saves_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(store: Any, keys: Any) -> Any:
@@ -189,7 +189,7 @@ def test_a_store_that_refuses_deletion_harms_no_save_and_is_told(
     assert steps_of(open_catalog(f"{tmp_path}/run")) == [1, 2, 3]
 
 
-def test_a_fault_of_ours_ends_neither_a_save_nor_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survives_a_fault_of_our_own_in_save_and_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [True]
 
     def breaks(*args: Any, **more: Any) -> Any:
@@ -211,7 +211,7 @@ def test_a_fault_of_ours_ends_neither_a_save_nor_the_worker(tmp_path: Path, monk
     assert steps_of(open_catalog(f"{tmp_path}/run")) == [2]
 
 
-def test_a_writer_for_each_save_makes_one_worker_and_not_many(tmp_path: Path) -> None:
+def test_makes_one_worker_for_many_writers(tmp_path: Path) -> None:
     workers = set()
     for step in (1, 2, 3):
         writer = BucketWriter(f"{tmp_path}/run/step-{step}", retention=policy())
@@ -242,7 +242,7 @@ def test_a_writer_for_each_save_makes_one_worker_and_not_many(tmp_path: Path) ->
         ("", None),
     ],
 )
-def test_a_run_is_what_is_above_the_folder(url: str, split: tuple[str, str] | None) -> None:
+def test_takes_what_is_above_the_folder_as_the_run(url: str, split: tuple[str, str] | None) -> None:
     assert parent_and_name(url) == split
 
 
@@ -274,7 +274,7 @@ def async_saves(rank: int, world: int, root: str, options: dict[str, Any], execu
 
 @pytest.mark.parametrize("service", S3_AND_GCS, indirect=True)
 @pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
-def test_a_job_that_saves_beside_training_keeps_what_the_policy_says(
+def test_keeps_what_the_policy_says_in_a_job_that_saves_beside_training(
     two_ranks: Ranks, service: Service, executor: str
 ) -> None:
     root = service.url("run")
@@ -307,7 +307,7 @@ PROGRAM = """
 """
 
 
-def test_a_program_that_ends_at_once_loses_neither_its_last_save_nor_its_record(tmp_path: Path) -> None:
+def test_keeps_last_save_and_record_of_a_program_that_ends_at_once(tmp_path: Path) -> None:
     root = f"{tmp_path}/run"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM), root],
@@ -327,7 +327,7 @@ def test_a_program_that_ends_at_once_loses_neither_its_last_save_nor_its_record(
 
 
 @in_parts
-def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(
+def test_finds_open_uploads_of_a_killed_save_by_its_policys_writer(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MinIO lists uploads by their exact key alone, so the intent of each rank says which they may be."""
@@ -363,7 +363,7 @@ def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(
 # -- whose run it is --------------------------------------------------------------------------------------------------
 
 
-def test_names_of_runs_come_back_from_their_keys() -> None:
+def test_reads_names_of_runs_back_from_their_keys() -> None:
     for name in ("a", "llama-8b.v2_final", "0"):
         assert catalog_keys.run_of(catalog_keys.encode([catalog_keys.RUN, name])) == name
     for other in ("run", "run__", "run__a__b", "0000000000000001__run__a", "steps__a"):

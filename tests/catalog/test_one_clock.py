@@ -96,7 +96,7 @@ def test_shows_a_save_as_dead_by_the_stores_times_alone(store: MemoryStore, cata
     assert [save.is_live(seen.snapshot.taken) for save in seen.attempts] == [False]
 
 
-def test_a_store_without_times_makes_nothing_old(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ages_nothing_in_a_store_without_times(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     real = MemoryStore._info
     monkeypatch.setattr(MemoryStore, "_info", lambda self, key: replace(real(self, key), modified=None))
     for step in (100, 200, 300):
@@ -111,7 +111,7 @@ def test_a_store_without_times_makes_nothing_old(catalog: Catalog, monkeypatch: 
     assert [step for step, _ in prune(late, drop(200), grace=0.0, holder="two").deleted] == []
 
 
-def test_a_record_from_the_future_makes_no_other_old_and_is_named(store: MemoryStore, catalog: Catalog) -> None:
+def test_names_a_record_from_the_future_and_ages_no_other_by_it(store: MemoryStore, catalog: Catalog) -> None:
     save(by_clock(catalog, store, 48 * HOUR), 100)
     for step in (200, 300, 400):
         store.now += 60
@@ -124,7 +124,7 @@ def test_a_record_from_the_future_makes_no_other_old_and_is_named(store: MemoryS
 
 
 @pytest.mark.parametrize("what", ["", ".metadata"])
-def test_what_something_else_removed_does_not_count(store: MemoryStore, catalog: Catalog, what: str) -> None:
+def test_ignores_what_something_else_removed(store: MemoryStore, catalog: Catalog, what: str) -> None:
     for step, loss in ((100, 5.0), (200, 1.0), (300, 2.0), (400, 4.0), (500, 6.0)):
         save(catalog, step, metrics={"loss": loss})
         store.now += 1
@@ -137,9 +137,7 @@ def test_what_something_else_removed_does_not_count(store: MemoryStore, catalog:
     assert [checkpoint.step for checkpoint in catalog.snapshot().checkpoints] == [300, 500]
 
 
-def test_what_another_writer_replaced_does_not_count_for_the_recorded_commit(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_ignores_what_another_writer_replaced_for_the_recorded_commit(store: MemoryStore, catalog: Catalog) -> None:
     for step, loss in ((100, 2.0), (200, 1.0), (300, 3.0)):
         save(catalog, step, metrics={"loss": loss})
     other = memory_catalog(store, prefix="other")
@@ -150,7 +148,7 @@ def test_what_another_writer_replaced_does_not_count_for_the_recorded_commit(
     assert steps(catalog) == [100, 200, 300]
 
 
-def test_a_run_that_was_moved_gets_new_records_once(store: MemoryStore, catalog: Catalog) -> None:
+def test_makes_new_records_once_for_a_run_that_was_moved(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200, 300, 400):
         save(catalog, step)
     for key, (data, etag, _) in list(store.objects.items()):
@@ -166,7 +164,7 @@ def test_a_run_that_was_moved_gets_new_records_once(store: MemoryStore, catalog:
 
 
 @pytest.mark.parametrize("how", ["save", "report"])
-def test_metrics_are_of_one_commit(store: MemoryStore, catalog: Catalog, how: str) -> None:
+def test_binds_metrics_to_one_commit(store: MemoryStore, catalog: Catalog, how: str) -> None:
     save(catalog, 100, metrics={"loss": 0.5})
     save(catalog, 200, **({"metrics": {"loss": 0.1}} if how == "save" else {}))
     if how == "report":
@@ -189,7 +187,7 @@ def test_reports_metrics_of_the_present_commit_though_its_job_has_a_clock_behind
 
 
 @pytest.mark.parametrize("clocks", [(50 * HOUR, 0.0), (0.0, -50 * HOUR)])
-def test_the_later_report_of_a_metric_counts_whatever_the_clocks_say(
+def test_counts_the_later_report_of_a_metric_whatever_the_clocks_say(
     store: MemoryStore, catalog: Catalog, clocks: tuple[float, float]
 ) -> None:
     save(catalog, 200)
@@ -199,7 +197,7 @@ def test_the_later_report_of_a_metric_counts_whatever_the_clocks_say(
     assert [row.metrics for row in catalog.snapshot().rows()] == [{"loss": 0.1}]
 
 
-def test_a_sweep_keeps_what_a_job_with_a_clock_behind_reports_before_its_save(
+def test_keeps_what_a_job_with_a_clock_behind_reports_before_its_save_in_a_sweep(
     store: MemoryStore, catalog: Catalog
 ) -> None:
     notes.report(by_clock(catalog, store, -50 * HOUR), 200, {"loss": 0.1})
@@ -219,7 +217,7 @@ def test_reports_metrics_of_the_present_commit_though_its_record_is_late(store: 
     assert store.calls == {"list": 2, "put": 1}
 
 
-def test_reports_metrics_of_the_recorded_commit_while_another_save_of_the_step_has_not_committed(
+def test_reports_metrics_of_the_recorded_commit_while_another_save_of_it_is_open(
     store: MemoryStore, catalog: Catalog
 ) -> None:
     token = save(catalog, 200)
@@ -228,9 +226,7 @@ def test_reports_metrics_of_the_recorded_commit_while_another_save_of_the_step_h
     assert [report.token for report in catalog.snapshot().notes.reports] == [token]
 
 
-def test_a_commit_without_a_record_counts_from_the_stores_time_though_the_clock_of_its_job_is_behind(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_counts_a_commit_without_a_record_from_the_stores_time(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200, 300):
         save(catalog, step)
         store.now += HOUR
@@ -240,7 +236,7 @@ def test_a_commit_without_a_record_counts_from_the_stores_time_though_the_clock_
     assert {(row.step, row.id, row.created) for row in catalog.snapshot().rows()} >= {(200, token, store.now)}
 
 
-def test_a_copy_without_a_record_keeps_the_time_of_its_source(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_the_time_of_the_source_for_a_copy_without_a_record(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 300)
     commit_without_a_record(by_clock(catalog, store, -50 * HOUR), 200, copied_from="memory://store/run/step-100")
     assert [row.created for row in reconcile(catalog, catalog.snapshot()).rows()] == [store.now - 50 * HOUR, store.now]
@@ -256,7 +252,7 @@ def test_ranks_the_present_commit_though_its_job_has_a_clock_behind(store: Memor
     assert [(row.id, row.metrics) for row in catalog.snapshot().rows()] == [(token, {"loss": 0.9})]
 
 
-def test_metrics_of_version_0_2_and_of_steps_that_are_not_saved_yet_count(store: MemoryStore, catalog: Catalog) -> None:
+def test_counts_metrics_of_version_0_2_and_of_steps_not_saved_yet(store: MemoryStore, catalog: Catalog) -> None:
     notes.report(catalog, 100, {"loss": 0.5})
     note = NoteKey(200, "metrics", ("1700000000000", "loss", "0.25"))
     store.put(catalog.own_key("notes", note.name()), [])
@@ -265,7 +261,7 @@ def test_metrics_of_version_0_2_and_of_steps_that_are_not_saved_yet_count(store:
     assert [row.metrics["loss"] for row in catalog.snapshot().rows()] == [0.5, 0.25]
 
 
-def test_a_dead_save_is_not_shown_with_the_objects_of_the_one_after_it(store: MemoryStore, catalog: Catalog) -> None:
+def test_shows_a_dead_save_without_the_objects_of_the_next(store: MemoryStore, catalog: Catalog) -> None:
     dead = keys.new_token()
     SaveLog(catalog).begin(catalog.url_of(100), dead)
     store.put("run/step-100/" + keys.data_path(dead, 0, "model", 0), [memoryview(b"abc")])

@@ -56,7 +56,7 @@ class Time:
         self.rests.append(seconds)
 
 
-def test_after_each_request_it_rests_for_a_multiple_of_what_that_took() -> None:
+def test_rests_after_each_request_for_a_multiple_of_its_time() -> None:
     time = Time(0.01)
     store: Any = time.paced()
     assert store.url == time.store.url
@@ -70,7 +70,7 @@ def test_after_each_request_it_rests_for_a_multiple_of_what_that_took() -> None:
     assert time.rests[-1] == LONGEST_REST_S
 
 
-def test_long_listings_and_deletions_are_paced_by_the_page() -> None:
+def test_paces_long_listings_and_deletions_by_the_page() -> None:
     time = Time(0.001)
     store: Any = time.paced()
     many = [f"{number:05}" for number in range(3 * PAGE)]
@@ -87,7 +87,7 @@ def test_long_listings_and_deletions_are_paced_by_the_page() -> None:
     assert time.store.calls["delete"] == 3
 
 
-def test_the_rests_of_one_round_are_bounded() -> None:
+def test_bounds_the_rests_of_one_round() -> None:
     time = Time(1000.0)
     store: Any = time.paced()
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_the_rests_of_one_round_are_bounded() -> None:
         assert len(time.rests) == pytest.approx(REST_AT_MOST_S / LONGEST_REST_S)
 
 
-def test_a_worker_rests_as_often_as_it_asks_the_store_until_somebody_waits_for_it() -> None:
+def test_rests_as_often_as_it_asks_until_somebody_waits() -> None:
     time = Time(0.01)
     catalog = memory_catalog(time.store)
     for step in (100, 200, 300):
@@ -138,7 +138,7 @@ def test_a_worker_rests_as_often_as_it_asks_the_store_until_somebody_waits_for_i
     assert len(time.rests) - 5 == sum(time.store.calls.values())
 
 
-def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
+def test_lets_a_program_end_at_once(tmp_path: Path) -> None:
     """The main thread has ended while the worker is at its first rest; it takes the others for nothing."""
     catalog = open_catalog(str(tmp_path / "run"))
     for step in range(20):
@@ -195,7 +195,7 @@ def test_removes_a_marker_again_when_the_answer_is_lost() -> None:
     assert len(sent) == 2
 
 
-def test_a_paced_store_finds_out_about_deletions_as_the_store_itself_does() -> None:
+def test_learns_about_deletions_in_a_paced_store_as_in_the_store_itself() -> None:
     class Unknown(MemoryStore):
         def prove_deletes(self, prefix: str) -> Capabilities:
             return replace(self.capabilities, expiring_delete=True)

@@ -66,7 +66,7 @@ def a_day_later(store: MemoryStore) -> None:
     ("looser", "kept"),
     [(Keep(5), [100, 200]), (Keep(1, steps=[100]), [100]), (Keep(1, within=timedelta(1)), [100, 200])],
 )
-def test_a_policy_that_keeps_more_withdraws_the_tombstones_of_an_earlier_one(
+def test_withdraws_tombstones_of_an_earlier_policy_if_the_new_one_keeps_more(
     store: MemoryStore, catalog: Catalog, looser: Keep, kept: list[int]
 ) -> None:
     assert steps(run(catalog, LATEST).done.buried) == [100, 200]
@@ -77,9 +77,7 @@ def test_a_policy_that_keeps_more_withdraws_the_tombstones_of_an_earlier_one(
     assert list(there(catalog)) == [*kept, 300]
 
 
-def test_a_metric_that_comes_during_the_grace_saves_the_best_and_costs_the_former_best(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_moves_the_deletion_to_the_former_best_after_a_late_metric(store: MemoryStore, catalog: Catalog) -> None:
     report(catalog, 200, {"loss": 0.5})
     assert steps(run(catalog, LOSS).done.buried) == [100]
     report(catalog, 100, {"loss": 0.1})
@@ -93,9 +91,7 @@ def test_a_metric_that_comes_during_the_grace_saves_the_best_and_costs_the_forme
     assert list(there(catalog)) == [100, 300]
 
 
-def test_the_same_policy_changes_no_tombstone_and_none_counts_for_max_delete_again(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_leaves_tombstones_as_they_are_under_the_same_policy(store: MemoryStore, catalog: Catalog) -> None:
     first = prune_by(catalog, policy(LATEST, count=1), holder="a")
     assert (bool(first.verdict), steps(first.done.buried)) == (False, [100])
     before = waiting(catalog)
@@ -113,7 +109,7 @@ def test_the_same_policy_changes_no_tombstone_and_none_counts_for_max_delete_aga
     assert steps(prune_by(catalog, policy(LATEST, count=1), holder="b").done.deleted) == [100, 200]
 
 
-def test_what_a_rollback_gave_up_goes_whatever_the_policy_keeps(store: MemoryStore, catalog: Catalog) -> None:
+def test_deletes_what_a_rollback_gave_up_whatever_the_policy_keeps(store: MemoryStore, catalog: Catalog) -> None:
     run(catalog, LATEST)
     save(catalog, 110)
     # 200 has a tombstone of the policy already: that alone would be withdrawn.
@@ -126,7 +122,7 @@ def test_what_a_rollback_gave_up_goes_whatever_the_policy_keeps(store: MemorySto
     assert list(there(catalog)) == [100, 110]
 
 
-def test_a_tombstone_that_does_not_say_who_wrote_it_stays_in_force(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_a_tombstone_that_names_no_author_in_force(store: MemoryStore, catalog: Catalog) -> None:
     oldest = catalog.snapshot().checkpoints[0]
     schedule_deletion(catalog, oldest, "delete", due=store.now + DAY)
     assert run(catalog, Keep(5)).done.withdrawn == []
@@ -134,9 +130,7 @@ def test_a_tombstone_that_does_not_say_who_wrote_it_stays_in_force(store: Memory
     assert steps(run(catalog, Keep(5)).done.deleted) == [100]
 
 
-def test_a_deletion_that_has_begun_is_finished_whatever_the_policy_keeps_by_then(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_finishes_a_deletion_that_has_begun_whatever_the_policy_keeps(store: MemoryStore, catalog: Catalog) -> None:
     run(catalog, LATEST)
     a_day_later(store)
     for at in range(1, 40):
@@ -153,9 +147,7 @@ def test_a_deletion_that_has_begun_is_finished_whatever_the_policy_keeps_by_then
     assert there(catalog) == {200: "full", 300: "full"}
 
 
-def test_a_thinning_that_waits_is_withdrawn_and_a_deletion_becomes_a_thinning(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_withdraws_a_waiting_thinning_and_thins_instead_of_deleting(store: MemoryStore, catalog: Catalog) -> None:
     assert steps(run(catalog, WEIGHTS).done.buried) == [100, 200]
     assert steps(run(catalog, Keep(2)).done.withdrawn) == [200]
     assert {stone.action for stone in catalog.snapshot().notes.tombstones if stone.step == 100} == {"delete", "thin"}
@@ -166,16 +158,14 @@ def test_a_thinning_that_waits_is_withdrawn_and_a_deletion_becomes_a_thinning(
     assert there(catalog) == {100: "weights", 200: "weights", 300: "full"}
 
 
-def test_a_checkpoint_that_is_set_aside_makes_room_for_one_with_a_tombstone(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_spares_one_with_a_tombstone_if_another_checkpoint_is_set_aside(store: MemoryStore, catalog: Catalog) -> None:
     assert steps(run(catalog, Keep(2)).done.buried) == [100]
     schedule_deletion(catalog, catalog.snapshot().checkpoints[-1], "delete", due=store.now, reason="damaged")
     done = run(catalog, Keep(2)).done
     assert (steps(done.withdrawn), steps(done.deleted)) == ([100], [300])
 
 
-def test_of_a_pruner_that_begins_and_one_that_withdraws_exactly_one_wins() -> None:
+def test_lets_one_win_of_a_pruner_that_begins_and_one_that_withdraws() -> None:
     outcomes = set()
     for at in range(1, 60):
         store = MemoryStore()

@@ -27,7 +27,7 @@ def sent(proxy: FaultProxy) -> Counter[str]:
     return Counter(one.request.kind for one in proxy.exchanges)
 
 
-def test_a_checkpoint_of_64_objects_costs_few_requests_besides_its_tombstone(
+def test_deletes_a_checkpoint_of_64_objects_with_few_requests(
     catalog: Catalog, service: Service, proxy: FaultProxy
 ) -> None:
     # Of a service that nobody knows it is tried out once what a deletion may take.
@@ -59,9 +59,7 @@ def test_a_checkpoint_of_64_objects_costs_few_requests_besides_its_tombstone(
     assert two - one == uncommit + Counter(PutObject=2, ListObjects=1, DeleteObjects=batches)
 
 
-def test_the_newest_checkpoint_is_found_by_a_listing_of_records_and_one_of_folders(
-    catalog: Catalog, proxy: FaultProxy
-) -> None:
+def test_finds_the_newest_checkpoint_by_listing_records_and_folders_once(catalog: Catalog, proxy: FaultProxy) -> None:
     for step in (100, 200, 300):
         save(catalog, step)
     proxy.clear()

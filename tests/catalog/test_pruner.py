@@ -66,7 +66,9 @@ def steps_of(catalog: Catalog) -> list[int]:
     return [row.step for row in rows if row.tombstone != "delete" or row.pinned or row.leased or row.restored_from]
 
 
-def test_what_is_ordered_is_there_until_the_grace_is_over_and_then_goes(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_what_is_ordered_until_the_grace_is_over_and_then_deletes_it(
+    store: MemoryStore, catalog: Catalog
+) -> None:
     for step in (100, 200):
         save(catalog, step, metrics={"loss": 1.0})
     done = run(catalog, drop(100), grace=HOUR)
@@ -89,7 +91,7 @@ class Data(set[str]):
 
 
 @pytest.mark.parametrize("action", ["delete", THIN])
-def test_without_the_right_to_delete_data_no_commit_is_touched_and_an_undo_still_works(
+def test_touches_no_commit_without_the_right_to_delete_data_and_still_undoes(
     store: MemoryStore, catalog: Catalog, action: str
 ) -> None:
     for step in (100, 200, 300):
@@ -108,7 +110,7 @@ def test_without_the_right_to_delete_data_no_commit_is_touched_and_an_undo_still
     assert steps_of(catalog) == ([100, 300] if action == "delete" else [100, 200, 300])
 
 
-def test_the_metadata_goes_before_anything_else(store: MemoryStore, catalog: Catalog) -> None:
+def test_deletes_the_metadata_before_anything_else(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     seen: list[tuple[bool, bool, bool]] = []
@@ -129,7 +131,7 @@ def test_the_metadata_goes_before_anything_else(store: MemoryStore, catalog: Cat
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["before it acts", "after it has acted"])
-def test_a_pruner_killed_at_any_request_is_finished_by_the_next(acts: bool) -> None:
+def test_finishes_the_work_of_a_pruner_killed_at_any_request(acts: bool) -> None:
     kills = 0
     for at in range(1, 100):
         store = MemoryStore()
@@ -159,9 +161,7 @@ def test_a_pruner_killed_at_any_request_is_finished_by_the_next(acts: bool) -> N
 
 
 @pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
-def test_what_somebody_holds_on_to_is_never_ordered_away(
-    catalog: Catalog, hold: Callable[[Catalog, int], object]
-) -> None:
+def test_orders_no_deletion_of_what_somebody_holds(catalog: Catalog, hold: Callable[[Catalog, int], object]) -> None:
     save(catalog, 100)
     save(catalog, 200)
     hold(catalog, 100)
@@ -173,7 +173,7 @@ def test_what_somebody_holds_on_to_is_never_ordered_away(
 
 
 @pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
-def test_whoever_takes_hold_during_the_grace_saves_it(
+def test_spares_what_somebody_takes_hold_of_during_the_grace(
     store: MemoryStore, catalog: Catalog, hold: Callable[[Catalog, int], object]
 ) -> None:
     save(catalog, 100)
@@ -187,7 +187,7 @@ def test_whoever_takes_hold_during_the_grace_saves_it(
     assert len(in_folder(store, 100)) == 3
 
 
-def test_of_a_pin_and_a_pruner_at_the_same_time_either_the_pin_holds_or_it_says_so() -> None:
+def test_keeps_or_refuses_a_pin_made_while_a_pruner_runs() -> None:
     held = lost = 0
     for at in range(1, 60):
         store = MemoryStore()
@@ -226,9 +226,7 @@ def test_of_a_pin_and_a_pruner_at_the_same_time_either_the_pin_holds_or_it_says_
     assert lost >= 4
 
 
-def test_an_undo_within_the_grace_brings_it_back_and_after_the_beginning_says_so(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -248,7 +246,7 @@ def test_an_undo_within_the_grace_brings_it_back_and_after_the_beginning_says_so
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_an_undo_that_dies_half_way_has_undone_or_has_not(store: MemoryStore, catalog: Catalog, at: int) -> None:
+def test_undoes_wholly_or_not_at_all_if_an_undo_dies(store: MemoryStore, catalog: Catalog, at: int) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -262,7 +260,7 @@ def test_an_undo_that_dies_half_way_has_undone_or_has_not(store: MemoryStore, ca
     assert bool(run(catalog, drop()).deleted) != undone
 
 
-def test_the_newest_by_step_and_the_newest_by_time_are_refused(store: MemoryStore, catalog: Catalog) -> None:
+def test_refuses_to_delete_the_newest_by_step_and_by_time(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 300)
     store.now += 1
     save(catalog, 100)
@@ -273,7 +271,7 @@ def test_the_newest_by_step_and_the_newest_by_time_are_refused(store: MemoryStor
     assert sorted(step for step, _ in done.refused) == [200, 300]
 
 
-def test_newer_weights_do_not_stand_for_a_checkpoint_to_resume_from(store: MemoryStore, catalog: Catalog) -> None:
+def test_counts_no_newer_weights_as_a_checkpoint_to_resume_from(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     store.now += 1
     save(catalog, 200, kind="weights")
@@ -281,7 +279,7 @@ def test_newer_weights_do_not_stand_for_a_checkpoint_to_resume_from(store: Memor
     assert steps_of(catalog) == [100, 200]
 
 
-def test_what_is_committed_after_the_plan_is_not_touched(store: MemoryStore, catalog: Catalog) -> None:
+def test_touches_nothing_that_was_committed_after_the_plan(store: MemoryStore, catalog: Catalog) -> None:
     first = save(catalog, 100)
     save(catalog, 200)
 
@@ -297,7 +295,7 @@ def test_what_is_committed_after_the_plan_is_not_touched(store: MemoryStore, cat
     assert done.refused[150, "0" * 12] == "it was committed or deleted after the plan was made"
 
 
-def test_a_step_that_was_saved_anew_during_the_grace_stays(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_a_step_that_was_saved_anew_during_the_grace(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -310,9 +308,7 @@ def test_a_step_that_was_saved_anew_during_the_grace_stays(store: MemoryStore, c
     assert second in [row.id for row in catalog.snapshot().rows()]
 
 
-def test_a_plain_writer_that_replaced_the_metadata_without_telling_anybody_is_respected(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_respects_metadata_that_a_plain_writer_replaced(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -324,7 +320,7 @@ def test_a_plain_writer_that_replaced_the_metadata_without_telling_anybody_is_re
     assert len(in_folder(store, 100)) == 3
 
 
-def test_a_save_under_way_in_the_folder_is_waited_for(store: MemoryStore, catalog: Catalog) -> None:
+def test_waits_for_a_save_under_way_in_the_folder(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -342,7 +338,7 @@ def test_a_save_under_way_in_the_folder_is_waited_for(store: MemoryStore, catalo
 
 
 @pytest.mark.parametrize("damage", ["gone", "other"])
-def test_nothing_goes_while_the_newest_cannot_be_read(store: MemoryStore, catalog: Catalog, damage: str) -> None:
+def test_deletes_nothing_while_the_newest_cannot_be_read(store: MemoryStore, catalog: Catalog, damage: str) -> None:
     save(catalog, 100)
     save(catalog, 200)
     if damage == "gone":
@@ -358,7 +354,7 @@ def test_nothing_goes_while_the_newest_cannot_be_read(store: MemoryStore, catalo
     assert len(in_folder(store, 100)) == 3
 
 
-def test_names_of_other_folders_are_ignored_in_a_catalog(store: MemoryStore, catalog: Catalog) -> None:
+def test_ignores_names_of_other_folders_in_a_catalog(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 5)
     before, token, mark = catalog.steps(), "0" * 12, "0" * 8
     for folder in ("step-5/../step-6", "..", "other-5", "step-6", "finetune/step-5"):
@@ -368,7 +364,7 @@ def test_names_of_other_folders_are_ignored_in_a_catalog(store: MemoryStore, cat
     assert catalog.steps() == before
 
 
-def test_a_prune_takes_over_a_lock_that_nobody_can_read(store: MemoryStore, catalog: Catalog) -> None:
+def test_takes_over_a_lock_that_nobody_can_read(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200):
         save(catalog, step)
     store.put(catalog.own_key("pruner.json"), [memoryview(b"x" * 100_000)])
@@ -376,7 +372,7 @@ def test_a_prune_takes_over_a_lock_that_nobody_can_read(store: MemoryStore, cata
     assert run(catalog, drop(100)).stopped is None
 
 
-def test_neighbours_and_runs_within_are_not_touched(store: MemoryStore, catalog: Catalog) -> None:
+def test_touches_no_neighbours_and_no_runs_within(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 10)
     save(catalog, 20)
     inner = memory_catalog(store, prefix="run/step-10/finetune")
@@ -404,7 +400,7 @@ def test_neighbours_and_runs_within_are_not_touched(store: MemoryStore, catalog:
     ] == []
 
 
-def test_a_key_that_cannot_be_deleted_is_told_and_tried_again(store: MemoryStore, catalog: Catalog) -> None:
+def test_reports_a_key_that_cannot_be_deleted_and_tries_again(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100)
     save(catalog, 200)
     (stuck,) = [key for key in store.objects if "/data/" in key and token in key and "optim" in key]
@@ -418,7 +414,7 @@ def test_a_key_that_cannot_be_deleted_is_told_and_tried_again(store: MemoryStore
     assert left_of(store, 100) == []
 
 
-def test_of_two_pruners_the_second_goes_home_until_the_lock_expires(store: MemoryStore, catalog: Catalog) -> None:
+def test_stops_the_second_of_two_pruners_until_the_lock_expires(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     lock = locks.acquire(catalog, "first")
@@ -431,7 +427,7 @@ def test_of_two_pruners_the_second_goes_home_until_the_lock_expires(store: Memor
     assert [key for key in store.objects if key.endswith("pruner.json")] == []
 
 
-def test_a_pruner_that_has_lost_its_lock_does_not_remove_another_ones(
+def test_leaves_the_lock_of_another_after_losing_its_own(
     store: MemoryStore, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = locks.acquire(catalog, "first")
@@ -443,7 +439,7 @@ def test_a_pruner_that_has_lost_its_lock_does_not_remove_another_ones(
     assert locks.acquire(catalog, "third") is None
 
 
-def test_a_commit_without_a_record_gets_it_before_anything_is_decided(store: MemoryStore, catalog: Catalog) -> None:
+def test_records_a_commit_without_a_record_before_any_decision(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     store.now += 1
     with killed(store, 5):
@@ -459,7 +455,7 @@ def test_a_commit_without_a_record_gets_it_before_anything_is_decided(store: Mem
     assert catalog.snapshot().attempts == ()
 
 
-def test_intents_that_a_trainer_could_not_delete_go_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
+def test_deletes_intents_that_a_trainer_could_not_delete(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100)
     store.put(catalog.own_key("steps", f"{100:016d}__open__{token}__step-100"), [memoryview(b"{}")])
     store.now += HOUR + 1
@@ -468,7 +464,7 @@ def test_intents_that_a_trainer_could_not_delete_go_with_the_next_prune(store: M
 
 
 @pytest.mark.parametrize("action", ["delete", "thin"])
-def test_a_checkpoint_stays_whose_save_may_send_its_commit_again(
+def test_keeps_a_checkpoint_whose_save_may_send_its_commit_again(
     store: MemoryStore, catalog: Catalog, action: str
 ) -> None:
     """It has lost the answer: were the checkpoint deleted, the second request would commit it without its data."""
@@ -486,7 +482,7 @@ def test_a_checkpoint_stays_whose_save_may_send_its_commit_again(
     assert [step for step, _ in (done.deleted if action == "delete" else done.thinned)] == [100]
 
 
-def test_a_checkpoint_stays_whose_old_save_has_a_fence(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_a_checkpoint_whose_old_save_has_a_fence(store: MemoryStore, catalog: Catalog) -> None:
     """A save that took longer than an intent counts has written one, and removes it once it knows of its commit."""
     token = save(catalog, 100)
     save(catalog, 200)
@@ -505,7 +501,7 @@ def thinned(store: MemoryStore, step: int) -> tuple[set[str], str]:
     return {index.fqn for index in metadata.storage_data or {}}, vars(metadata)["bucketpoint"]["kind"]
 
 
-def test_thinning_leaves_the_weights_and_says_so(store: MemoryStore, catalog: Catalog) -> None:
+def test_leaves_the_weights_in_a_thinning_and_says_so(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100, metrics={"loss": 1.0}, git_sha="abc")
     store.now += 1
     save(catalog, 200)
@@ -527,7 +523,7 @@ def test_thinning_leaves_the_weights_and_says_so(store: MemoryStore, catalog: Ca
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["before it acts", "after it has acted"])
-def test_a_thinning_killed_at_any_request_is_finished_by_the_next(acts: bool) -> None:
+def test_finishes_a_thinning_that_was_killed_at_any_request(acts: bool) -> None:
     for at in range(1, 100):
         store = MemoryStore()
         catalog = memory_catalog(store)
@@ -554,7 +550,7 @@ def test_a_thinning_killed_at_any_request_is_finished_by_the_next(acts: bool) ->
         assert len(in_folder(store, 100)) == 2
 
 
-def test_what_others_wrote_in_one_object_is_not_thinned(store: MemoryStore, catalog: Catalog) -> None:
+def test_refuses_to_thin_what_others_wrote_in_one_object(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     damaged = store.objects["run/step-100/.metadata"]
@@ -569,7 +565,7 @@ def dead_attempt(store: MemoryStore, catalog: Catalog, step: int, at: int) -> No
         save(catalog, step)
 
 
-def test_a_sweep_removes_what_a_dead_attempt_left_once_it_is_old(store: MemoryStore, catalog: Catalog) -> None:
+def test_sweeps_what_a_dead_attempt_left_once_it_is_old(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     dead_attempt(store, catalog, 200, 3)
     store.create_multipart("run/step-200/" + keys.data_path("0123456789ab", 0, "model", 0))
@@ -590,7 +586,7 @@ def test_a_sweep_removes_what_a_dead_attempt_left_once_it_is_old(store: MemorySt
     assert [one.key.split("/")[2] for one in store.open_uploads.values()] == ["finetune"]
 
 
-def test_a_dead_overwrite_leaves_the_older_checkpoint_whole(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_the_older_checkpoint_whole_after_a_dead_overwrite(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     before = set(store.objects)
     dead_attempt(store, catalog, 100, 3)
@@ -599,7 +595,7 @@ def test_a_dead_overwrite_leaves_the_older_checkpoint_whole(store: MemoryStore, 
     assert set(store.objects) == before
 
 
-def test_a_sweep_gives_a_committed_attempt_its_record_and_removes_nothing(store: MemoryStore, catalog: Catalog) -> None:
+def test_records_a_committed_attempt_in_a_sweep_and_removes_nothing(store: MemoryStore, catalog: Catalog) -> None:
     dead_attempt(store, catalog, 100, 4)
     store.now += SAFETY_AGE_S + 1
     swept = sweep(catalog)
@@ -608,9 +604,7 @@ def test_a_sweep_gives_a_committed_attempt_its_record_and_removes_nothing(store:
     assert len(in_folder(store, 100)) == 3
 
 
-def test_uploads_are_found_by_their_exact_keys_where_nothing_else_finds_them(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_finds_uploads_by_their_exact_keys_where_nothing_else_does(store: MemoryStore, catalog: Catalog) -> None:
 
     store.exact_uploads = True
     log, url = SaveLog(catalog), catalog.url_of(100)
@@ -627,7 +621,7 @@ def test_uploads_are_found_by_their_exact_keys_where_nothing_else_finds_them(
     assert store.objects == {}
 
 
-def test_a_deep_sweep_finds_what_no_intent_tells_of(store: MemoryStore, catalog: Catalog) -> None:
+def test_finds_what_no_intent_names_in_a_deep_sweep(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     token = save(catalog, 200)
     for key in [
@@ -644,7 +638,7 @@ def test_a_deep_sweep_finds_what_no_intent_tells_of(store: MemoryStore, catalog:
     assert len(in_folder(store, 100)) == 3
 
 
-def test_a_sweep_removes_notes_that_say_nothing_any_more(store: MemoryStore, catalog: Catalog) -> None:
+def test_sweeps_notes_that_have_no_meaning_left(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     report(catalog, 50, {"loss": 1.0})
     report(catalog, 100, {"loss": 1.0})
@@ -656,7 +650,7 @@ def test_a_sweep_removes_notes_that_say_nothing_any_more(store: MemoryStore, cat
     assert sorted(key.split("__")[1] for key in store.objects if "/notes/" in key) == ["metrics", "pin"]
 
 
-def test_a_condition_that_fails_stops_nothing_else(store: MemoryStore, catalog: Catalog) -> None:
+def test_continues_after_a_condition_that_fails(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200, 300):
         save(catalog, step)
     put = store.put
@@ -670,7 +664,7 @@ def test_a_condition_that_fails_stops_nothing_else(store: MemoryStore, catalog: 
     assert [step for step, _ in run(catalog, keep_newest).deleted] == [200]
 
 
-def test_a_save_that_begins_before_the_claim_is_seen_whenever_it_begins() -> None:
+def test_sees_a_save_that_begins_before_the_claim_at_any_moment() -> None:
     spared = 0
     for at in range(1, 60):
         store = MemoryStore()
@@ -708,9 +702,7 @@ def test_a_save_that_begins_before_the_claim_is_seen_whenever_it_begins() -> Non
     assert spared >= 5
 
 
-def test_a_save_over_a_step_that_goes_leaves_the_tombstone_on_what_it_replaces(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_leaves_the_tombstone_on_what_a_save_replaces(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -725,9 +717,7 @@ def test_a_save_over_a_step_that_goes_leaves_the_tombstone_on_what_it_replaces(
     assert steps_of(catalog) == [100, 200]
 
 
-def test_a_save_over_a_step_that_a_dead_pruner_had_begun_with_is_not_refused(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_accepts_a_save_over_a_step_that_a_dead_pruner_had_begun_with(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     with killed(store, 12, acts=True):

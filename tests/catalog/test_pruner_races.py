@@ -72,7 +72,7 @@ def release_lock(catalog: Catalog) -> None:
     catalog.store.delete([catalog.own_key("pruner.json")])
 
 
-def test_a_pin_whose_author_died_before_it_took_the_tombstone_back_holds(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_a_pin_whose_author_died_before_it_withdrew_the_tombstone(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -86,7 +86,7 @@ def test_a_pin_whose_author_died_before_it_took_the_tombstone_back_holds(store: 
     assert len(in_folder(store, 100)) == 3
 
 
-def test_what_has_become_the_newest_during_the_grace_stays(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_what_has_become_the_newest_during_the_grace(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     token = save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -98,7 +98,7 @@ def test_what_has_become_the_newest_during_the_grace_stays(store: MemoryStore, c
     assert len(in_folder(store, 100)) == 3
 
 
-def test_of_two_that_take_over_an_expired_lock_one_has_it(store: MemoryStore, catalog: Catalog) -> None:
+def test_gives_an_expired_lock_to_one_of_two_that_take_it_over(store: MemoryStore, catalog: Catalog) -> None:
     assert locks.acquire(catalog, "first") is not None
     store.now += LOCK_SECONDS
     taken: list[locks.Lock | None] = []
@@ -117,7 +117,7 @@ def test_of_two_that_take_over_an_expired_lock_one_has_it(store: MemoryStore, ca
     assert locks.acquire(catalog, "third") is not None
 
 
-def test_where_a_store_tells_no_etags_the_token_tells_that_a_step_was_saved_anew(
+def test_recognises_a_step_saved_anew_by_its_token_where_a_store_has_no_etags(
     store: MemoryStore, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = store.put
@@ -141,7 +141,7 @@ def test_where_a_store_tells_no_etags_the_token_tells_that_a_step_was_saved_anew
     assert second in [row.id for row in catalog.snapshot().rows()]
 
 
-def test_of_an_undo_and_a_pruner_that_dies_either_it_is_whole_or_the_undo_says_so() -> None:
+def test_restores_or_refuses_in_an_undo_after_the_death_of_a_pruner() -> None:
     """The pruner acts before each request of the undo in turn, and dies before or after it has deleted anything."""
     undone = refused = 0
     for at in range(1, 6):
@@ -181,9 +181,7 @@ def test_of_an_undo_and_a_pruner_that_dies_either_it_is_whole_or_the_undo_says_s
     assert refused >= 5
 
 
-def test_a_pruner_that_puts_a_tombstone_back_does_not_put_back_another_ones(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_puts_back_its_own_tombstone_and_no_other(store: MemoryStore, catalog: Catalog) -> None:
     """Where a save is under way, the claim is taken back. Meanwhile that save may be over, and another pruner at it."""
     save(catalog, 100)
     save(catalog, 200)
@@ -213,7 +211,7 @@ def test_a_pruner_that_puts_a_tombstone_back_does_not_put_back_another_ones(
         undo(catalog, 100)
 
 
-def test_what_a_dead_undo_has_left_goes_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
+def test_removes_what_a_dead_undo_has_left_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
@@ -225,7 +223,7 @@ def test_what_a_dead_undo_has_left_goes_with_the_next_prune(store: MemoryStore, 
     assert steps_of(catalog) == [100, 200]
 
 
-def test_a_pruner_begins_nothing_once_its_lock_has_expired(
+def test_begins_nothing_once_its_lock_has_expired(
     store: MemoryStore, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(catalog, 100)
@@ -243,7 +241,7 @@ def test_a_pruner_begins_nothing_once_its_lock_has_expired(
     assert [step for step, _ in run(catalog, drop(), holder="next").deleted] == [100]
 
 
-def test_a_step_that_was_saved_twice_goes_with_both_its_records(store: MemoryStore, catalog: Catalog) -> None:
+def test_deletes_both_records_of_a_step_that_was_saved_twice(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     store.now += 1
     save(catalog, 100)
@@ -253,7 +251,7 @@ def test_a_step_that_was_saved_twice_goes_with_both_its_records(store: MemorySto
     assert left_of(store, 100) == []
 
 
-def test_what_has_a_tombstone_gets_no_second_one(store: MemoryStore, catalog: Catalog) -> None:
+def test_gives_no_second_tombstone(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100)
     save(catalog, 200)
     for _ in range(2):
@@ -263,7 +261,7 @@ def test_what_has_a_tombstone_gets_no_second_one(store: MemoryStore, catalog: Ca
     assert stone.due == store.now - 120 + HOUR
 
 
-def test_metadata_that_is_replaced_while_it_is_thinned_is_left_alone(store: MemoryStore, catalog: Catalog) -> None:
+def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore, catalog: Catalog) -> None:
     """By a plain writer, which writes neither an intent nor a record, between the reading and the condition."""
     save(catalog, 100)
     save(catalog, 200)
@@ -289,7 +287,7 @@ def test_metadata_that_is_replaced_while_it_is_thinned_is_left_alone(store: Memo
     assert all(f"run/step-100/{path}" in store.objects for path in content)
 
 
-def test_metadata_of_another_save_that_told_nobody_is_not_thinned(store: MemoryStore, catalog: Catalog) -> None:
+def test_refuses_to_thin_metadata_of_an_unannounced_save(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100, action="thin"), grace=HOUR)
@@ -305,7 +303,7 @@ def test_metadata_of_another_save_that_told_nobody_is_not_thinned(store: MemoryS
 
 
 @pytest.mark.parametrize("why", ["pinned", "replaced", "under way"])
-def test_a_tombstone_that_another_pruner_has_taken_over_stops_nothing_else(
+def test_continues_after_a_tombstone_that_another_pruner_has_taken_over(
     store: MemoryStore, catalog: Catalog, why: str
 ) -> None:
     """This one wants to withdraw it, or to put it back, and finds that somebody has changed it since its claim."""
@@ -334,7 +332,7 @@ def test_a_tombstone_that_another_pruner_has_taken_over_stops_nothing_else(
     assert states(store) == [BEGUN]
 
 
-def test_a_thinning_of_which_a_delete_was_refused_is_gone_on_with(store: MemoryStore, catalog: Catalog) -> None:
+def test_continues_a_thinning_of_which_a_delete_was_refused(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100)
     save(catalog, 200)
     (stuck,) = [key for key in in_folder(store, 100) if "optim" in key]
@@ -349,7 +347,7 @@ def test_a_thinning_of_which_a_delete_was_refused_is_gone_on_with(store: MemoryS
     assert states(store) == []
 
 
-def test_thinning_takes_the_index_of_the_whole_checkpoint_away_and_keeps_its_record(
+def test_removes_the_whole_checkpoints_index_in_a_thinning_and_keeps_its_record(
     store: MemoryStore, catalog: Catalog
 ) -> None:
     token = save(catalog, 100, metrics={"loss": 1.0}, git_sha="abc")
@@ -363,7 +361,7 @@ def test_thinning_takes_the_index_of_the_whole_checkpoint_away_and_keeps_its_rec
     assert (record.metrics, record.git_sha, record.kind) == ({"loss": 1.0}, "abc", "weights")
 
 
-def test_a_thinning_that_is_taken_up_again_makes_no_record_of_what_another_pruner_deletes_meanwhile() -> None:
+def test_makes_no_record_in_a_resumed_thinning_of_what_another_pruner_deletes() -> None:
     """The second one's lock had expired. A record of nothing would be there for ever, once it is pinned."""
 
     def thinned_but_for_the_objects() -> tuple[MemoryStore, Catalog]:
@@ -397,9 +395,7 @@ def test_a_thinning_that_is_taken_up_again_makes_no_record_of_what_another_prune
     assert deleted > 5
 
 
-def test_a_deletion_takes_with_it_the_tombstone_of_a_thinning_that_was_to_come(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_removes_the_tombstone_of_a_waiting_thinning_with_a_deletion(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100, action="thin"), grace=HOUR)
@@ -408,7 +404,7 @@ def test_a_deletion_takes_with_it_the_tombstone_of_a_thinning_that_was_to_come(
     assert undo(catalog, 100) == 0
 
 
-def test_a_sweep_does_not_take_a_fence_that_was_renewed_since_its_listing(store: MemoryStore) -> None:
+def test_keeps_a_fence_that_was_renewed_since_the_sweeps_listing(store: MemoryStore) -> None:
     path = keys.data_path("abcabcabcabc", 0, "model", 0)
     store.put(f"x/{path}", [memoryview(b"data")])
     fence = AttemptFence(store, "x", Stopwatch(), {path: 4})  # type: ignore[arg-type]
@@ -418,14 +414,14 @@ def test_a_sweep_does_not_take_a_fence_that_was_renewed_since_its_listing(store:
     assert not condemn(store, "x", "abcabcabcabc", listed)  # type: ignore[arg-type]
 
 
-def test_two_copies_of_one_checkpoint_may_both_hold_its_fence(store: MemoryStore) -> None:
+def test_lets_two_copies_of_one_checkpoint_hold_its_fence(store: MemoryStore) -> None:
     path = keys.data_path("abcabcabcabc", 0, "model", 0)
     store.put(f"x/{path}", [memoryview(b"data")])
     for _ in range(2):
         AttemptFence(store, "x", Stopwatch(), {path: 4}).take()  # type: ignore[arg-type]
 
 
-def test_an_upload_of_one_rank_keeps_what_another_has_sent_long_before(store: MemoryStore, catalog: Catalog) -> None:
+def test_keeps_what_another_rank_has_sent_long_before_an_upload(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     sent = keys.data_path("aaaaaaaaaaaa", 0, "model", 0)
     store.put(f"run/step-200/{sent}", [memoryview(b"data")])
@@ -442,7 +438,7 @@ def test_an_upload_of_one_rank_keeps_what_another_has_sent_long_before(store: Me
         ("a-step-100/finetune/step-200", "step-{step}", "run/a-step-100/finetune"),
     ],
 )
-def test_a_tombstone_that_names_a_folder_of_another_run_deletes_nothing_there(
+def test_deletes_nothing_of_another_run_that_a_tombstone_names(
     store: MemoryStore, folder: str, template: str, prefix: str
 ) -> None:
     mine, others = memory_catalog(store, "a-step-{step}"), memory_catalog(store, template, prefix)
@@ -459,7 +455,7 @@ def test_a_tombstone_that_names_a_folder_of_another_run_deletes_nothing_there(
     assert len(others.objects_of("step-200" if prefix != "run" else folder)) == 3
 
 
-def test_the_lock_of_a_dead_pruner_whose_clock_was_years_ahead_expires(store: MemoryStore, catalog: Catalog) -> None:
+def test_expires_the_lock_of_a_dead_pruner_with_a_clock_years_ahead(store: MemoryStore, catalog: Catalog) -> None:
     ahead = dataclasses.replace(catalog, clock=lambda: store.now + 10 * 365 * 24 * HOUR)
     assert locks.acquire(ahead, "dead") is not None
     assert locks.acquire(catalog, "alive") is None
@@ -469,7 +465,7 @@ def test_the_lock_of_a_dead_pruner_whose_clock_was_years_ahead_expires(store: Me
 
 
 @pytest.mark.parametrize("expires", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true"])
-def test_a_lock_ends_by_the_stores_time_whatever_it_says(store: MemoryStore, catalog: Catalog, expires: str) -> None:
+def test_ends_a_lock_by_the_stores_time_whatever_it_says(store: MemoryStore, catalog: Catalog, expires: str) -> None:
     store.put(catalog.own_key("pruner.json"), [memoryview(f'{{"expires": {expires}, "holder": "x"}}'.encode())])
     assert "another pruner" in locks.held_by(catalog)
     assert locks.acquire(catalog, "mine") is None
@@ -477,9 +473,7 @@ def test_a_lock_ends_by_the_stores_time_whatever_it_says(store: MemoryStore, cat
     assert locks.acquire(catalog, "mine") is not None
 
 
-def test_the_uploads_of_a_save_that_begins_during_a_sweep_are_found_by_the_next(
-    store: MemoryStore, catalog: Catalog
-) -> None:
+def test_finds_uploads_of_a_save_that_begins_during_a_sweep_with_the_next(store: MemoryStore, catalog: Catalog) -> None:
     store.exact_uploads = True
     save(catalog, 100)
     log, url, token = SaveLog(catalog), catalog.url_of(200), keys.new_token()

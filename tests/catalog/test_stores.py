@@ -97,7 +97,7 @@ def sweep_markers(catalog: Catalog) -> None:
     sweep(replace(catalog, now=time.time() + 72 * 3600))
 
 
-def test_what_a_writer_saves_is_in_the_catalog_and_nowhere_else(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_records_what_a_writer_saves_in_the_catalog_and_nowhere_else(catalog: Catalog, options: dict[str, Any]) -> None:
     save(catalog, 100, options, metrics={"eval/loss": 0.5}, git_sha="abc")
     save(catalog, 200, options)
     rows = catalog.snapshot().rows()
@@ -113,7 +113,7 @@ def test_what_a_writer_saves_is_in_the_catalog_and_nowhere_else(catalog: Catalog
     assert loaded(catalog.url_of_folder(newest.folder), options)["model"]["w"][0, 0] == 200
 
 
-def test_the_whole_life_of_a_checkpoint(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_follows_a_checkpoint_from_save_to_deletion(catalog: Catalog, options: dict[str, Any]) -> None:
     for step in (100, 200, 300, 400):
         save(catalog, step, options)
     before = set(keys_of(catalog))
@@ -134,7 +134,9 @@ def test_the_whole_life_of_a_checkpoint(catalog: Catalog, options: dict[str, Any
     assert loaded(catalog.url_of(200), options)["optim"]["m"][0, 0] == 200
 
 
-def test_a_thinned_checkpoint_loads_its_weights_and_has_no_optimizer(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_loads_the_weights_of_a_thinned_checkpoint_and_has_no_optimizer(
+    catalog: Catalog, options: dict[str, Any]
+) -> None:
     save(catalog, 100, options, rows=2000)
     save(catalog, 200, options)
     full = catalog.snapshot().rows()[0]
@@ -157,7 +159,7 @@ def test_a_thinned_checkpoint_loads_its_weights_and_has_no_optimizer(catalog: Ca
         )
 
 
-def test_checkpoints_of_a_plain_writer_and_of_torchs_own_are_adopted(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_adopts_checkpoints_of_a_plain_writer_and_of_torchs_own(catalog: Catalog, options: dict[str, Any]) -> None:
     writer = BucketWriter(**options)
     dcp.save(state(1.0), checkpoint_id=catalog.url_of(100), storage_writer=writer, no_dist=True)
     if options or catalog.url.startswith("memory"):
@@ -176,7 +178,7 @@ def test_checkpoints_of_a_plain_writer_and_of_torchs_own_are_adopted(catalog: Ca
     assert not [key for key in keys_of(catalog) if "step-100/" in key or "step-200/" in key]
 
 
-def test_reports_of_many_processes_at_once_are_all_kept(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_keeps_all_reports_of_many_processes_at_once(catalog: Catalog, options: dict[str, Any]) -> None:
     save(catalog, 100, options)
 
     def tell(number: int) -> None:
@@ -190,7 +192,7 @@ def test_reports_of_many_processes_at_once_are_all_kept(catalog: Catalog, option
     assert len(snapshot.notes.pins) == 24
 
 
-def test_three_pruners_at_once_end_where_one_does(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_ends_with_three_pruners_at_once_where_one_does(catalog: Catalog, options: dict[str, Any]) -> None:
     token = "0123456789ab"
     for step in range(1, 41):
         copy_of_a_save(catalog, step, f"{step:012x}", options, token)
@@ -227,7 +229,7 @@ def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, A
     SaveLog(catalog).committed(catalog.url_of(step), record_from_metadata(data, metadata_etag=info.etag))
 
 
-def test_a_store_that_fails_at_any_request_of_a_save_leaves_the_older_checkpoint_to_restore(
+def test_leaves_the_older_checkpoint_if_the_store_fails_at_any_request_of_a_save(
     catalog: Catalog, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(catalog, 100, options)
@@ -259,7 +261,7 @@ def wrapped(patch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> list[Any]:
     return made
 
 
-def test_open_uploads_of_a_dead_attempt_are_swept(
+def test_sweeps_open_uploads_of_a_dead_attempt(
     catalog: Catalog, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not catalog.store.capabilities.multipart:
@@ -293,7 +295,7 @@ def test_open_uploads_of_a_dead_attempt_are_swept(
     assert sweep(late).uploads == []
 
 
-def test_a_temporary_file_of_a_dead_save_in_a_local_folder_is_swept(tmp_path: Path) -> None:
+def test_sweeps_a_temporary_file_of_a_dead_save_in_a_local_folder(tmp_path: Path) -> None:
     catalog, path = open_catalog(str(tmp_path)), keys.data_path(keys.new_token(), 0, "model", 0)
     folder, _, name = path.rpartition("/")
     left = tmp_path / "step-200" / folder / f".bucketpoint-tmp-0123456789abcdef-{name}"
@@ -306,6 +308,6 @@ def test_a_temporary_file_of_a_dead_save_in_a_local_folder_is_swept(tmp_path: Pa
     assert not left.parent.exists()
 
 
-def test_a_log_goes_to_another_process_as_configuration(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_sends_a_log_to_another_process_as_configuration(catalog: Catalog, options: dict[str, Any]) -> None:
     log = SaveLog(catalog, metrics={"loss": 1.0})
     assert pickle.loads(pickle.dumps(log)).catalog.url == catalog.url

@@ -160,7 +160,7 @@ def expire(catalog: Catalog) -> None:
         ),
     ],
 )
-def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
+def test_ends_with_three_pruners_of_which_some_are_killed_where_one_does(
     service: Service, catalog: Catalog, tmp_path: Path, number: int, thin: str, kills: list[tuple[str, int]]
 ) -> None:
     policy_file = written(tmp_path, catalog, thin)

@@ -39,7 +39,7 @@ def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
         store.objects[key] = (body, hashlib.md5(body, usedforsecurity=False).hexdigest(), START + step)
 
 
-def test_the_newest_of_a_mixed_run_is_found_whoever_saved_it(store: MemoryStore) -> None:
+def test_finds_the_newest_of_a_mixed_run_whoever_saved_it(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (1, 3, 5):
         save(catalog, step)
@@ -53,7 +53,7 @@ def test_the_newest_of_a_mixed_run_is_found_whoever_saved_it(store: MemoryStore)
     assert [row.step for row in snapshot.rows()] == [1, 3, 5]
 
 
-def test_a_restore_from_the_url_of_a_checkpoint_warns_that_it_is_no_run(
+def test_warns_of_a_restore_from_a_checkpoints_url_that_is_no_run(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     catalog = memory_catalog(store)
@@ -68,7 +68,7 @@ def test_a_restore_from_the_url_of_a_checkpoint_warns_that_it_is_no_run(
     assert record.getMessage().startswith(f"The URL is that of a checkpoint, not of a run [url={below.url}]")
 
 
-def test_looking_for_what_has_no_record_costs_a_listing_and_a_read_for_each(store: MemoryStore) -> None:
+def test_finds_checkpoints_without_records_by_a_listing_and_a_read_for_each(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (1, 2, 3):
         save(catalog, step)
@@ -85,7 +85,7 @@ def test_looking_for_what_has_no_record_costs_a_listing_and_a_read_for_each(stor
     assert store.calls == {"list": 1, "list_folders": 1, "get": 1}
 
 
-def test_folders_without_metadata_or_with_a_deletions_marker_hold_no_checkpoint(store: MemoryStore) -> None:
+def test_finds_no_checkpoint_without_metadata_or_with_a_deletions_marker(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 1)
     store.objects[catalog.key("step-2/data/00/x")] = (b"x", "e", START)
@@ -95,7 +95,7 @@ def test_folders_without_metadata_or_with_a_deletions_marker_hold_no_checkpoint(
     assert [one.step for one in catalog.candidates()] == [1]
 
 
-def test_a_pruner_deletes_nothing_that_has_no_record(store: MemoryStore) -> None:
+def test_deletes_nothing_that_has_no_record(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (1, 5):
         save(catalog, step)
@@ -107,7 +107,7 @@ def test_a_pruner_deletes_nothing_that_has_no_record(store: MemoryStore) -> None
     assert [one.step for one in survey(catalog).checkpoints] == [2, 4, 5]
 
 
-def test_a_rollback_discards_what_has_no_record_as_well(store: MemoryStore) -> None:
+def test_discards_what_has_no_record_in_a_rollback(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 1)
     save_plainly(catalog, store, 4)
@@ -119,7 +119,7 @@ def test_a_rollback_discards_what_has_no_record_as_well(store: MemoryStore) -> N
     assert [one.step for one in catalog.candidates()] == [2, 1, 4]
 
 
-def test_what_is_not_there_is_named(store: MemoryStore) -> None:
+def test_names_what_is_not_there(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     with pytest.raises(CheckpointNotFoundError, match="it has no objects") as caught:
         survey(catalog)
@@ -137,7 +137,7 @@ def test_what_is_not_there_is_named(store: MemoryStore) -> None:
     assert survey(catalog).checkpoints == ()
 
 
-def test_a_sweep_leaves_the_metrics_of_what_has_no_record(store: MemoryStore) -> None:
+def test_keeps_metrics_of_what_has_no_record_in_a_sweep(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 1)
     save_plainly(catalog, store, 4)
@@ -151,7 +151,7 @@ def test_a_sweep_leaves_the_metrics_of_what_has_no_record(store: MemoryStore) ->
     assert {row.step: dict(row.metrics) for row in catalog.snapshot().rows()} == {1: {}, 4: {"loss": 4.0}}
 
 
-def test_nothing_is_given_up_for_a_target_without_a_record_that_is_not_whole(store: MemoryStore) -> None:
+def test_gives_up_nothing_for_an_unrecorded_target_that_is_not_whole(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 1)
     save_plainly(catalog, store, 2)
@@ -168,7 +168,7 @@ def test_nothing_is_given_up_for_a_target_without_a_record_that_is_not_whole(sto
     assert before.keys() <= store.objects.keys()
 
 
-def test_what_is_deleted_while_it_is_adopted_gets_no_record(store: MemoryStore) -> None:
+def test_records_nothing_that_is_deleted_while_it_is_adopted(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 1)
     for at in range(1, 12):
@@ -197,11 +197,11 @@ def plan_removal_of(catalog: Catalog, step: int) -> Removal:
     return Removal(catalog, _identified(catalog, one) if one.key is None else one, 0)
 
 
-def test_a_marker_with_a_time_that_no_float_reaches_is_a_damaged_one(store: MemoryStore) -> None:
+def test_treats_a_marker_with_a_time_beyond_any_float_as_damaged(store: MemoryStore) -> None:
     assert parse_marker(b'{"bucketpoint":"deleted","at":' + b"9" * 400 + b"}") == DeletionMarker("", 0.0)
 
 
-def test_a_save_that_dies_over_what_has_no_record_leaves_it_to_no_policy(store: MemoryStore) -> None:
+def test_keeps_what_has_no_record_from_policies_after_a_save_over_it_dies(store: MemoryStore) -> None:
     def decide(rows: Sequence[Row]) -> list[Order]:
         return [Order(row.step, row.id) for row in rows[:-1]]
 

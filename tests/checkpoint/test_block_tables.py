@@ -71,7 +71,7 @@ def flipped(path: Path, object_path: str, at: int) -> None:
     os.utime(path / object_path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_the_tables_of_an_object_lie_behind_its_items_and_metadata_has_none_of_them(tmp_path: Path) -> None:
+def test_places_tables_behind_items_of_an_object_and_none_in_metadata(tmp_path: Path) -> None:
     saved(tmp_path)
     infos = {name: place(tmp_path, name) for name in NAMES}
     first, second = infos["model.a"], infos["model.b"]
@@ -84,9 +84,7 @@ def test_the_tables_of_an_object_lie_behind_its_items_and_metadata_has_none_of_t
     assert (tmp_path / ".metadata").stat().st_size < 3000
 
 
-def test_parts_of_items_take_one_small_read_of_each_object_and_wholes_take_none(
-    tmp_path: Path, stores: list[CountingStore]
-) -> None:
+def test_reads_tables_for_parts_of_items_only(tmp_path: Path, stores: list[CountingStore]) -> None:
     state = saved(tmp_path)
     stores.clear()
     load(tmp_path, {name: torch.zeros(ROWS, COLUMNS) for name in NAMES})
@@ -107,7 +105,7 @@ def test_parts_of_items_take_one_small_read_of_each_object_and_wholes_take_none(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("at", [0, 5 << 20, (8 << 20) - 1])
-def test_a_flipped_bit_is_found_in_wholes_and_in_the_part_that_it_is_in(
+def test_finds_a_flipped_bit_in_wholes_and_in_the_part_that_it_is_in(
     tmp_path: Path, dtype: torch.dtype, at: int
 ) -> None:
     state = saved(tmp_path)
@@ -129,7 +127,7 @@ def test_a_flipped_bit_is_found_in_wholes_and_in_the_part_that_it_is_in(
     assert torch.equal(beside, state["model.b"][first : first + 128].to(dtype))
 
 
-def test_a_table_that_is_not_what_was_written_fails_parts_and_no_whole(tmp_path: Path) -> None:
+def test_fails_parts_and_no_whole_for_a_table_that_was_altered(tmp_path: Path) -> None:
     state = saved(tmp_path)
     info = place(tmp_path, "model.a")
     flipped(tmp_path, info.path, (info.table_offset or 0) + 9)
@@ -142,7 +140,7 @@ def test_a_table_that_is_not_what_was_written_fails_parts_and_no_whole(tmp_path:
     load(tmp_path, {"model.b": part(0, 64)})
 
 
-def test_tables_are_found_in_a_checkpoint_that_was_thinned(tmp_path: Path) -> None:
+def test_finds_tables_in_a_checkpoint_that_was_thinned(tmp_path: Path) -> None:
     state = saved(tmp_path)
     data = Outline((tmp_path / ".metadata").read_bytes()).thinned()
     (tmp_path / ".metadata").write_bytes(data)
@@ -151,7 +149,7 @@ def test_tables_are_found_in_a_checkpoint_that_was_thinned(tmp_path: Path) -> No
     assert same_bits(rows, state["model.b"][64:128])
 
 
-def test_stock_readers_load_what_has_tables(tmp_path: Path) -> None:
+def test_loads_what_has_tables_by_stock_readers(tmp_path: Path) -> None:
     state = saved(tmp_path)
     target = {name: torch.zeros(ROWS, COLUMNS) for name in NAMES}
     dcp.load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)

@@ -21,7 +21,7 @@ from convert.conftest import load, names, state
 from dcp.states import assert_same
 
 
-def test_what_it_says_and_does(root: str, program: Program, tmp_path: Path) -> None:
+def test_says_what_it_does_and_does_it(root: str, program: Program, tmp_path: Path) -> None:
     value = state()
     dcp.save(value, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
     done = program("convert", str(tmp_path / "a"), f"{root}/b", "--dry-run", "--json")
@@ -44,7 +44,7 @@ def test_what_it_says_and_does(root: str, program: Program, tmp_path: Path) -> N
         assert text in done.out
 
 
-def test_what_is_left_out_is_in_the_report(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_what_is_left_out(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({f"w{n}": torch.ones(3) for n in range(3)} | {"wide": torch.ones(1, dtype=torch.complex128)}, "a.pt")
     refused = program("convert", "a.pt", "hf", "--to", "safetensors")
@@ -58,7 +58,7 @@ def test_what_is_left_out_is_in_the_report(program: Program, tmp_path: Path, mon
     assert "  left out by --exclude: w1, w2, wide\n" in program(*arguments).out
 
 
-def test_keys_that_are_no_integers_afterwards_are_in_the_report(
+def test_reports_keys_that_are_no_integers_afterwards(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,7 +72,7 @@ def test_keys_that_are_no_integers_afterwards_are_in_the_report(
 
 
 @pytest.mark.parametrize("target", ["b", "b.pt"])
-def test_a_dry_run_says_that_it_would_replace(program: Program, tmp_path: Path, target: str) -> None:
+def test_says_in_a_dry_run_that_it_would_replace(program: Program, tmp_path: Path, target: str) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
     arguments = ["convert", str(tmp_path / "a.pt"), str(tmp_path / target), "--overwrite"]
     for replaces in (False, True):
@@ -81,7 +81,7 @@ def test_a_dry_run_says_that_it_would_replace(program: Program, tmp_path: Path, 
         assert program(*arguments, "--json").json["replaces"] is replaces
 
 
-def test_a_target_that_is_damaged_is_an_exit_code(
+def test_exits_with_the_code_of_damage_for_a_damaged_target(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
@@ -114,7 +114,7 @@ def without_multi_storage_client(monkeypatch: pytest.MonkeyPatch) -> None:
         (["theirs", "out", "--exclude", "modle"], 2, "MismatchError"),
     ],
 )
-def test_errors_of_a_person(
+def test_exits_with_a_code_for_each_mistake(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,25 +129,25 @@ def test_errors_of_a_person(
 
 
 @pytest.mark.parametrize("name", ["modell.pt", "model.safetensors"])
-def test_a_file_that_is_not_there_is_called_a_file(program: Program, tmp_path: Path, name: str) -> None:
+def test_calls_a_file_that_is_not_there_a_file(program: Program, tmp_path: Path, name: str) -> None:
     done = program("convert", str(tmp_path / name), str(tmp_path / "out"))
     assert done.code == 3
     assert "Error: There is no file at this URL (a local path)\n" in done.err
     assert "bucketpoint.latest_checkpoint" not in done.err
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     without_multi_storage_client(monkeypatch)
     with pytest.raises(InvalidURLError, match="pip install multi-storage-client"):
         open_source(Location.of("msc://profile/x"), transfer=CONVERT_OPTIONS)
 
 
 @pytest.mark.parametrize("size", ["0", "5XB", "GB", "-1", "1.5GB"])
-def test_a_shard_size_that_is_none_is_a_usage_error(program: Program, size: str) -> None:
+def test_refuses_a_shard_size_that_is_none_as_a_usage_error(program: Program, size: str) -> None:
     assert program("convert", "a", "b", "--max-shard-size", size).code == 2
 
 
-def test_the_way_to_an_object(tmp_path: Path) -> None:
+def test_splits_a_path_or_url_into_root_and_key(tmp_path: Path) -> None:
     for url, root, key in [
         ("/a/b/c.pt", "/a/b", "c.pt"),
         ("/c.pt", "/", "c.pt"),

@@ -46,7 +46,7 @@ def contents(url: str) -> dict[str, int]:
     return {info.key.removeprefix(above): info.size for info in store.list(above)}
 
 
-def test_an_object_of_another_writer_that_ends_too_early_is_not_copied(program: Program, tmp_path: Path) -> None:
+def test_refuses_to_copy_another_writers_object_that_ends_too_early(program: Program, tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
     (path,) = (tmp_path / "a").glob("*.distcp")
     path.write_bytes(path.read_bytes()[:-1])
@@ -56,7 +56,9 @@ def test_an_object_of_another_writer_that_ends_too_early_is_not_copied(program: 
 
 
 @pytest.mark.parametrize("there", ["same", "file", "memory"])
-def test_a_copy_loads_and_is_pinned_where_it_lies(root: str, tmp_path: Path, program: Program, there: str) -> None:
+def test_copies_a_checkpoint_that_loads_and_is_pinned_where_it_lies(
+    root: str, tmp_path: Path, program: Program, there: str
+) -> None:
     source = f"{root}/a"
     save(source)
     target = {"same": f"{root}/b", "file": str(tmp_path / "b"), "memory": f"memory://cp/{tmp_path.name}{root[-9:]}"}[
@@ -77,7 +79,7 @@ def test_a_copy_loads_and_is_pinned_where_it_lies(root: str, tmp_path: Path, pro
         assert all(copied.etag_of(path) for path in copied.by_object)
 
 
-def test_from_file_to_s3_in_parts_within_the_budget(
+def test_copies_from_file_to_s3_in_parts_within_the_budget(
     minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in minio.env.items():
@@ -93,7 +95,9 @@ def test_from_file_to_s3_in_parts_within_the_budget(
     loads(plan.url)
 
 
-def test_between_buckets_of_one_service_no_byte_comes_through(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_between_buckets_of_one_service_without_receiving_a_byte(
+    minio: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in minio.env.items():
         monkeypatch.setenv(name, value)
     a, b = (f"s3://{minio.make_bucket()}/x" for _ in range(2))
@@ -111,7 +115,7 @@ def test_between_buckets_of_one_service_no_byte_comes_through(minio: S3Server, m
     loads(b)
 
 
-def test_where_the_service_may_not_copy_the_bytes_come_through(
+def test_sends_the_bytes_through_where_the_service_may_not_copy(
     minio: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The destination's credentials cannot read the source."""
@@ -130,7 +134,7 @@ def test_where_the_service_may_not_copy_the_bytes_come_through(
     loads(f"s3://{b}/x")
 
 
-def test_it_refuses_what_is_there_and_overwrites_when_told(root: str, program: Program) -> None:
+def test_refuses_what_is_there_and_overwrites_when_told(root: str, program: Program) -> None:
     save(f"{root}/a", 1.0)
     save(f"{root}/b", 2.0)
     refused = program("cp", f"{root}/a", f"{root}/b", "--json")
@@ -143,7 +147,7 @@ def test_it_refuses_what_is_there_and_overwrites_when_told(root: str, program: P
     assert set(contents(f"{root}/b")) == set(contents(f"{root}/a"))
 
 
-def test_a_dry_run_says_what_would_happen_and_writes_nothing(root: str, program: Program) -> None:
+def test_says_in_a_dry_run_what_would_happen_and_writes_nothing(root: str, program: Program) -> None:
     save(f"{root}/a")
     save(f"{root}/b", 2.0)
     before = contents(f"{root}/b")
@@ -155,9 +159,7 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(root: str, program:
     assert contents(f"{root}/new") == {}
 
 
-def test_overwriting_a_damaged_copy_of_itself_repairs_it_and_never_touches_its_objects_before(
-    root: str, program: Program
-) -> None:
+def test_repairs_a_damaged_copy_and_leaves_its_objects_until_then(root: str, program: Program) -> None:
     save(f"{root}/a")
     assert program("cp", f"{root}/a", f"{root}/b").code == 0
     before = set(contents(f"{root}/b"))
@@ -169,14 +171,14 @@ def test_overwriting_a_damaged_copy_of_itself_repairs_it_and_never_touches_its_o
     assert set(contents(f"{root}/b")) & before == {".metadata", ".bucketpoint.json"}
 
 
-def test_onto_itself_is_a_usage_error(root: str, program: Program) -> None:
+def test_refuses_a_copy_onto_itself_as_a_usage_error(root: str, program: Program) -> None:
     save(f"{root}/a")
     assert program("cp", f"{root}/a", f"{root}/a/", "--overwrite").code == 2
     loads(f"{root}/a")
 
 
 @pytest.mark.parametrize("how", ["flipped", "table", "missing", "truncated"])
-def test_a_damaged_source_is_not_copied(tmp_path: Path, program: Program, how: str) -> None:
+def test_refuses_to_copy_a_damaged_source(tmp_path: Path, program: Program, how: str) -> None:
     source, target = f"file://{tmp_path}/a", f"memory://cp/{tmp_path.name}-{how}"
     save(source)
     path, info = place(source, "model.large")
@@ -201,7 +203,7 @@ def test_a_damaged_source_is_not_copied(tmp_path: Path, program: Program, how: s
 
 @pytest.mark.parametrize("old", [None, 2.0], ids=["fresh", "over an old one"])
 @pytest.mark.parametrize("call", ["put", "put_part", "create_multipart", "complete_multipart"])
-def test_a_failure_at_any_request_leaves_what_was_there_and_a_repeat_finishes(
+def test_leaves_what_was_there_after_a_failure_and_finishes_when_repeated(
     tmp_path: Path, old: float | None, call: str
 ) -> None:
     source = str(tmp_path / "a")
@@ -232,7 +234,7 @@ def test_a_failure_at_any_request_leaves_what_was_there_and_a_repeat_finishes(
     assert number > 1
 
 
-def test_a_copy_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_continues_a_copy_that_was_killed_where_it_stopped(tmp_path: Path) -> None:
     source, target = str(tmp_path / "a"), str(tmp_path / "b")
     save(source)
     plan = plan_copy(open_checkpoint(source), target)
@@ -256,7 +258,7 @@ def test_a_copy_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None
     [(None, []), (None, ["--overwrite"]), (3.0, ["--overwrite"])],
     ids=["over nothing", "told to overwrite nothing", "over an older one"],
 )
-def test_a_save_that_commits_during_a_copy_stands_whole(
+def test_leaves_a_save_whole_that_commits_during_a_copy(
     minio: S3Server,
     tmp_path: Path,
     program: Program,
@@ -283,7 +285,7 @@ def test_a_save_that_commits_during_a_copy_stands_whole(
     assert verify(open_checkpoint(target)).ok
 
 
-def test_a_sweep_beside_a_copy_that_goes_on_leaves_nothing_torn(tmp_path: Path, program: Program) -> None:
+def test_leaves_nothing_torn_by_a_sweep_beside_a_resumed_copy(tmp_path: Path, program: Program) -> None:
     """Objects of an interrupted copy are taken over, and are old enough for a sweep before the commit names them."""
     source, root = str(tmp_path / "a"), tmp_path / "run"
     target = str(root / "step-5")
@@ -306,7 +308,7 @@ def test_a_sweep_beside_a_copy_that_goes_on_leaves_nothing_torn(tmp_path: Path, 
 
 
 @pytest.mark.contract
-def test_the_checkpoint_of_another_writer_is_copied_to_the_byte(tmp_path: Path, program: Program) -> None:
+def test_copies_the_checkpoint_of_another_writer_to_the_byte(tmp_path: Path, program: Program) -> None:
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--verify")
     assert done.code == 0, done.err
@@ -318,9 +320,7 @@ def test_the_checkpoint_of_another_writer_is_copied_to_the_byte(tmp_path: Path, 
     loads(str(tmp_path / "b"))
 
 
-def test_fixed_names_of_another_writer_are_never_overwritten_under_a_checkpoint(
-    tmp_path: Path, program: Program
-) -> None:
+def test_overwrites_no_fixed_names_of_another_writer_under_a_checkpoint(tmp_path: Path, program: Program) -> None:
     dcp.save(state(1.0), storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     dcp.save(state(2.0), storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
     done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--json")
@@ -329,7 +329,7 @@ def test_fixed_names_of_another_writer_are_never_overwritten_under_a_checkpoint(
     loads(str(tmp_path / "b"), 2.0)
 
 
-def test_each_side_may_have_options_of_its_own(minio: S3Server, moto: S3Server, tmp_path: Path) -> None:
+def test_takes_options_for_each_side(minio: S3Server, moto: S3Server, tmp_path: Path) -> None:
     """Two services with other endpoints and keys, by the real program."""
     here, there = minio.make_bucket(), moto.make_bucket()
     save(f"s3://{here}/a", storage_options=minio.options)
@@ -353,7 +353,7 @@ def test_each_side_may_have_options_of_its_own(minio: S3Server, moto: S3Server, 
     assert_same(target, state())
 
 
-def test_the_budget_holds_for_what_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holds_the_budget_for_what_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bucketpoint.transfer.copy as copying
     from bucketpoint.transfer import BufferPool
 
@@ -371,14 +371,14 @@ def test_the_budget_holds_for_what_comes_through(tmp_path: Path, monkeypatch: py
     assert COPY_OPTIONS.max_inflight_bytes == 256 << 20
 
 
-def test_an_object_without_a_byte_is_copied(tmp_path: Path) -> None:
+def test_copies_an_object_without_a_byte(tmp_path: Path) -> None:
     dcp.save({"w": torch.zeros(0)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     saved = open_checkpoint(tmp_path / "a")
     copy_checkpoint(plan_copy(saved, tmp_path / "b"))
     assert verify(open_checkpoint(tmp_path / "b")).ok
 
 
-def test_where_the_destination_cannot_be_looked_at_the_commit_decides(minio: S3Server, tmp_path: Path) -> None:
+def test_decides_by_the_commit_where_the_destination_cannot_be_read(minio: S3Server, tmp_path: Path) -> None:
     """Without the right to list, a key that is not there is denied like one that is."""
     save(str(tmp_path / "a"))
     url = f"s3://{minio.make_bucket()}/x"
@@ -397,9 +397,7 @@ class Planned:
 
 
 @pytest.mark.contract
-def test_metadata_that_only_its_owner_trusts_is_shown_checked_and_copied_when_told(
-    tmp_path: Path, program: Program
-) -> None:
+def test_shows_checks_and_copies_metadata_that_needs_trust_when_told(tmp_path: Path, program: Program) -> None:
     class Planner(dcp.DefaultSavePlanner):
         def create_global_plan(self, plans: Any) -> Any:
             plans, metadata = super().create_global_plan(plans)
@@ -423,7 +421,7 @@ def in_run(root: str, *steps: int, **more: Any) -> None:
     writer.pruning.drain()
 
 
-def test_a_copy_into_a_run_is_recorded_there_and_one_to_anywhere_else_is_not(root: str, program: Program) -> None:
+def test_records_a_copy_into_a_run_and_no_other(root: str, program: Program) -> None:
     in_run(f"{root}/a", 10, 20)
     in_run(f"{root}/b", 5)
     assert program("report", f"{root}/b", "20", "eval/loss=0.5").code == 0
@@ -447,7 +445,7 @@ def latest(root: str) -> str:
     return next(open_catalog(root).candidates()).folder
 
 
-def test_a_copy_over_a_step_of_a_run_takes_its_place_in_the_catalog(root: str, program: Program) -> None:
+def test_replaces_a_step_of_a_run_in_the_catalog_by_its_copy(root: str, program: Program) -> None:
     in_run(f"{root}/a", 10)
     in_run(f"{root}/b", 10)
     before = program("ls", f"{root}/b", "--json").json["checkpoints"][0]["token"]
@@ -463,7 +461,7 @@ def test_a_copy_over_a_step_of_a_run_takes_its_place_in_the_catalog(root: str, p
     loads(f"{root}/b/step-10", 10.0)
 
 
-def test_the_checkpoint_of_another_writer_gets_a_record_too(tmp_path: Path, program: Program) -> None:
+def test_records_a_copy_of_the_checkpoint_of_another_writer(tmp_path: Path, program: Program) -> None:
     dcp.save(state(7), storage_writer=FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     in_run(f"{tmp_path}/run", 5)
     assert program("cp", str(tmp_path / "theirs"), f"{tmp_path}/run/step-00000007", "--verify").code == 0

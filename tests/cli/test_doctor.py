@@ -38,7 +38,7 @@ def store_of(server: S3Server, bucket: str, **changes: Any) -> S3Store:
     return S3Store(bucket, S3Options.from_storage_options({**server.options, **changes}))
 
 
-def test_a_good_place_is_fit_and_nothing_is_left_there(
+def test_passes_a_good_place_and_leaves_nothing_there(
     root: str, program: Program, request: pytest.FixtureRequest
 ) -> None:
     done = program("doctor", f"{root}/scratch", "--size", "2MiB", "--json")
@@ -57,7 +57,7 @@ def test_a_good_place_is_fit_and_nothing_is_left_there(
 
 
 @pytest.mark.contract
-def test_minio_passes_every_check(minio: S3Server) -> None:
+def test_passes_every_check_on_minio(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     told: list[str] = []
     found = examine(store_of(minio, bucket), "runs", probe_bytes=1 << 20, told=lambda one: told.append(one.check))
@@ -74,7 +74,7 @@ def test_minio_passes_every_check(minio: S3Server) -> None:
     assert minio.keys(bucket) == []
 
 
-def test_a_local_folder_is_fit(tmp_path: Path) -> None:
+def test_passes_a_local_folder(tmp_path: Path) -> None:
     found = examine(LocalStore(str(tmp_path)), "", probe_bytes=1 << 20)
     assert found.ok
     assert {by_check(found)[check] for check in [*ACCESS, *CONDITIONS, *MULTIPART, "space"]} == {"ok"}
@@ -96,7 +96,7 @@ def test_tells_how_a_folder_commits(linked: bool, status: str, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_folder_that_was_not_there_is_not_left_behind(
+def test_removes_a_local_folder_that_was_not_there(
     tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_a_local_folder_that_was_not_there_is_not_left_behind(
         ("s3:GetBucketVersioning", "versioning", "warn"),
     ],
 )
-def test_each_right_that_is_missing_is_named(minio: S3Server, denied: str, check: str | None, status: str) -> None:
+def test_names_each_right_that_is_missing(minio: S3Server, denied: str, check: str | None, status: str) -> None:
     bucket = minio.make_bucket()
     everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
     options = minio.limited_options(everything, {"Effect": "Deny", "Action": denied, "Resource": "arn:aws:s3:::*"})
@@ -156,7 +156,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server, *statements: 
         ("trainer", "pruner", {"delete"}),
     ],
 )
-def test_what_a_role_may_do_is_tried_and_the_bucket_is_as_before(
+def test_tries_what_a_role_may_do_and_leaves_the_bucket_as_before(
     minio: S3Server,
     program: Program,
     monkeypatch: pytest.MonkeyPatch,
@@ -188,13 +188,13 @@ def test_what_a_role_may_do_is_tried_and_the_bucket_is_as_before(
         assert "warn" not in status.values(), "the recommended policy is no fault"
 
 
-def test_the_verdict_says_for_which_role_a_place_is_fit(tmp_path: Path, program: Program) -> None:
+def test_says_for_which_role_a_place_is_fit(tmp_path: Path, program: Program) -> None:
     last = program("doctor", str(tmp_path), "--role", "reader").out.splitlines()[-1]
     assert last == f"{tmp_path} is fit for a reader: 0 warnings, 0 failures"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_nothing_can_be_deleted_one_small_object_stays_and_is_named(
+def test_names_the_small_object_that_stays_where_nothing_can_be_deleted(
     minio: S3Server, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = minio.make_bucket()
@@ -214,7 +214,7 @@ def test_where_nothing_can_be_deleted_one_small_object_stays_and_is_named(
     assert minio.open_uploads(bucket) == []
 
 
-def test_a_sweep_removes_what_examinations_left_and_nothing_else(tmp_path: Path, program: Program) -> None:
+def test_sweeps_what_examinations_left_and_nothing_else(tmp_path: Path, program: Program) -> None:
     left = [
         "_bucketpoint/doctor/access",
         "_bucketpoint/doctor/0123456789ab/speed-12",
@@ -248,7 +248,7 @@ def test_a_sweep_removes_what_examinations_left_and_nothing_else(tmp_path: Path,
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == before - {*left}
 
 
-def test_what_cannot_be_reached_is_one_failure_and_no_more(minio: S3Server) -> None:
+def test_reports_what_cannot_be_reached_as_one_failure(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     for store in (
         store_of(minio, bucket + "-not"),
@@ -282,7 +282,7 @@ class Without:
         (("if_match",), "pinned read", "warn"),
     ],
 )
-def test_conditions_that_a_store_ignores_are_found(
+def test_finds_conditions_that_a_store_ignores(
     tmp_path: Path, ignored: tuple[str, ...], check: str, status: str
 ) -> None:
     found = examine(Without(LocalStore(str(tmp_path)), *ignored), "", probe_bytes=0)  # type: ignore[arg-type]
@@ -290,7 +290,7 @@ def test_conditions_that_a_store_ignores_are_found(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_ignores_conditions_is_told_with_the_option_that_does_without(minio: S3Server) -> None:
+def test_names_the_option_for_a_store_that_ignores_conditions(minio: S3Server) -> None:
     """MinIO behind a wrapper that takes conditions away, as a gateway that does not know them would."""
 
     class Ignoring(S3Store):
@@ -309,7 +309,7 @@ def test_a_store_that_ignores_conditions_is_told_with_the_option_that_does_witho
     assert "Give every job a URL of its own" in (without["create-only put"].remedy or "")
 
 
-def test_a_race_that_two_writers_win_is_found(tmp_path: Path) -> None:
+def test_finds_a_race_that_two_writers_win(tmp_path: Path) -> None:
     class Racy:
         """Looks, waits, and writes: what a condition must not be."""
 
@@ -332,7 +332,7 @@ def test_a_race_that_two_writers_win_is_found(tmp_path: Path) -> None:
     assert "writers at once" in finding.message
 
 
-def test_checksums_that_a_store_does_not_verify_are_found(tmp_path: Path) -> None:
+def test_finds_checksums_that_a_store_does_not_verify(tmp_path: Path) -> None:
     class Claims(LocalStore):
         @property
         def capabilities(self) -> Any:
@@ -343,7 +343,7 @@ def test_checksums_that_a_store_does_not_verify_are_found(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("step", ["create_multipart", "put_part", "complete_multipart", "list_multipart"])
-def test_each_step_of_a_multipart_upload_is_named_and_no_upload_stays(tmp_path: Path, step: str) -> None:
+def test_names_each_step_of_a_multipart_upload_and_leaves_none_open(tmp_path: Path, step: str) -> None:
     inner = LocalStore(str(tmp_path))
     store = FailingStore(inner, lambda name, number: name == step, lambda: AccessDeniedError("denied"))
     found = examine(store, "", probe_bytes=0)
@@ -355,7 +355,7 @@ def test_each_step_of_a_multipart_upload_is_named_and_no_upload_stays(tmp_path: 
 @pytest.mark.parametrize(
     ("ahead", "status"), [(0, "ok"), (20, "ok"), (-60, "warn"), (100, "warn"), (1000, "fail"), (-1000, "fail")]
 )
-def test_the_clocks_are_compared(minio: S3Server, monkeypatch: pytest.MonkeyPatch, ahead: int, status: str) -> None:
+def test_compares_the_clocks(minio: S3Server, monkeypatch: pytest.MonkeyPatch, ahead: int, status: str) -> None:
     bucket = minio.make_bucket()
     monkeypatch.setattr(s3_bucket, "time", SimpleNamespace(time=lambda: time.time() + ahead))
     found = examine(store_of(minio, bucket), "runs", probe_bytes=0)
@@ -427,7 +427,7 @@ def with_rules(*rules: dict[str, Any]) -> Callable[[S3Server, str], None]:
         *("aborts others", "archives", "disabled"),
     ],
 )
-def test_what_the_bucket_s_own_rules_would_do_is_told(
+def test_tells_what_the_buckets_own_rules_would_do(
     moto: S3Server, prepare: Callable[[S3Server, str], None], check: str, status: str
 ) -> None:
     bucket = moto.make_bucket()
@@ -437,7 +437,7 @@ def test_what_the_bucket_s_own_rules_would_do_is_told(
 
 
 @pytest.mark.parametrize("state", [versioned, suspended])
-def test_a_versioned_bucket_that_drops_old_versions_is_fine(
+def test_passes_a_versioned_bucket_that_drops_old_versions(
     moto: S3Server, state: Callable[[S3Server, str], None]
 ) -> None:
     bucket = moto.make_bucket()
@@ -447,7 +447,7 @@ def test_a_versioned_bucket_that_drops_old_versions_is_fine(
     assert by_check(found)["versioning"] == "ok"
 
 
-def test_a_bucket_that_locks_new_objects_is_told(minio: S3Server) -> None:
+def test_reports_a_bucket_that_locks_new_objects(minio: S3Server) -> None:
     bucket = f"{minio.make_bucket()}-lock"
     minio.client().create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
@@ -457,7 +457,7 @@ def test_a_bucket_that_locks_new_objects_is_told(minio: S3Server) -> None:
     assert by_check(found)["object lock"] == "warn"
 
 
-def test_which_keys_a_rule_is_for() -> None:
+def test_tells_which_keys_a_rule_is_for() -> None:
     rule = LifecycleRule("x", "runs/a", False, True, (), None, None)
     assert rule.touches("runs/")
     assert rule.touches("runs/a/step-1/")
@@ -467,7 +467,7 @@ def test_which_keys_a_rule_is_for() -> None:
     assert not dataclasses.replace(rule, narrowed=True).covers("runs/a/")
 
 
-def test_the_probe_moves_about_what_it_was_told_to(tmp_path: Path) -> None:
+def test_moves_about_as_many_bytes_in_the_probe_as_it_was_told_to(tmp_path: Path) -> None:
     store = CountingStore(LocalStore(str(tmp_path)))
     used: list[str] = []
     speed = probe(store, "x/", 16 << 20, used=used.append)  # type: ignore[arg-type]
@@ -476,7 +476,7 @@ def test_the_probe_moves_about_what_it_was_told_to(tmp_path: Path) -> None:
     assert store.keys == set(used)
 
 
-def test_the_advice_follows_from_latency_and_bandwidth() -> None:
+def test_derives_the_advice_from_latency_and_bandwidth() -> None:
     levels = (Level(1, 80e6, 90e6), Level(8, 640e6, 700e6), Level(24, 660e6, 720e6))
     far = Speed(0.2, levels, 8 << 20, 0).advice(5 << 20)
     near = Speed(0.001, levels, 8 << 20, 0).advice(5 << 20)
@@ -486,7 +486,7 @@ def test_the_advice_follows_from_latency_and_bandwidth() -> None:
     assert scaling.advice(0).connections == 24
 
 
-def test_a_failure_in_the_probe_is_a_finding_and_its_objects_are_deleted(tmp_path: Path) -> None:
+def test_reports_a_failure_in_the_probe_and_deletes_its_objects(tmp_path: Path) -> None:
     inner = LocalStore(str(tmp_path))
     store = FailingStore(inner, lambda name, number: name == "read_into" and number > 4, lambda: StoreError("broken"))
     found = examine(store, "", probe_bytes=1 << 20)
@@ -495,11 +495,11 @@ def test_a_failure_in_the_probe_is_a_finding_and_its_objects_are_deleted(tmp_pat
 
 
 @pytest.mark.parametrize(("said", "code"), [("1K", 0), ("0", 0), ("2 MiB", 0), ("lots", 2), ("-1", 2)])
-def test_sizes_are_read(tmp_path: Path, program: Program, said: str, code: int) -> None:
+def test_reads_sizes(tmp_path: Path, program: Program, said: str, code: int) -> None:
     assert program("doctor", str(tmp_path), "--size", said).code == code
 
 
-def test_findings_are_printed_with_their_remedies(tmp_path: Path, program: Program) -> None:
+def test_prints_findings_with_their_remedies(tmp_path: Path, program: Program) -> None:
     done = program("doctor", f"memory://doctor/{tmp_path.name}", "--size", "0")
     assert done.code == 0
     assert "ok   put " in done.out

@@ -23,9 +23,7 @@ def four_ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-def test_chunks_of_many_ranks_are_compared_found_damaged_and_copied(
-    four_ranks: Ranks, tmp_path: Path, program: Program
-) -> None:
+def test_compares_checks_and_copies_chunks_of_many_ranks(four_ranks: Ranks, tmp_path: Path, program: Program) -> None:
     rows, boxes, copied = (str(tmp_path / name) for name in ("rows", "boxes", "copied"))
     four_ranks.run(scenarios.save_model, f"file://{rows}", "fsdp", 3)
     four_ranks.run(scenarios.save_model, f"file://{boxes}", "tp and fsdp", 4)

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_checkpoint_is_removed_with_its_record_and_the_others_stay_whole(program: Program, root: str) -> None:
+def test_removes_a_checkpoint_with_its_record_and_leaves_the_others_whole(program: Program, root: str) -> None:
     save_run(root, 1, 2, 3)
     save(f"{root}/step-4")
     would = program("rm", f"{root}/step-2", "--dry-run", "--json").json
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_removed_with_its_record_and_the_others_stay_whole(progr
 
 @pytest.mark.parametrize("folder", ["step-4", "epoch=1-step=4", "final"])
 @pytest.mark.parametrize("writer", ["bucketpoint", "torch"])
-def test_a_plain_checkpoint_of_any_name_leaves_nothing_behind(
+def test_leaves_nothing_of_a_plain_checkpoint_of_any_name(
     program: Program, tmp_path: Path, folder: str, writer: str
 ) -> None:
     path = tmp_path / "run" / folder
@@ -61,9 +61,7 @@ def test_a_plain_checkpoint_of_any_name_leaves_nothing_behind(
     assert files(tmp_path / "run") == [f"{folder}/notes.txt"]
 
 
-def test_a_damaged_newest_one_goes_without_force_and_the_whole_one_behind_it_does_not(
-    program: Program, run: Path
-) -> None:
+def test_removes_a_damaged_newest_without_force_but_no_whole_one_behind_it(program: Program, run: Path) -> None:
     next((run / "step-3").glob("data/**/*.distcp")).unlink()
     refused = program("rm", str(run / "step-2"), "--yes")
     assert refused.code == 1
@@ -76,7 +74,7 @@ def test_a_damaged_newest_one_goes_without_force_and_the_whole_one_behind_it_doe
 
 @pytest.mark.parametrize("damage", [b"", b"not metadata", None], ids=["empty", "other bytes", "gone"])
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "plain"])
-def test_one_whose_metadata_is_damaged_can_be_removed(
+def test_removes_a_checkpoint_whose_metadata_is_damaged(
     program: Program, run: Path, damage: bytes | None, recorded: bool
 ) -> None:
     if not recorded:
@@ -97,7 +95,7 @@ def test_one_whose_metadata_is_damaged_can_be_removed(
         assert files(run / "step-3") == []
 
 
-def test_what_is_pinned_or_about_to_be_deleted_by_another_is_left_alone(program: Program, run: Path) -> None:
+def test_leaves_what_is_pinned_or_about_to_be_deleted_by_another(program: Program, run: Path) -> None:
     assert program("pin", str(run), "1").code == 0
     refused = program("rm", str(run / "step-1"), "--yes", "--json")
     assert (refused.code, refused.json["refused"]) == (1, "it is pinned")
@@ -108,13 +106,13 @@ def test_what_is_pinned_or_about_to_be_deleted_by_another_is_left_alone(program:
     assert steps_in(program, str(run)) == [1, 2, 3]
 
 
-def test_after_a_rollback_the_newest_is_told_from_those_that_are_due(program: Program, run: Path) -> None:
+def test_distinguishes_the_newest_after_a_rollback_from_those_that_are_due(program: Program, run: Path) -> None:
     assert program("rollback", str(run), "2").code == 0
     refused = program("rm", str(run / "step-2"), "--yes", "--json").json["refused"]
     assert refused == "it is the newest whole checkpoint of its run that is not due for deletion, as step 3 is"
 
 
-def test_without_the_right_to_delete_nothing_is_begun(
+def test_begins_nothing_without_the_right_to_delete(
     program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(run)
@@ -125,7 +123,7 @@ def test_without_the_right_to_delete_nothing_is_begun(
     assert files(run) == before
 
 
-def test_a_checkpoint_whose_data_remains_is_reported_as_deleted(
+def test_reports_a_checkpoint_whose_data_remains_as_deleted(
     program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete = LocalStore.delete
@@ -145,7 +143,7 @@ def test_a_checkpoint_whose_data_remains_is_reported_as_deleted(
     assert {failure["code"] for failure in done.json["failures"]} == {"EBUSY"}
 
 
-def test_it_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -160,7 +158,7 @@ def test_it_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeyp
         assert steps_in(program, str(run)) == left
 
 
-def test_a_nested_run_and_what_is_no_checkpoint_stay(program: Program, run: Path) -> None:
+def test_leaves_a_nested_run_and_what_is_no_checkpoint(program: Program, run: Path) -> None:
     save(str(run / "step-1/finetune/step-7"))
     (run / "step-9").mkdir()
     (run / "step-9/__0_0.distcp").write_bytes(b"x")

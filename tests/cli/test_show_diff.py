@@ -26,7 +26,7 @@ def written(url: str, content: dict[str, Any]) -> None:
     dcp.save(content, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
 
 
-def test_show_tells_what_a_checkpoint_is(root: str, program: Program) -> None:
+def test_shows_what_a_checkpoint_is(root: str, program: Program) -> None:
     save(f"{root}/a")
     found = program("show", f"{root}/a", "--json").json
     saved = open_checkpoint(f"{root}/a")
@@ -53,7 +53,7 @@ def test_show_tells_what_a_checkpoint_is(root: str, program: Program) -> None:
     assert "12.6 MB" in text
 
 
-def test_show_reads_one_object(tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_one_object_to_show(tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     save(str(tmp_path))
     stores: list[CountingStore] = []
     original = module.open_store
@@ -68,7 +68,7 @@ def test_show_reads_one_object(tmp_path: Path, program: Program, monkeypatch: py
     assert dict(stores[0].calls) == {"get": 1}
 
 
-def test_show_tells_of_another_writer_what_there_is_to_tell(tmp_path: Path, program: Program) -> None:
+def test_shows_what_there_is_to_tell_of_another_writer(tmp_path: Path, program: Program) -> None:
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     found = program("show", str(tmp_path), "--json").json
     assert (found["writer"], found["world_size"], found["token"]) == ("other", None, None)
@@ -86,7 +86,7 @@ def test_show_tells_of_another_writer_what_there_is_to_tell(tmp_path: Path, prog
     ],
     ids=["interrupted", "a root", "a run", "without collectives"],
 )
-def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path, program: Program, left: list[str], says: str) -> None:
+def test_distinguishes_what_is_no_checkpoint(tmp_path: Path, program: Program, left: list[str], says: str) -> None:
     for name in left if left != [".metadata"] else ["data/x"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
@@ -95,7 +95,7 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path, program: Program, l
     assert says in done.err
 
 
-def test_equal_checkpoints_do_not_differ(root: str, program: Program) -> None:
+def test_finds_no_difference_of_equal_checkpoints(root: str, program: Program) -> None:
     save(f"{root}/a")
     save(f"{root}/b")
     done = program("diff", f"{root}/a", f"{root}/b", "--values", "--json")
@@ -106,7 +106,7 @@ def test_equal_checkpoints_do_not_differ(root: str, program: Program) -> None:
     assert not any(group["differing_keys"] or group["differing_bytes"] for group in values["groups"].values())
 
 
-def test_each_kind_of_difference_is_named(tmp_path: Path, program: Program) -> None:
+def test_names_each_kind_of_difference(tmp_path: Path, program: Program) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     written(
         a,
@@ -139,7 +139,7 @@ def test_each_kind_of_difference_is_named(tmp_path: Path, program: Program) -> N
     assert {line[:1] for line in text[:5]} == {"-", "+", "!", "~"}
 
 
-def test_values_that_differ_are_summed_by_group(tmp_path: Path, program: Program) -> None:
+def test_sums_values_that_differ_by_group(tmp_path: Path, program: Program) -> None:
     def content(weight: float) -> dict[str, Any]:
         adapter = {"base": torch.ones(1000), "lora": torch.full((50,), weight)}
         return {"model": adapter, "optimizer": {"state": {"exp_avg": torch.ones(60)}}}
@@ -156,7 +156,7 @@ def test_values_that_differ_are_summed_by_group(tmp_path: Path, program: Program
     assert "optim: " not in program("diff", a, b).out
 
 
-def test_values_without_checksums_are_not_said_to_be_equal(tmp_path: Path, program: Program) -> None:
+def test_calls_no_values_without_checksums_equal(tmp_path: Path, program: Program) -> None:
     save(str(tmp_path / "a"))
     dcp.save(state(2.0), storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
     done = program("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--values", "--json")
@@ -167,7 +167,7 @@ def test_values_without_checksums_are_not_said_to_be_equal(tmp_path: Path, progr
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_checksum_of_a_tensor_does_not_depend_on_how_its_rows_were_cut(
+def test_computes_one_checksum_of_a_tensor_however_its_rows_were_cut(
     cuts: list[int], columns: int, random: Any
 ) -> None:
     rows = sum(cuts)
@@ -185,12 +185,12 @@ def test_the_checksum_of_a_tensor_does_not_depend_on_how_its_rows_were_cut(
         assert _whole_crc((rows, columns), items[1:]) is None
 
 
-def test_a_tensor_cut_by_columns_has_no_checksum_of_its_own() -> None:
+def test_has_no_checksum_for_a_tensor_cut_by_columns() -> None:
     info = ItemInfo("p", 0, 9, None, 0, 4, 7)
     assert _whole_crc((2, 4), [((0, 0), (2, 2), info), ((0, 2), (2, 2), info)]) is None
 
 
-def test_summaries_need_no_data(tmp_path: Path) -> None:
+def test_summarises_without_data(tmp_path: Path) -> None:
     save(str(tmp_path))
     saved = open_checkpoint(tmp_path)
     for path in saved.by_object:

@@ -48,9 +48,7 @@ def strings(found: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
-def test_hostile_names_of_tensors_and_metrics_are_shown_as_text(
-    program: Program, tmp_path: Path, more: list[str]
-) -> None:
+def test_shows_hostile_names_of_tensors_and_metrics_as_text(program: Program, tmp_path: Path, more: list[str]) -> None:
     root = tmp_path / "run"
     policy = RetentionPolicy(Keep(100), prune=Prune(when="manual"))
     with CheckpointManager(str(root), policy=policy) as manager:
@@ -77,7 +75,7 @@ def test_hostile_names_of_tensors_and_metrics_are_shown_as_text(
             assert (HOSTILE in strings(json.loads(done.out))) if more else (SHOWN in done.out)
 
 
-def test_hostile_keys_in_errors_tracebacks_and_logs_are_shown_as_text(
+def test_shows_hostile_keys_in_errors_tracebacks_and_logs_as_text(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for more in ([], ["--debug"], ["--json"]):

@@ -61,7 +61,7 @@ def without_pins(url: str) -> SavedCheckpoint:
     return saved
 
 
-def test_a_whole_checkpoint_is_whole_and_every_byte_of_it_is_compared(root: str, program: Program) -> None:
+def test_compares_every_byte_of_a_whole_checkpoint(root: str, program: Program) -> None:
     save(f"{root}/a")
     done = program("verify", f"{root}/a", "--json")
     assert done.code == 0, done.err
@@ -73,7 +73,7 @@ def test_a_whole_checkpoint_is_whole_and_every_byte_of_it_is_compared(root: str,
 
 
 @pytest.mark.parametrize("region", ["header", "first", "last", "trailer", "table", "item", "optimizer"])
-def test_a_flipped_byte_is_found_and_named(root: str, program: Program, region: str) -> None:
+def test_finds_and_names_a_flipped_byte(root: str, program: Program, region: str) -> None:
     url = f"{root}/a"
     save(url)
     fqn = {"item": "step", "optimizer": "optim.large"}.get(region, "model.large")
@@ -97,7 +97,7 @@ def test_a_flipped_byte_is_found_and_named(root: str, program: Program, region: 
     assert fqn in program("verify", url).out
 
 
-def test_every_damage_of_one_run_is_named(root: str, program: Program) -> None:
+def test_names_every_damage_of_one_run(root: str, program: Program) -> None:
     url = f"{root}/a"
     save(url)
     large, step = place(url, "model.large"), place(url, "step")
@@ -110,7 +110,7 @@ def test_every_damage_of_one_run_is_named(root: str, program: Program) -> None:
     assert {("missing-object", step[0]), ("checksum", large[0])} <= named
 
 
-def test_a_truncated_object_is_of_wrong_size_and_its_lost_items_are_named(root: str, program: Program) -> None:
+def test_names_the_lost_items_of_a_truncated_object(root: str, program: Program) -> None:
     url = f"{root}/a"
     save(url)
     path, _ = place(url, "model.large")
@@ -121,7 +121,7 @@ def test_a_truncated_object_is_of_wrong_size_and_its_lost_items_are_named(root: 
     assert any(one["kind"] == "wrong-size" and one["item"] == "model.large" for one in damage)
 
 
-def test_an_object_put_back_with_the_same_bytes_is_named_where_a_load_would_refuse_it(tmp_path: Path) -> None:
+def test_names_an_object_put_back_with_the_same_bytes_where_a_load_would_refuse(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/a"
     save(url)
     path, _ = place(url, "model.large")
@@ -130,7 +130,7 @@ def test_an_object_put_back_with_the_same_bytes_is_named_where_a_load_would_refu
     assert verify(without_pins(url)).ok
 
 
-def test_a_byte_of_the_metadata_is_found_by_the_record(root: str, program: Program) -> None:
+def test_finds_a_byte_of_the_metadata_by_the_record(root: str, program: Program) -> None:
     url = f"{root}/a"
     save(url)
     data = open_checkpoint(url).data
@@ -141,7 +141,7 @@ def test_a_byte_of_the_metadata_is_found_by_the_record(root: str, program: Progr
     assert {"metadata"} == {one["kind"] for one in done.json.get("damage", [])} or "error" in done.json
 
 
-def test_metadata_is_compared_also_where_it_does_not_say_whose_it_is(root: str, program: Program) -> None:
+def test_compares_metadata_also_where_it_does_not_say_whose_it_is(root: str, program: Program) -> None:
     """One flipped bit in the name of bucketpoint's own part, and the metadata looks like another writer's."""
     url = f"{root}/a"
     save(url)
@@ -150,7 +150,7 @@ def test_metadata_is_compared_also_where_it_does_not_say_whose_it_is(root: str, 
     assert "metadata" in {one["kind"] for one in done.json["damage"]}
 
 
-def test_metadata_that_does_not_decode_is_damage(root: str, program: Program) -> None:
+def test_reports_metadata_that_does_not_decode_as_damage(root: str, program: Program) -> None:
     save(f"{root}/a")
     replaced(f"{root}/a", ".metadata", lambda data: data.__delitem__(slice(100, None)))
     done = program("verify", f"{root}/a", "--json")
@@ -158,7 +158,7 @@ def test_metadata_that_does_not_decode_is_damage(root: str, program: Program) ->
     assert done.json["error"]["kind"] == "MetadataError"
 
 
-def test_every_checkpoint_below_a_url_is_verified_and_none_hides_another(root: str, program: Program) -> None:
+def test_verifies_every_checkpoint_below_a_url(root: str, program: Program) -> None:
     for name in ("run/step-1", "run/step-2", "other/deep/step-3"):
         save(f"{root}/{name}")
     done = program("verify", root, "--all", "--json")
@@ -178,7 +178,7 @@ def test_every_checkpoint_below_a_url_is_verified_and_none_hides_another(root: s
     assert program("verify", f"{root}/nothing", "--all").code == 3
 
 
-def test_a_missing_or_older_record_is_no_damage(root: str, program: Program) -> None:
+def test_reports_no_damage_for_a_missing_or_older_record(root: str, program: Program) -> None:
     save(f"{root}/a")
     save(f"{root}/b")
     store, prefix = open_store(root)
@@ -191,7 +191,7 @@ def test_a_missing_or_older_record_is_no_damage(root: str, program: Program) -> 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("crc", [True, False], ids=["with zip checksums", "without"])
-def test_of_another_writer_what_can_be_checked_is(tmp_path: Path, crc: bool) -> None:
+def test_checks_what_can_be_checked_of_another_writer(tmp_path: Path, crc: bool) -> None:
     torch.serialization.set_crc32_options(crc)
     try:
         dcp.save(state(), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
@@ -208,7 +208,7 @@ def test_of_another_writer_what_can_be_checked_is(tmp_path: Path, crc: bool) -> 
     assert kinds(verify(open_checkpoint(tmp_path), TIGHT)) == {"missing-object"}
 
 
-def test_each_byte_is_read_once_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_each_byte_once_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bucketpoint.checkpoint.verify as module
     from bucketpoint.transfer import BufferPool
 
@@ -232,7 +232,7 @@ def test_each_byte_is_read_once_within_the_budget(tmp_path: Path, monkeypatch: p
     assert 0 < pools[0].peak_bytes <= TIGHT.max_inflight_bytes
 
 
-def test_a_chunk_without_data_is_named(tmp_path: Path) -> None:
+def test_names_a_chunk_without_data(tmp_path: Path) -> None:
     save(str(tmp_path))
     saved = open_checkpoint(tmp_path)
     assert saved.metadata.storage_data is not None
@@ -245,7 +245,7 @@ def test_a_chunk_without_data_is_named(tmp_path: Path) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_check_finds_exactly_the_regions_that_differ_whatever_the_pieces(data: st.DataObject) -> None:
+def test_finds_exactly_the_regions_that_differ_whatever_the_pieces(data: st.DataObject) -> None:
     content = bytes(data.draw(st.binary(min_size=1, max_size=300)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=8)) | {0, len(content)})
     regions = [
@@ -272,7 +272,7 @@ def in_run(root: str, content: dict[str, Any], step: int = 1) -> str:
     return url
 
 
-def test_the_record_is_found_in_the_runs_catalog(root: str, program: Program) -> None:
+def test_finds_the_record_in_the_runs_catalog(root: str, program: Program) -> None:
     url = in_run(root, state())
     done = program("verify", url, "--json")
     assert (done.code, done.json["notes"]) == (0, [])
@@ -284,7 +284,7 @@ def test_the_record_is_found_in_the_runs_catalog(root: str, program: Program) ->
     assert {one["kind"] for one in done.json["damage"]} == {"metadata"}
 
 
-def test_a_record_in_the_catalog_tells_of_metadata_that_was_put_back(root: str, program: Program) -> None:
+def test_learns_from_a_record_in_the_catalog_of_metadata_that_was_put_back(root: str, program: Program) -> None:
     first, second = in_run(root, state(1.0), 1), in_run(root, state(1.0), 2)
     store, prefix = open_store(second)
     theirs = store.get(f"{prefix}/.metadata" if prefix else ".metadata")[0]
@@ -300,7 +300,7 @@ MANY = {"model": {f"w{n}": torch.full((2,), float(n)) for n in range(900)}}
 
 
 @pytest.mark.parametrize("how", ["whole", "flipped", "shorter", "gone"])
-def test_the_index_is_checked(root: str, program: Program, how: str) -> None:
+def test_checks_the_index(root: str, program: Program, how: str) -> None:
     url = in_run(root, MANY)
     index = open_checkpoint(url).index
     assert index is not None

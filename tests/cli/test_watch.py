@@ -53,7 +53,7 @@ def begin(root: str, step: int, *sizes: int) -> Catalog:
     return catalog
 
 
-def test_a_frame_says_what_a_crash_would_lose_and_lists_the_newest_first(program: Program, root: str) -> None:
+def test_says_in_a_frame_what_a_crash_would_lose_and_lists_the_newest_first(program: Program, root: str) -> None:
     save_run(root, *STEPS)
     assert program("report", root, "50", "eval/loss=0.5").code == 0
     assert program("pin", root, "10").code == 0
@@ -77,7 +77,7 @@ def test_a_frame_says_what_a_crash_would_lose_and_lists_the_newest_first(program
     assert found["policy"] is None
 
 
-def test_a_frame_shows_ten_and_counts_the_others(program: Program, tmp_path: Path) -> None:
+def test_shows_ten_in_a_frame_and_counts_the_others(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *range(1, 14))
     said = program("watch", root, "--once").out
@@ -85,7 +85,7 @@ def test_a_frame_shows_ten_and_counts_the_others(program: Program, tmp_path: Pat
     assert re.search(r"^and 3 older checkpoints; \d+ kB in all$", said, re.MULTILINE)
 
 
-def test_with_a_policy_it_says_what_keeps_each_and_what_the_next_prune_does(program: Program, tmp_path: Path) -> None:
+def test_says_what_keeps_each_under_a_policy_and_what_the_next_prune_does(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
     assert program("report", root, "20", "eval/loss=0.5").code == 0
@@ -112,7 +112,7 @@ def test_with_a_policy_it_says_what_keeps_each_and_what_the_next_prune_does(prog
     assert kept[10] == []
 
 
-def test_a_tombstone_that_is_due_goes_with_the_next_prune(program: Program, tmp_path: Path) -> None:
+def test_announces_a_tombstone_that_is_due_for_the_next_prune(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
     file = str(write(tmp_path, root, grace="1h"))
@@ -124,7 +124,7 @@ def test_a_tombstone_that_is_due_goes_with_the_next_prune(program: Program, tmp_
     assert f"  step 10, 20, 30: deleted, {size}" in [*run_lines.lines(document, later.clock())]
 
 
-def test_a_policy_of_another_run_and_a_plan_that_is_refused_are_named(program: Program, tmp_path: Path) -> None:
+def test_names_a_policy_of_another_run_and_a_plan_that_is_refused(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
     assert program("gc", root, "--name", "llama").code == 0
@@ -166,7 +166,7 @@ def stopped_in_mid_upload(monkeypatch: pytest.MonkeyPatch, root: str, step: int)
 
 
 @pytest.mark.usefixtures("threads_upload")
-def test_a_save_under_way_is_shown_with_what_is_in_the_store(
+def test_shows_a_save_under_way_with_what_is_in_the_store(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = str(tmp_path / "run")
@@ -185,7 +185,7 @@ def test_a_save_under_way_is_shown_with_what_is_in_the_store(
     assert (after["newest"]["step"], after["attempts"]) == (30, [])
 
 
-def test_an_attempt_is_seen_on_every_store_and_counts_its_own_objects(program: Program, root: str) -> None:
+def test_sees_an_attempt_on_every_store_and_counts_its_own_objects(program: Program, root: str) -> None:
     save_run(root, 10, 20)
     # The objects of the checkpoint that it would replace are not its own.
     begin(root, 20, 100, 200)
@@ -195,7 +195,7 @@ def test_an_attempt_is_seen_on_every_store_and_counts_its_own_objects(program: P
     assert "no whole object is in the store yet" in program("watch", root).out
 
 
-def test_of_two_saves_to_one_folder_each_counts_its_own_objects(program: Program, tmp_path: Path) -> None:
+def test_counts_the_objects_of_two_saves_to_one_folder_apart(program: Program, tmp_path: Path) -> None:
     root = tmp_path / "run"
     begin(str(root), 30, 1000, 2000)
     for path in [*root.rglob("*__open__*"), *root.rglob("*.distcp")]:
@@ -205,9 +205,7 @@ def test_of_two_saves_to_one_folder_each_counts_its_own_objects(program: Program
     assert [(one["step"], one["objects"], one["bytes"]) for one in found] == [(30, 1, 100), (30, 2, 3000)]
 
 
-def test_data_of_a_writer_without_a_log_counts_as_a_save_and_dead_ones_as_dead(
-    program: Program, tmp_path: Path
-) -> None:
+def test_counts_data_of_a_writer_without_a_log_as_a_live_or_dead_save(program: Program, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save_run(str(root), 10)
     (root / "step-20").mkdir()
@@ -230,7 +228,7 @@ def observed(catalog: Catalog) -> tuple[Observer, CountingStore]:
     return Observer(replace(catalog, store=store)), store  # type: ignore[arg-type]
 
 
-def test_a_look_takes_few_requests_and_reads_no_data(tmp_path: Path) -> None:
+def test_takes_few_requests_for_a_look_and_reads_no_data(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *STEPS)
     observer, store = observed(begin(root, 60, 10))
@@ -245,7 +243,7 @@ def test_a_look_takes_few_requests_and_reads_no_data(tmp_path: Path) -> None:
     assert not [key for key in store.keys if "/data/" in key]
 
 
-def test_commits_without_a_record_are_read_once_and_the_newest_each_time(tmp_path: Path) -> None:
+def test_reads_commits_without_a_record_once_and_the_newest_each_time(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(str(tmp_path / f"step-{step}"))
     observer, store = observed(open_catalog(str(tmp_path)))
@@ -263,7 +261,7 @@ def test_commits_without_a_record_are_read_once_and_the_newest_each_time(tmp_pat
     assert again.mark != observation.newest.mark
 
 
-def test_of_many_attempts_only_the_newest_are_listed(tmp_path: Path) -> None:
+def test_lists_only_the_newest_of_many_attempts(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     for step in range(1, LISTED_ATTEMPTS + 4):
         begin(root, step, 10)
@@ -274,7 +272,7 @@ def test_of_many_attempts_only_the_newest_are_listed(tmp_path: Path) -> None:
     assert attempts[0].step == LISTED_ATTEMPTS + 3
 
 
-def test_a_run_without_a_catalog_is_watched_too(program: Program, tmp_path: Path) -> None:
+def test_watches_a_run_without_a_catalog(program: Program, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save(str(root / "step-4"))
     save_with_torch(root / "step-5")
@@ -285,7 +283,7 @@ def test_a_run_without_a_catalog_is_watched_too(program: Program, tmp_path: Path
     assert "\n0 B in all, and more of unknown size\n" in said.out
 
 
-def test_a_place_with_nothing_ends_with_3_and_a_run_that_has_only_begun_is_one(program: Program, root: str) -> None:
+def test_ends_with_3_at_a_place_with_nothing_but_not_at_a_run_that_has_begun(program: Program, root: str) -> None:
     nothing = program("watch", f"{root}/typo")
     assert nothing.code == 3
     assert f"{root}/typo" in nothing.err
@@ -298,7 +296,7 @@ def test_a_place_with_nothing_ends_with_3_and_a_run_that_has_only_begun_is_one(p
     assert "is that of a checkpoint, not of a run" in program("watch", f"{root}/a").err
 
 
-def test_damage_of_the_catalog_is_said_in_a_line_and_does_not_end_the_watch(program: Program, tmp_path: Path) -> None:
+def test_reports_damage_of_the_catalog_in_a_line_and_watches_on(program: Program, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save_run(str(root), 10, 20, 30)
     catalog = open_catalog(str(root))
@@ -317,7 +315,7 @@ def test_damage_of_the_catalog_is_said_in_a_line_and_does_not_end_the_watch(prog
     assert "newest whole checkpoint: step 20, " in said.out
 
 
-def test_what_is_being_deleted_is_no_save_under_way(program: Program, tmp_path: Path) -> None:
+def test_shows_no_save_under_way_for_what_is_being_deleted(program: Program, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save_run(str(root), 10, 20)
     (root / "step-15").mkdir()
@@ -325,7 +323,7 @@ def test_what_is_being_deleted_is_no_save_under_way(program: Program, tmp_path: 
     assert program("watch", str(root), "--json").json["attempts"] == []
 
 
-def test_hostile_names_are_shown_as_text(program: Program, tmp_path: Path) -> None:
+def test_shows_hostile_names_as_text(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, 10)
     assert program("report", root, "10", f"{HOSTILE}[bold]=0.5").code == 0
@@ -346,12 +344,12 @@ def test_hostile_names_are_shown_as_text(program: Program, tmp_path: Path) -> No
     ("seconds", "said"),
     [(-3, "0 s"), (0.9, "0 s"), (59, "59 s"), (60, "1 min"), (723, "12 min 3 s"), (7200, "2 h"), (187_260, "2 d 4 h")],
 )
-def test_lengths_of_time_have_two_units(seconds: float, said: str) -> None:
+def test_writes_lengths_of_time_with_two_units(seconds: float, said: str) -> None:
     assert run_lines.duration(seconds) == said
     assert len({len(row) > 0 for row in large(seconds)}) == 1
 
 
-def test_a_checkpoint_is_late_if_it_is_older_than_saves_are_apart() -> None:
+def test_calls_a_checkpoint_late_if_it_is_older_than_saves_are_apart() -> None:
     document = {"newest": {"created": 0.0}, "interval_s": 100.0}
     assert [run_lines.is_late(document, now) for now in (150, 201)] == [False, True]
     # Neither the first checkpoint nor one of a run that saves each second is late.
@@ -359,7 +357,7 @@ def test_a_checkpoint_is_late_if_it_is_older_than_saves_are_apart() -> None:
     assert not run_lines.is_late({**document, "interval_s": 1.0}, 59)
 
 
-def test_a_low_terminal_shows_fewer_checkpoints_and_all_of_the_rest(program: Program, tmp_path: Path) -> None:
+def test_shows_fewer_checkpoints_and_all_of_the_rest_on_a_low_terminal(program: Program, tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *range(1, 14))
     catalog = open_catalog(root)
@@ -372,7 +370,7 @@ def test_a_low_terminal_shows_fewer_checkpoints_and_all_of_the_rest(program: Pro
         assert f"{13 - rows} more" in shown
 
 
-def test_saves_under_way_take_no_more_of_the_screen_than_their_lines(tmp_path: Path) -> None:
+def test_gives_saves_under_way_no_more_of_the_screen_than_their_lines(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, *range(1, 14))
     catalog = open_catalog(root)
@@ -386,7 +384,7 @@ def test_saves_under_way_take_no_more_of_the_screen_than_their_lines(tmp_path: P
     assert len(heights) == 1
 
 
-def test_a_look_that_fails_is_said_and_the_watch_goes_on(
+def test_reports_a_look_that_fails_and_watches_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = str(tmp_path / "run")
@@ -419,14 +417,14 @@ def test_a_look_that_fails_is_said_and_the_watch_goes_on(
     assert "The last look failed: The store is away. Shown is the run of 1 min 5 s ago" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
+def test_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:
     document = module._document(Observer(open_catalog(str(tmp_path / "later"))), None)
     assert document["newest"] is None
     assert "There is no run at this URL" in document["problems"][0]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals here")
-def test_ctrl_c_ends_it_with_0_and_leaves_the_last_frame(tmp_path: Path) -> None:
+def test_ends_with_0_by_ctrl_c_and_leaves_the_last_frame(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_run(root, 10)
     ours, theirs = pty.openpty()

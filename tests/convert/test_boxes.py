@@ -38,7 +38,7 @@ def part(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 @given(stretches())
-def test_boxes_one_after_another_are_the_stretch(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_joins_boxes_one_after_another_to_the_stretch(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     whole = torch.arange(prod(shape)).view(shape)
     boxes = list(cut(shape, start, stop))
@@ -48,9 +48,7 @@ def test_boxes_one_after_another_are_the_stretch(case: tuple[tuple[int, ...], in
 
 
 @given(grids(), st.data())
-def test_what_a_box_shares_with_a_chunk_is_one_stretch_of_it(
-    grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject
-) -> None:
+def test_shares_one_stretch_of_a_chunk_with_a_box(grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, chunks = grid
     start = data.draw(st.integers(0, prod(shape)))
     stop = data.draw(st.integers(start, prod(shape)))
@@ -69,7 +67,7 @@ def test_what_a_box_shares_with_a_chunk_is_one_stretch_of_it(
 
 
 @given(grids(), st.data())
-def test_chunks_cover_a_tensor_only_if_none_is_missing_or_there_twice(
+def test_covers_a_tensor_only_if_no_chunk_is_missing_or_there_twice(
     grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject
 ) -> None:
     shape, chunks = grid

@@ -60,7 +60,7 @@ def keys_at(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("to", TARGETS)
-def test_excluded_keys_are_not_in_the_target_and_all_others_are(tmp_path: Path, kind: str, to: str) -> None:
+def test_leaves_excluded_keys_out_of_the_target_and_no_others(tmp_path: Path, kind: str, to: str) -> None:
     source = written(tmp_path / "a", kind, WEIGHTS | ROPE)
     done = converted(source, tmp_path / "b", to, exclude=["model.rope", "*.w1"])
     assert keys_at(tmp_path / "b") == {"model.w0"}
@@ -71,7 +71,7 @@ def test_excluded_keys_are_not_in_the_target_and_all_others_are(tmp_path: Path, 
     assert_same(load(tmp_path / "back", left), left)
 
 
-def test_a_key_may_be_named_by_one_string_and_has_the_name_of_the_source(tmp_path: Path) -> None:
+def test_names_a_key_by_one_string_as_the_source_does(tmp_path: Path) -> None:
     source = written(tmp_path / "a", "bucketpoint", WEIGHTS | ROPE)
     converted(source, tmp_path / "hf", "safetensors", prefix="model.", exclude="model.rope")
     assert safetensors.load_file(tmp_path / "hf" / "model.safetensors").keys() == {"w0", "w1"}
@@ -79,7 +79,7 @@ def test_a_key_may_be_named_by_one_string_and_has_the_name_of_the_source(tmp_pat
     assert keys_at(tmp_path / "back") == {"model.w0"}
 
 
-def test_what_safetensors_lacks_is_named_at_once_with_the_way_round_it(tmp_path: Path) -> None:
+def test_names_at_once_what_safetensors_lacks_with_the_way_round_it(tmp_path: Path) -> None:
     wide = {f"wide[{n}]": torch.zeros(2, dtype=torch.complex128) for n in range(2)}
     source = written(tmp_path / "a", "bucketpoint", WEIGHTS | wide)
     with pytest.raises(MismatchError, match=r"wide\[0\] \(torch.complex128\), wide\[1\]") as raised:
@@ -91,7 +91,7 @@ def test_what_safetensors_lacks_is_named_at_once_with_the_way_round_it(tmp_path:
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "torch", "safetensors"])
-def test_a_sparse_tensor_can_be_left_out(tmp_path: Path, to: str) -> None:
+def test_leaves_a_sparse_tensor_out(tmp_path: Path, to: str) -> None:
     torch.save({"w": torch.ones(3), "eye": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     dcp.save({"w": torch.ones(3), "eye": torch.eye(3).to_sparse()}, storage_writer=BucketWriter(f"{tmp_path}/a"))
     for source in ("a.pt",) if to == "bucketpoint" else ("a.pt", "a"):
@@ -101,7 +101,7 @@ def test_a_sparse_tensor_can_be_left_out(tmp_path: Path, to: str) -> None:
         assert keys_at(tmp_path / f"of {source}") == {"w"}
 
 
-def test_an_item_that_is_refused_can_be_left_out_without_trust(tmp_path: Path) -> None:
+def test_leaves_an_item_out_that_is_refused_without_trust(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3), "evil": pytest.raises}, storage_writer=FileSystemWriter(str(tmp_path / "a")))
     with pytest.raises(UnsafeDataError, match="--exclude evil"):
         converted(tmp_path / "a", tmp_path / "b")
@@ -109,14 +109,14 @@ def test_an_item_that_is_refused_can_be_left_out_without_trust(tmp_path: Path) -
     assert keys_at(tmp_path / "b") == {"w"}
 
 
-def test_in_a_list_nothing_moves_up(tmp_path: Path) -> None:
+def test_moves_nothing_up_in_a_list(tmp_path: Path) -> None:
     torch.save({"list": [torch.zeros(2), torch.ones(2), 3]}, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b.pt", "torch", exclude=["list.0"])
     assert_same(torch.load(tmp_path / "b.pt"), {"list": [None, torch.ones(2), 3]})
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_pattern_without_a_key_is_refused_and_so_is_leaving_out_everything(tmp_path: Path, kind: str) -> None:
+def test_refuses_a_pattern_without_a_key_and_leaving_out_everything(tmp_path: Path, kind: str) -> None:
     source = written(tmp_path / "a", kind, WEIGHTS)
     for patterns, reason in [
         (["*.w1", "modle.*"], r"no key that matches 'modle\.\*'.*begin with: model"),
@@ -129,7 +129,7 @@ def test_a_pattern_without_a_key_is_refused_and_so_is_leaving_out_everything(tmp
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
-def test_an_interrupted_conversion_is_not_continued_with_other_exclusions(
+def test_begins_again_after_an_interruption_if_the_exclusions_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     source = written(tmp_path / "a", "dcp", WEIGHTS | {"model.x": torch.ones(1), "optim.x": torch.ones(1)})
@@ -161,7 +161,7 @@ def test_an_interrupted_conversion_is_not_continued_with_other_exclusions(
     assert keys_at(tmp_path / "b") == {*WEIGHTS, "optim.x"}
 
 
-def test_a_checkpoint_of_a_run_without_its_optimizer_is_not_one_to_resume_from(tmp_path: Path) -> None:
+def test_makes_a_run_checkpoint_without_its_optimizer_not_resumable(tmp_path: Path) -> None:
     state = WEIGHTS | {"optim.exp_avg": torch.ones(3), "optim.step": torch.ones(1)}
     root = tmp_path / "run"
     source = written(root / "step-5", "bucketpoint", state)
@@ -172,6 +172,6 @@ def test_a_checkpoint_of_a_run_without_its_optimizer_is_not_one_to_resume_from(t
     assert [(row.step, row.kind) for row in rows] == [(5, "full"), (7, "full"), (9, "weights")]
 
 
-def test_a_place_without_a_source_is_what_is_reported_first(tmp_path: Path) -> None:
+def test_reports_a_place_without_a_source_first(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         converted(tmp_path / "a", tmp_path / "b", exclude=["x"])

@@ -59,7 +59,7 @@ def test_converts_what_torch_wrote_and_its_reader_loads_it(tmp_path: Path, singl
     assert_same(target, value)
 
 
-def test_from_a_bucket_by_fsspec_into_a_bucket(root: str) -> None:
+def test_converts_from_a_bucket_by_fsspec_into_a_bucket(root: str) -> None:
     url, value = "memory://convert/theirs", state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -69,7 +69,7 @@ def test_from_a_bucket_by_fsspec_into_a_bucket(root: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["round robin", "hex"])
-def test_what_s3torchconnector_wrote_becomes_ours(
+def test_converts_what_s3torchconnector_wrote(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, strategy: str
 ) -> None:
     connector = pytest.importorskip("s3torchconnector.dcp", reason="the crt extra is not installed")
@@ -92,7 +92,7 @@ def test_what_s3torchconnector_wrote_becomes_ours(
     assert_same(load(f"{root}/ours", value), value)
 
 
-def test_metadata_that_names_a_path_of_multi_storage_client_is_read_without_it(
+def test_reads_metadata_with_a_path_of_multi_storage_client_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = {"w": torch.ones(3)}
@@ -125,7 +125,7 @@ AS_TEXT = {
 
 
 @pytest.mark.parametrize("written", ["saved", "torch"])
-def test_integer_keys_that_are_known_come_back_from_a_file_and_from_ours(tmp_path: Path, written: str) -> None:
+def test_restores_integer_keys_that_are_known_from_a_file_and_from_ours(tmp_path: Path, written: str) -> None:
     at = tmp_path / ("a.pt" if written == "torch" else "a")
     if written == "torch":
         torch.save(MIXED, at)
@@ -161,7 +161,7 @@ def test_refuses_dcp_as_a_target_and_names_bucketpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.contract
-def test_a_file_of_torch_save_becomes_ours_and_back(root: str, tmp_path: Path) -> None:
+def test_converts_a_file_of_torch_save_to_ours_and_back(root: str, tmp_path: Path) -> None:
     value = varied()
     torch.save(value, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", f"{root}/ours")
@@ -181,7 +181,7 @@ def test_a_file_of_torch_save_becomes_ours_and_back(root: str, tmp_path: Path) -
 
 @pytest.mark.contract
 @pytest.mark.parametrize("cuts", GRIDS, ids=str)
-def test_chunks_become_whole_tensors(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+def test_joins_chunks_to_whole_tensors(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     value = {"model": {**state()["model"], "deep": filled((5, 4, 3, 2), torch.float64, seed=9)}}
     ours(tmp_path / "ours", value, planner=GridPlanner(*cuts))
     assert len(open_checkpoint(tmp_path / "ours").items) >= 6
@@ -198,7 +198,7 @@ def test_chunks_become_whole_tensors(tmp_path: Path, cuts: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
-def test_a_tensor_with_a_hole_is_not_made_whole(tmp_path: Path, to: str) -> None:
+def test_refuses_to_make_a_tensor_with_a_hole_whole(tmp_path: Path, to: str) -> None:
     writer = FileSystemWriter(str(tmp_path / "a"))
     dcp.save({"w": torch.ones(6, 4)}, storage_writer=writer, planner=GridPlanner(3), no_dist=True)
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
@@ -214,7 +214,7 @@ def test_a_tensor_with_a_hole_is_not_made_whole(tmp_path: Path, to: str) -> None
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_sharded_safetensors_and_back_from_bucket_to_bucket(root: str, tmp_path: Path, prefix: str) -> None:
+def test_converts_sharded_safetensors_and_back_from_bucket_to_bucket(root: str, tmp_path: Path, prefix: str) -> None:
     value = state()
     ours(f"{root}/ours", value)
     done = converted(f"{root}/ours", f"{root}/hf", "safetensors", prefix=prefix, shard_bytes=5_000)
@@ -237,7 +237,7 @@ def test_sharded_safetensors_and_back_from_bucket_to_bucket(root: str, tmp_path:
     assert_same(load(f"{root}/back", back), back)
 
 
-def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
     value = {f"dtype {dtype}": filled((3, 5), dtype) for dtype in (torch.float8_e5m2, torch.uint64, torch.complex64)}
     safetensors.save_file(value, tmp_path / "weights.safetensors")
     converted(tmp_path / "weights.safetensors", tmp_path / "ours", prefix="model.")
@@ -245,7 +245,7 @@ def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "ours", wanted), wanted)
 
 
-def test_what_has_no_place_in_safetensors_is_named(tmp_path: Path) -> None:
+def test_names_what_has_no_place_in_safetensors(tmp_path: Path) -> None:
     ours(tmp_path / "ours", state())
     plan = plan_conversion(
         tmp_path / "ours", tmp_path / "hf", to_format="safetensors", options=ConvertOptions(prefix="model.")
@@ -268,7 +268,7 @@ def test_what_has_no_place_in_safetensors_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_prefix_is_refused_where_nothing_takes_one(tmp_path: Path) -> None:
+def test_refuses_a_prefix_where_nothing_takes_one(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pt")
     with pytest.raises(BucketpointError, match="prefix"):
         converted(tmp_path / "a.pt", tmp_path / "ours", prefix="model.")
@@ -286,7 +286,7 @@ def test_keeps_sparse_tensors_as_they_are_between_checkpoints(tmp_path: Path) ->
         converted(tmp_path / "a", tmp_path / "x.pt")
 
 
-def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
+def test_replaces_nothing_that_is_there_unless_told(tmp_path: Path) -> None:
     ours(tmp_path / "ours", state())
     targets: list[tuple[str, str, Callable[[], object]]] = [
         ("hf", "safetensors", lambda: (tmp_path / "hf" / SINGLE_NAME).read_bytes()),
@@ -311,7 +311,7 @@ def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
         converted(tmp_path / "again", tmp_path / "more")
 
 
-def test_an_empty_tensor_that_begins_beyond_its_storage_is_empty(tmp_path: Path) -> None:
+def test_keeps_an_empty_tensor_empty_that_begins_beyond_its_storage(tmp_path: Path) -> None:
     value = {"w": torch.empty(3, 0, 3).transpose(0, 2)[2:]}
     assert value["w"].storage_offset()
     torch.save(value, tmp_path / "a.pt")
@@ -319,14 +319,14 @@ def test_an_empty_tensor_that_begins_beyond_its_storage_is_empty(tmp_path: Path)
     assert_same(torch.load(tmp_path / "b.pt"), value)
 
 
-def test_a_file_of_the_old_format_is_refused_and_what_to_do_is_said(tmp_path: Path) -> None:
+def test_refuses_a_file_of_the_old_format_and_says_what_to_do(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(MetadataError, match=r"older than torch 1\.6"):
         converted(tmp_path / "old.pt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_whose_tensors_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_file_whose_tensors_cannot_be_taken_apart(tmp_path: Path) -> None:
     for name, value, reason in [
         ("list", [torch.ones(3)], "a list"),
         ("sparse", {"w": torch.eye(3).to_sparse()}, "cannot be converted"),

@@ -92,7 +92,7 @@ def loads(target: Any, to: str) -> bool:
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
-def test_wherever_it_fails_there_is_nothing_and_the_next_run_goes_on(
+def test_leaves_nothing_wherever_it_fails_and_continues_in_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     source = source_of(tmp_path / "a")
@@ -131,7 +131,7 @@ def test_wherever_it_fails_there_is_nothing_and_the_next_run_goes_on(
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
-def test_killed_after_the_commit_the_next_run_only_tidies(
+def test_tidies_only_in_the_next_run_after_a_kill_behind_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     source, target = source_of(tmp_path / "a"), tmp_path / "b"
@@ -160,7 +160,7 @@ def convert_alone(rank: int, world: int, environment: dict[str, str], source: Pa
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
-def test_a_process_that_is_killed_leaves_nothing_that_loads_and_the_next_run_goes_on(
+def test_leaves_nothing_that_loads_after_a_kill_and_continues_in_the_next_run(
     tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -203,7 +203,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_loads_and_the_next_run_goe
     assert committed == {False, True}
 
 
-def test_an_index_that_somebody_else_put_there_is_not_taken_for_the_end_of_a_conversion(
+def test_distinguishes_an_index_of_somebody_else_from_the_end_of_a_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = source_of(tmp_path / "a"), tmp_path / "b"
@@ -222,9 +222,7 @@ def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
-def test_another_source_or_object_is_never_taken_for_what_was_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
+def test_begins_again_for_another_source_or_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     pattern = "*.distcp" if to == "bucketpoint" else "*.safetensors"
     other, source, target = source_of(tmp_path / "other", 5.0), source_of(tmp_path / "a"), tmp_path / "b"
     interrupted(other, target, to, monkeypatch)
@@ -248,7 +246,7 @@ def test_another_source_or_object_is_never_taken_for_what_was_begun(
     assert loads(target, to)
 
 
-def test_two_conversions_to_one_place_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_two_conversions_to_one_place_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, target = source_of(tmp_path / "a"), source_of(tmp_path / "other", 5.0), tmp_path / "b"
     first = planned(one, target, "safetensors", CountingStore, monkeypatch)
     commit = first.layout.commit
@@ -272,7 +270,7 @@ def test_two_conversions_to_one_place_do_not_mix(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "torch"])
-def test_what_is_saved_at_the_target_meanwhile_is_not_overwritten(
+def test_overwrites_nothing_that_is_saved_at_the_target_meanwhile(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """Even with `overwrite`: that was said of what was there before."""
@@ -297,7 +295,7 @@ def test_what_is_saved_at_the_target_meanwhile_is_not_overwritten(
 
 @pytest.mark.parametrize("writer", ["ours", "theirs"])
 @pytest.mark.parametrize("to", ["bucketpoint", "torch", "safetensors"])
-def test_a_damaged_source_is_not_converted(tmp_path: Path, writer: str, to: str) -> None:
+def test_refuses_to_convert_a_damaged_source(tmp_path: Path, writer: str, to: str) -> None:
     value = {"model": {"w": filled((3, 1 << 18), torch.float32)}}
     source = tmp_path / "a"
     made = BucketWriter(str(source)) if writer == "ours" else FileSystemWriter(str(source))
@@ -318,7 +316,7 @@ def test_a_damaged_source_is_not_converted(tmp_path: Path, writer: str, to: str)
     assert not list(target.glob("*.distcp")) or not (target / ".metadata").exists()
 
 
-def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> None:
+def test_refuses_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
     source = tmp_path / "a"
     dcp.save({"w": torch.ones(1 << 18)}, storage_writer=FileSystemWriter(str(source)), no_dist=True)
     plan = plan_conversion(source, tmp_path / "b", transfer=SMALL)
@@ -330,7 +328,7 @@ def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "torch"])
-def test_a_source_that_changes_meanwhile_is_noticed_where_reads_are_not_pinned(
+def test_notices_a_source_that_changes_meanwhile_where_reads_are_not_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     monkeypatch.setattr(LocalStore, "capabilities", replace(LocalStore("/").capabilities, pinned_reads=False))
@@ -344,7 +342,7 @@ def test_a_source_that_changes_meanwhile_is_noticed_where_reads_are_not_pinned(
     assert not (tmp_path / "b" / ".metadata").exists()
 
 
-def test_metadata_of_a_source_that_says_something_else_makes_another_conversion(
+def test_begins_another_conversion_if_the_sources_metadata_says_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = source_of(tmp_path / "a"), tmp_path / "b"
@@ -358,7 +356,7 @@ def test_metadata_of_a_source_that_says_something_else_makes_another_conversion(
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "torch", "safetensors"])
-def test_a_target_that_is_not_what_was_sent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+def test_names_a_target_that_is_not_what_was_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     target = tmp_path / ("x.pt" if to == "torch" else "b")
     plan = plan_conversion(source_of(tmp_path / "a"), target, to_format=to, options=KEPT, transfer=SMALL)
     path = plan.layout.objects[-1].key
@@ -378,7 +376,7 @@ def test_a_target_that_is_not_what_was_sent_is_named(tmp_path: Path, monkeypatch
     assert run_conversion(plan, verify=True).damaged == [path]
 
 
-def test_into_a_run_it_is_a_checkpoint_of_the_run(tmp_path: Path) -> None:
+def test_makes_a_checkpoint_of_the_run_it_converts_into(tmp_path: Path) -> None:
     root = tmp_path / "run"
     dcp.save(state(), storage_writer=BucketWriter(f"{root}/step-5"), no_dist=True)
     catalog = open_catalog(str(root))

@@ -87,7 +87,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, allo
     return store.objects()
 
 
-def test_small_objects_are_noted_together_and_no_more_than_those_are_made_again(
+def test_notes_small_objects_together_and_repeats_no_more_than_those(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notes, "NOTE_BYTES", 3 * ITEM)
@@ -103,7 +103,7 @@ def test_small_objects_are_noted_together_and_no_more_than_those_are_made_again(
     assert store.objects() == COUNT - 3
 
 
-def test_objects_are_noted_after_a_while_however_small_they_are(
+def test_notes_objects_after_a_while_however_small_they_are(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notes, "NOTE_SECONDS", 0.0)
@@ -113,7 +113,7 @@ def test_objects_are_noted_after_a_while_however_small_they_are(
 
 
 @pytest.mark.parametrize(("items", "names"), [(2, 4), (COUNT, 1)])
-def test_shards_of_another_size_go_once_the_new_set_is_complete(
+def test_removes_shards_of_another_size_once_the_new_set_is_complete(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, names: int
 ) -> None:
     monkeypatch.setattr(notes, "NOTE_BYTES", 1)

@@ -15,7 +15,7 @@ from dcp.states import assert_same
 from kit.servers import S3Server
 
 
-def test_transformers_loads_what_was_exported_and_its_own_is_read(tmp_path: Path) -> None:
+def test_exports_what_transformers_loads_and_reads_what_it_wrote(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     pytest.importorskip("safetensors", reason="pip install safetensors")
     config = transformers.LlamaConfig(
@@ -41,7 +41,7 @@ def test_transformers_loads_what_was_exported_and_its_own_is_read(tmp_path: Path
     assert_same(load(tmp_path / "back", back), back)
 
 
-def test_what_multi_storage_client_wrote_becomes_ours(
+def test_converts_what_multi_storage_client_wrote(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
 ) -> None:
     client = pytest.importorskip("multistorageclient", reason="pip install 'multi-storage-client[boto3]'")

@@ -27,7 +27,7 @@ safetensors = pytest.importorskip("safetensors.torch")
     ("to", "cuts"),
     [("bucketpoint", (1,)), ("bucketpoint", (1, 4)), ("torch", (1,)), ("torch", (1, 4)), ("safetensors", (1, 4))],
 )
-def test_memory_stays_within_the_budget(tmp_path: Path, to: str, cuts: tuple[int, ...]) -> None:
+def test_keeps_memory_within_the_budget(tmp_path: Path, to: str, cuts: tuple[int, ...]) -> None:
     budget = 4 << 20
     value = {"model": {f"w{n}": filled((1024, 2048), torch.float32, seed=n) for n in range(4)}}
     dcp.save(value, storage_writer=BucketWriter(str(tmp_path / "a")), planner=GridPlanner(*cuts), no_dist=True)
@@ -48,7 +48,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, to: str, cuts: tuple[int
 
 @pytest.mark.parametrize("source", ["x.pt", "x.safetensors"])
 @pytest.mark.parametrize("to", ["bucketpoint", "torch", "safetensors"])
-def test_one_tensor_beyond_the_budget_is_never_held(tmp_path: Path, source: str, to: str) -> None:
+def test_holds_no_tensor_beyond_the_budget_whole(tmp_path: Path, source: str, to: str) -> None:
     budget, value = 4 << 20, {"w": filled((16 << 20,), torch.uint8)}
     torch.save(value, tmp_path / "x.pt")
     safetensors.save_file(value, tmp_path / "x.safetensors")
@@ -63,7 +63,7 @@ def test_one_tensor_beyond_the_budget_is_never_held(tmp_path: Path, source: str,
     assert done.checked_bytes == (value["w"].nbytes if source == "x.pt" else 0)
 
 
-def test_into_a_bucket_in_parts_and_within_the_budget(
+def test_converts_into_a_bucket_in_parts_and_within_the_budget(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
 ) -> None:
     root = in_minio(request, monkeypatch)

@@ -49,7 +49,7 @@ def states(draw: st.DrawFn, dtypes: list[torch.dtype]) -> dict[str, torch.Tensor
 
 @given(states([*DTYPES, *EXTRA]), states(NAMED), st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3), st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_state_comes_back_from_any_row_of_formats(
+def test_returns_any_state_from_any_row_of_formats(
     any_state: dict[str, Any], named: dict[str, Any], through: list[str], data: st.DataObject
 ) -> None:
     value = named if "safetensors" in through else any_state

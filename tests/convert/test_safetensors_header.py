@@ -35,7 +35,7 @@ TENSORS = st.dictionaries(
 
 
 @given(TENSORS)
-def test_what_is_written_is_read_here_and_by_the_library(tensors: dict[str, Any]) -> None:
+def test_writes_headers_that_are_read_here_and_by_the_library(tensors: dict[str, Any]) -> None:
     entries, position = [], 0
     for name, (dtype, shape) in tensors.items():
         entries.append(TensorEntry(name, dtype, tuple(shape), position))
@@ -88,7 +88,7 @@ def one(**said: Any) -> dict[str, Any]:
     ],
     ids=range(25),
 )
-def test_a_malformed_file_is_refused_and_nothing_is_written(tmp_path: Path, raw: bytes) -> None:
+def test_refuses_a_malformed_file_and_writes_nothing(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
     with pytest.raises(MetadataError):

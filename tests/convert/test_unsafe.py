@@ -59,7 +59,7 @@ def put_in_place_of_the_tensor(source: Path, frame: bytes) -> None:
 
 
 @pytest.mark.parametrize("where", ["metadata", "item", "tensor", "file"])
-def test_nothing_of_it_is_run_and_nothing_written(tmp_path: Path, where: str) -> None:
+def test_runs_and_writes_nothing_of_an_unsafe_source(tmp_path: Path, where: str) -> None:
     source, ran, out = tmp_path / "a", tmp_path / "ran", tmp_path / "out"
     if where == "file":
         torch.save({"w": torch.ones(3), "x": [evil(ran)]}, source)
@@ -78,7 +78,7 @@ def test_nothing_of_it_is_run_and_nothing_written(tmp_path: Path, where: str) ->
     assert not out.exists()
 
 
-def test_a_tensor_that_is_passed_on_as_it_is_has_passed_the_allow_list(tmp_path: Path) -> None:
+def test_checks_a_tensor_that_is_passed_on_as_it_is_against_the_allow_list(tmp_path: Path) -> None:
     """Its pickle ended the interpreter by its work, before that came to the name."""
     copies = P4 + b"]\x94(" + b"K\x01" * 5000 + b"e0" + global_("builtins", "tuple") + b"\x94("
     frame = archived(copies + b"h\x01h\x00\x85R" * 2000 + b"t" + global_("os", "system") + b".")
@@ -104,7 +104,7 @@ def test_refuses_a_sparse_tensor_whose_archive_another_reader_may_read_otherwise
 
 
 @pytest.mark.parametrize("make", [lambda value: {"a": value, "b": value}, lambda value: [value, value]])
-def test_a_file_of_shared_containers_does_not_hold_the_conversion(tmp_path: Path, make: Any) -> None:
+def test_converts_a_file_of_shared_containers_without_delay(tmp_path: Path, make: Any) -> None:
     """DCP visits a container once for each place in which it stands: 40 small dictionaries were 2**40 places."""
     value: Any = 1
     for _ in range(20):
@@ -114,7 +114,7 @@ def test_a_file_of_shared_containers_does_not_hold_the_conversion(tmp_path: Path
         plan_conversion(tmp_path / "a.pt", tmp_path / "out")
 
 
-def test_a_tensor_that_cannot_be_moved_to_its_device_is_named(tmp_path: Path) -> None:
+def test_names_a_tensor_that_cannot_be_moved_to_its_device(tmp_path: Path) -> None:
     body = P4 + b"}" + short("w") + global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor") + b"("
     body += repeated(1) + global_("torch", "float32") + text("cpu") + b"\x89tRs."
     (tmp_path / "a.pt").write_bytes(archived(body))
@@ -122,7 +122,7 @@ def test_a_tensor_that_cannot_be_moved_to_its_device_is_named(tmp_path: Path) ->
         plan_conversion(tmp_path / "a.pt", tmp_path / "out")
 
 
-def test_trusted_sources_may_name_what_they_like(tmp_path: Path) -> None:
+def test_lets_trusted_sources_name_what_they_like(tmp_path: Path) -> None:
     value = {"w": torch.ones(3), "own": Own()}
     theirs(tmp_path / "a", value)
     torch.save(value, tmp_path / "a.pt")
@@ -136,14 +136,14 @@ def test_trusted_sources_may_name_what_they_like(tmp_path: Path) -> None:
         assert found["own"] == Own()
 
 
-def test_dtensors_in_a_file_are_named(tmp_path: Path) -> None:
+def test_names_dtensors_in_a_file(tmp_path: Path) -> None:
     body = b"\x80\x02}X\x01\x00\x00\x00wctorch.distributed.tensor\nDTensor\ns."
     archive(tmp_path / "x.pt", body)
     with pytest.raises(MismatchError, match="DTensor"):
         plan_conversion(tmp_path / "x.pt", tmp_path / "out")
 
 
-def test_data_that_the_metadata_does_not_describe_is_refused(tmp_path: Path) -> None:
+def test_refuses_data_that_the_metadata_does_not_describe(tmp_path: Path) -> None:
     theirs(tmp_path / "a", {"w": torch.ones(3), "b": 1})
     with altered(tmp_path / "a") as metadata:
         metadata.storage_data[MetadataIndex("more")] = metadata.storage_data[MetadataIndex("b")]
@@ -152,7 +152,7 @@ def test_data_that_the_metadata_does_not_describe_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("gone", ["object", "item"])
-def test_a_shard_that_is_missing_is_named(tmp_path: Path, gone: str) -> None:
+def test_names_a_shard_that_is_missing(tmp_path: Path, gone: str) -> None:
     writer = FileSystemWriter(str(tmp_path / "a"), single_file_per_rank=False)
     dcp.save({"w": torch.ones(3), "v": torch.ones(3)}, storage_writer=writer, no_dist=True)
     with altered(tmp_path / "a") as metadata:
@@ -166,14 +166,14 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path, gone: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["../b/one.safetensors", "/b/one.safetensors", ""])
-def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, file: str) -> None:
+def test_refuses_an_index_that_leads_out_of_its_folder(tmp_path: Path, file: str) -> None:
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(UnsafeDataError):
         plan_conversion(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("where", ["file", "object of a file", "bytes item", "quantised item"])
-def test_a_bit_that_flips_in_what_is_no_plain_tensor_is_seen(tmp_path: Path, where: str) -> None:
+def test_finds_a_flipped_bit_in_what_is_no_plain_tensor(tmp_path: Path, where: str) -> None:
     value = {"w": torch.ones(3), "x": ["as it was", (torch.full((3,), 7.5),)]}
     path, said = tmp_path / "a.pt", b"as it was"
     if where == "quantised item":
@@ -192,7 +192,7 @@ def test_a_bit_that_flips_in_what_is_no_plain_tensor_is_seen(tmp_path: Path, whe
     assert not (tmp_path / "out").exists()
 
 
-def test_a_few_bytes_do_not_become_any_number(tmp_path: Path) -> None:
+def test_makes_no_huge_number_of_a_few_bytes(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(1 << 30)}, tmp_path / "x.pt")
     with pytest.raises(MismatchError, match="over a storage of 4 "):
         plan_conversion(tmp_path / "x.pt", tmp_path / "out")
@@ -232,20 +232,20 @@ def tensor_of(size: int, offset: int, shape: bytes, stride: bytes) -> bytes:
         (b"K\x04\x85", b"K\x01\x85", 1),
     ],
 )
-def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path, shape: bytes, stride: bytes, offset: int) -> None:
+def test_refuses_a_tensor_beyond_its_storage(tmp_path: Path, shape: bytes, stride: bytes, offset: int) -> None:
     archive(tmp_path / "x.pt", tensor_of(4, offset, shape, stride), bytes(16))
     with pytest.raises(MetadataError):
         plan_conversion(tmp_path / "x.pt", tmp_path / "out")
 
 
-def test_the_same_tensor_within_its_storage_is_not(tmp_path: Path) -> None:
+def test_accepts_the_same_tensor_within_its_storage(tmp_path: Path) -> None:
     archive(tmp_path / "x.pt", tensor_of(4, 0, b"K\x04\x85", b"K\x01\x85"), bytes(16))
     converted(tmp_path / "x.pt", tmp_path / "out")
     assert torch.equal(load(tmp_path / "out", {"w": torch.ones(4)})["w"], torch.zeros(4))
 
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.97, 0.999])
-def test_a_truncated_or_damaged_file_ends_in_an_error_of_ours(tmp_path: Path, at: float) -> None:
+def test_ends_in_an_error_of_ours_for_a_truncated_or_damaged_file(tmp_path: Path, at: float) -> None:
     torch.save({"w": torch.ones(300), "x": {"y": (1, "z")}}, tmp_path / "x.pt")
     raw = (tmp_path / "x.pt").read_bytes()
     cut = int(len(raw) * at)
