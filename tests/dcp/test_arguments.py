@@ -29,7 +29,7 @@ STATE: Any = MODEL.state_dict()
         (lambda url: bp.load(url, transfer={"connections": 8}), "transfer must be a TransferOptions, not dict"),
     ],
 )
-def test_an_argument_of_a_wrong_type_is_named(
+def test_names_an_argument_of_a_wrong_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], Any], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,12 +39,12 @@ def test_an_argument_of_a_wrong_type_is_named(
 
 
 @pytest.mark.parametrize("given", [{}, {"storage_writer": bp.S3Writer()}], ids=["no writer", "a writer"])
-def test_an_asynchronous_save_without_a_url_is_refused_at_the_call(given: dict[str, Any]) -> None:
+def test_refuses_an_asynchronous_save_without_a_url_at_the_call(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidURLError, match="No checkpoint URL was given"):
         bp.async_save(STATE, no_dist=True, **given)
 
 
-def test_an_asynchronous_save_takes_its_url_as_save_does(tmp_path: Path) -> None:
+def test_takes_the_url_of_an_asynchronous_save_as_save_does(tmp_path: Path) -> None:
     bp.async_save(STATE, f"{tmp_path}/a", no_dist=True).result(60)
     bp.async_save(STATE, storage_writer=bp.BucketWriter(f"{tmp_path}/b"), no_dist=True).result(60)
     assert sorted(path.parent.name for path in tmp_path.glob("*/.metadata")) == ["a", "b"]

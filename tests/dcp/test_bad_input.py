@@ -52,19 +52,19 @@ def data_key(service: Service) -> str:
     return next(key for key in service.listed() if key.endswith(".distcp"))
 
 
-def test_no_such_bucket(service: Service) -> None:
+def test_names_a_bucket_that_is_not_there(service: Service) -> None:
     url = replace(service, bucket="no-such-bucket-here").url("a")
     assert isinstance(failing_save(url, service.options), errors.BucketNotFoundError)
     assert isinstance(failing_load(url, service.options), errors.BucketNotFoundError)
 
 
-def test_unreachable_endpoint(service: Service) -> None:
+def test_names_an_unreachable_endpoint(service: Service) -> None:
     options = {**service.at(f"http://127.0.0.1:{free_port()}").options, **service.server.attempts(1)}
     assert isinstance(failing_save(service.url("a"), options), errors.EndpointError)
     assert isinstance(failing_load(service.url("a"), options), errors.EndpointError)
 
 
-def test_wrong_credentials_are_named_without_the_secret(minio: S3Server) -> None:
+def test_names_wrong_credentials_without_the_secret(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     options = {**minio.options, "secret": "not-the-secret-at-all"}
     for error in (failing_save(f"s3://{bucket}/a", options), failing_load(f"s3://{bucket}/a", options)):
@@ -72,7 +72,7 @@ def test_wrong_credentials_are_named_without_the_secret(minio: S3Server) -> None
         assert "not-the-secret-at-all" not in str(error) + repr(error)
 
 
-def test_access_denied_to_an_anonymous_user(minio: S3Server) -> None:
+def test_tells_an_anonymous_user_of_denied_access(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     options = {"anon": True, "client_kwargs": minio.options["client_kwargs"]}
     error = failing_save(f"s3://{bucket}/a", options)
@@ -81,30 +81,30 @@ def test_access_denied_to_an_anonymous_user(minio: S3Server) -> None:
     assert isinstance(failing_load(f"s3://{bucket}/a", options), bp.AccessDeniedError)
 
 
-def test_no_checkpoint_there(service: Service) -> None:
+def test_tells_that_no_checkpoint_is_there(service: Service) -> None:
     error = failing_load(service.url("run/step-9"), service.options)
     assert type(error) is bp.CheckpointNotFoundError
     assert "latest_checkpoint" in str(error)
 
 
-def test_half_a_checkpoint_there(service: Service) -> None:
+def test_tells_that_half_a_checkpoint_is_there(service: Service) -> None:
     service.write("run/step-9/data/00/x.distcp", b"half")
     error = failing_load(service.url("run/step-9"), service.options)
     assert isinstance(error, errors.IncompleteCheckpointError)
 
 
-def test_read_metadata_by_itself_says_that_nothing_is_there(service: Service) -> None:
+def test_says_in_read_metadata_alone_that_nothing_is_there(service: Service) -> None:
     with pytest.raises(bp.CheckpointNotFoundError):
         service.reader(service.url("nothing")).read_metadata()
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), b"\x80\x04" + b"x" * 100])
-def test_metadata_that_is_no_metadata(service: Service, content: bytes) -> None:
+def test_refuses_metadata_that_is_no_metadata(service: Service, content: bytes) -> None:
     service.write("run/.metadata", content)
     assert isinstance(failing_load(service.url("run"), service.options), bp.MetadataError)
 
 
-def test_metadata_that_would_run_code_is_refused_before_anything_runs(
+def test_refuses_metadata_that_would_run_code_before_anything_runs(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Evil:
@@ -116,7 +116,7 @@ def test_metadata_that_would_run_code_is_refused_before_anything_runs(
     assert "the payload ran" not in capsys.readouterr().out
 
 
-def test_a_data_object_that_is_missing(service: Service, whole: str) -> None:
+def test_names_a_data_object_that_is_missing(service: Service, whole: str) -> None:
     gone = data_key(service)
     service.delete(gone)
     error = failing_load(whole, service.options)
@@ -128,7 +128,7 @@ def test_a_data_object_that_is_missing(service: Service, whole: str) -> None:
     assert error.key.endswith(".distcp")
 
 
-def test_a_data_object_that_is_truncated(service: Service, whole: str) -> None:
+def test_names_a_data_object_that_is_truncated(service: Service, whole: str) -> None:
     cut = data_key(service)
     for key in service.listed():
         body = service.read(key)
@@ -140,14 +140,14 @@ def test_a_data_object_that_is_truncated(service: Service, whole: str) -> None:
 @pytest.mark.parametrize(
     ("makes", "own", "other"), [((S3Writer, S3Reader), "s3", "gs"), ((GCSWriter, GCSReader), "gs", "s3")]
 )
-def test_a_path_without_the_classes_scheme_is_refused_at_once(makes: Any, own: str, other: str) -> None:
+def test_refuses_a_path_without_the_classes_scheme_at_once(makes: Any, own: str, other: str) -> None:
     for make in makes:
         for path in ("bucket/run", f"{other}://bucket/run"):
             with pytest.raises(errors.InvalidURLError, match=f"{own}://"):
                 make(path)
 
 
-def test_a_role_that_may_only_read_is_refused_by_name_and_harms_nothing(minio: S3Server) -> None:
+def test_refuses_a_role_that_may_only_read_by_name_and_harms_nothing(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     url = f"s3://{bucket}/run/step-1"
     writer = S3Writer(storage_options=minio.options)
@@ -163,7 +163,7 @@ def test_a_role_that_may_only_read_is_refused_by_name_and_harms_nothing(minio: S
     assert target["w"].tolist() == [1.0, 1.0]
 
 
-def test_a_trainer_needs_to_put_get_and_abort_and_nothing_else(minio: S3Server) -> None:
+def test_needs_only_the_rights_to_put_get_and_abort_in_a_trainer(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     url = f"s3://{bucket}/run/step-1"
     trainer = minio.limited_options(

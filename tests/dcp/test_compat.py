@@ -61,7 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
     return made
 
 
-def test_fsspec_reader_loads_ours_over_fsspec() -> None:
+def test_loads_ours_over_fsspec_by_fsspec_reader() -> None:
     url, state = "memory://compat/ours", varied()
     dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
     target = blank(state)
@@ -71,7 +71,7 @@ def test_fsspec_reader_loads_ours_over_fsspec() -> None:
     assert_same(target, state)
 
 
-def test_we_load_what_fsspec_writer_wrote() -> None:
+def test_loads_what_fsspec_writer_wrote() -> None:
     url, state = "memory://compat/theirs", varied()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -81,7 +81,7 @@ def test_we_load_what_fsspec_writer_wrote() -> None:
     assert_same(target, state)
 
 
-def test_we_load_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = pytest.importorskip("s3torchconnector.dcp", reason="s3torchconnector is not installed")
     from s3torchconnector import S3ClientConfig
 
@@ -103,7 +103,7 @@ def test_we_load_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypa
 )
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
 @pytest.mark.parametrize("service", ["moto", "gcs"], indirect=True)
-def test_a_slice_is_read_without_the_rest(
+def test_reads_a_slice_without_the_rest(
     service: Service,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -142,7 +142,7 @@ def test_cuts_most_of_a_frame_out_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", ["save", "save_state_dict"])
-def test_the_older_entry_points_work(save: str) -> None:
+def test_saves_and_loads_by_the_older_entry_points(save: str) -> None:
     from torch.distributed.checkpoint import load_state_dict, save_state_dict
 
     url = f"memory://compat/{save}"
@@ -167,14 +167,14 @@ def golden_state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", ["2.15"])
 @pytest.mark.parametrize("reader", [BucketReader, FileSystemReader], ids=["our reader", "this torch's own reader"])
-def test_a_checkpoint_saved_under_another_torch_is_read(version: str, reader: Callable[[str], Any]) -> None:
+def test_reads_a_checkpoint_saved_under_another_torch(version: str, reader: Callable[[str], Any]) -> None:
     saved = golden_state()
     target = blank(saved)
     dcp.load(target, storage_reader=reader(str(GOLDEN / f"torch-{version}")), no_dist=True)
     assert_same(target, saved)
 
 
-def test_validate_checkpoint_id_takes_the_schemes_of_the_class() -> None:
+def test_takes_the_schemes_of_the_class_in_validate_checkpoint_id() -> None:
     assert S3Writer.validate_checkpoint_id("s3://bucket/x")
     assert not S3Writer.validate_checkpoint_id("gs://bucket/x")
     assert not S3Reader.validate_checkpoint_id("bucket/x")

@@ -21,7 +21,7 @@ def round_trip(progress: Any) -> None:
     dcp.load(target, checkpoint_id=URL, storage_reader=BucketReader(progress=progress), no_dist=True)
 
 
-def test_a_callable_sees_the_bytes_grow_to_the_total() -> None:
+def test_shows_a_callable_the_bytes_as_they_grow_to_the_total() -> None:
     events: list[Progress] = []
     round_trip(events.append)
     for phase in ("save", "load"):
@@ -32,14 +32,12 @@ def test_a_callable_sees_the_bytes_grow_to_the_total() -> None:
         assert {event.url for event in seen} == {URL}
 
 
-def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_shows_nothing_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
     round_trip(None)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bar_is_shown_when_it_is_asked_for(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shows_a_bar_when_it_is_asked_for(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     round_trip(True)
@@ -49,7 +47,7 @@ def test_a_bar_is_shown_when_it_is_asked_for(
     assert "load memory://" in err
 
 
-def test_a_terminal_gets_a_bar_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_a_bar_on_a_terminal_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from bucketpoint.dcp.progress_bar import progress_callback
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -58,7 +56,7 @@ def test_a_terminal_gets_a_bar_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) 
         assert hidden is None
 
 
-def test_a_save_and_a_load_log_one_line_each_and_set_no_level(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_one_line_for_a_save_and_a_load_and_sets_no_level(caplog: pytest.LogCaptureFixture) -> None:
     levels = {name: logging.getLogger(name).level for name in ("", "bucketpoint", "boto3", "botocore", "urllib3")}
     with caplog.at_level(logging.INFO, logger="bucketpoint"):
         round_trip(None)
@@ -67,7 +65,7 @@ def test_a_save_and_a_load_log_one_line_each_and_set_no_level(caplog: pytest.Log
     assert {name: logging.getLogger(name).level for name in levels} == levels
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(
+def test_writes_a_line_of_progress_now_and_then_without_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bucketpoint.dcp import progress_bar as console

@@ -41,7 +41,7 @@ def test_saves_from_a_device_load_bit_for_bit_on_two_ranks_and_on_one(
     one_rank.run(scenarios.loads, url, service.options)
 
 
-def test_a_killed_job_goes_on_with_the_same_losses(service: Service) -> None:
+def test_continues_a_killed_job_with_the_same_losses(service: Service) -> None:
     whole = _lines(_job(service, "whole", 8))
     killed = _job(service, "killed", 8, 5)
     assert killed.returncode == -signal.SIGKILL, killed.stdout

@@ -53,7 +53,7 @@ def save_and_load(url: str, options: dict[str, Any]) -> None:
     assert torch.equal(loaded["weight"], state["weight"])
 
 
-def test_a_hundred_saves_and_loads_leave_nothing_behind(tmp_path: Path) -> None:
+def test_leaves_nothing_behind_a_hundred_saves_and_loads(tmp_path: Path) -> None:
     objects, threads, files = grown(lambda number: save_and_load(f"file://{tmp_path}/{number}", {}), 100)
 
     assert objects < 1000
@@ -61,7 +61,7 @@ def test_a_hundred_saves_and_loads_leave_nothing_behind(tmp_path: Path) -> None:
     assert files <= 0
 
 
-def test_each_other_set_of_options_leaves_one_small_client(minio: S3Server) -> None:
+def test_leaves_one_small_client_for_each_other_set_of_options(minio: S3Server) -> None:
     bucket, times = minio.make_bucket(), 10
 
     def step(number: int) -> None:

@@ -34,7 +34,7 @@ given = pytest.mark.parametrize("given", ["the default group", "a group"])
 
 
 @given
-def test_a_save_says_nothing_on_the_group_that_it_was_given_and_keeps_its_own(
+def test_says_nothing_on_the_given_group_in_a_save_and_keeps_its_own(
     two_ranks: Ranks, tmp_path: Path, given: str
 ) -> None:
     for seen, after in two_ranks.run(scenarios.saves_leave_the_group_alone, str(tmp_path), given):
@@ -46,18 +46,18 @@ def test_a_save_says_nothing_on_the_group_that_it_was_given_and_keeps_its_own(
 
 @given
 @pytest.mark.parametrize("world", [2, 4])
-def test_training_may_talk_on_that_group_for_as_long_as_an_upload_takes(
+def test_lets_training_talk_on_that_group_as_long_as_an_upload_takes(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, given: str, world: int
 ) -> None:
     ranks = two_ranks if world == 2 else four_ranks
     assert min(ranks.run(scenarios.training_talks_during_a_slow_upload, str(tmp_path), given)) > 3
 
 
-def test_parts_of_a_job_save_by_themselves_and_together(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_in_parts_of_a_job_alone_and_together(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(scenarios.two_halves_of_the_job, str(tmp_path))
 
 
-def test_a_default_group_that_is_made_again_has_another_mesh(fresh_ranks: Ranks, tmp_path: Path) -> None:
+def test_makes_another_mesh_for_a_default_group_that_is_made_again(fresh_ranks: Ranks, tmp_path: Path) -> None:
     fresh_ranks.run(scenarios.another_job_in_the_same_processes, str(tmp_path))
 
 
@@ -83,7 +83,7 @@ def test_names_the_rank_that_is_lost_in_a_save_by_its_number_in_the_job(tmp_path
         assert "committed only if" in text
 
 
-def test_names_a_rank_that_cannot_stage_or_plan_by_its_number_in_the_job_and_saves_again(
+def test_names_a_rank_that_cannot_stage_or_plan_by_its_number_and_saves_again(
     four_ranks: Ranks, tmp_path: Path
 ) -> None:
     for rank, (*errors, last) in enumerate(four_ranks.run(scenarios.fail_in_a_half, str(tmp_path))):
@@ -146,7 +146,7 @@ def begin_a_manager(url: str) -> None:
     ],
 )
 @pytest.mark.parametrize("rank", [0, 3])
-def test_one_of_many_ranks_without_a_process_group_is_told_to_make_one(
+def test_tells_one_of_many_ranks_without_a_process_group_to_make_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, rank: int
 ) -> None:
     alone(monkeypatch, rank)
@@ -156,9 +156,7 @@ def test_one_of_many_ranks_without_a_process_group_is_told_to_make_one(
 
 
 @pytest.mark.parametrize("save", [dcp.save, dcp.async_save])
-def test_so_is_a_bare_writer_on_any_rank_but_0_which_may_mean_to_save_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
-) -> None:
+def test_tells_a_bare_writer_so_on_any_rank_but_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     alone(monkeypatch, 2)
     with pytest.raises(dcp.CheckpointException, match=r"init_process_group\(\)"):
         begun = save(state(), checkpoint_id=f"file://{tmp_path}/run", storage_writer=BucketWriter())
@@ -168,7 +166,7 @@ def test_so_is_a_bare_writer_on_any_rank_but_0_which_may_mean_to_save_alone(
     dcp.save(state(), checkpoint_id=f"file://{tmp_path}/run", storage_writer=BucketWriter(), no_dist=True)
 
 
-def test_a_rank_of_a_job_with_a_process_group_may_save_something_of_its_own(
+def test_lets_a_rank_of_a_job_with_a_process_group_save_something_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone(monkeypatch, 3)

@@ -16,7 +16,7 @@ def root(service: Service) -> str:
     return service.url("run")
 
 
-def test_a_save_without_collectives_is_read_by_as_many_ranks(
+def test_reads_a_save_without_collectives_on_as_many_ranks(
     two_ranks: Ranks, four_ranks: Ranks, service: Service, root: str
 ) -> None:
     two_ranks.run(scenarios.save_without_collectives, f"{root}/each", service.options)
@@ -26,6 +26,6 @@ def test_a_save_without_collectives_is_read_by_as_many_ranks(
     assert all("MismatchError" in kinds for kinds in answers)
 
 
-def test_loading_nothing_raises_the_reason_on_every_rank(two_ranks: Ranks, service: Service, root: str) -> None:
+def test_raises_the_reason_on_every_rank_that_loads_nothing(two_ranks: Ranks, service: Service, root: str) -> None:
     answers = two_ranks.run(scenarios.load_fails_everywhere, f"{root}/nothing", service.options)
     assert answers == [["CheckpointNotFoundError"] * 2] * 2

@@ -50,7 +50,7 @@ def download(service: Service, folder: Any, prefix: str) -> None:
         path.write_bytes(service.read(key))
 
 
-def test_everything_a_training_state_holds_is_loaded_by_our_reader_and_the_stock_one(
+def test_loads_a_whole_training_state_by_our_reader_and_the_stock_one(
     writer: BucketWriter, reader: BucketReader, service: Service, root: str, tmp_path: Any
 ) -> None:
     state = varied()
@@ -64,7 +64,7 @@ def test_everything_a_training_state_holds_is_loaded_by_our_reader_and_the_stock
     assert_same(target, state)
 
 
-def test_we_load_what_the_stock_writer_wrote(reader: BucketReader, service: Service, root: str, tmp_path: Any) -> None:
+def test_loads_what_the_stock_writer_wrote(reader: BucketReader, service: Service, root: str, tmp_path: Any) -> None:
     state = varied()
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
     for path in tmp_path.iterdir():
@@ -75,7 +75,7 @@ def test_we_load_what_the_stock_writer_wrote(reader: BucketReader, service: Serv
 
 
 @pytest.mark.parametrize("name", ["with space", "br[ack]ets", "st*ar", "a+b#c%d", "ünï/中"])
-def test_prefixes_with_special_characters_work(
+def test_accepts_prefixes_with_special_characters(
     writer: BucketWriter, reader: BucketReader, root: str, name: str
 ) -> None:
     state = {"w": torch.arange(10.0)}
@@ -86,7 +86,7 @@ def test_prefixes_with_special_characters_work(
 
 
 @pytest.mark.parametrize("name", ["moto", "gcs"])
-def test_a_prefix_with_an_empty_segment_is_kept_as_it_is(name: str, request: pytest.FixtureRequest) -> None:
+def test_keeps_a_prefix_with_an_empty_segment_as_it_is(name: str, request: pytest.FixtureRequest) -> None:
     # MinIO has no such keys; the services have.
     service = Service.on(request.getfixturevalue(name))
     url = service.url("dou//ble")
@@ -97,14 +97,14 @@ def test_a_prefix_with_an_empty_segment_is_kept_as_it_is(name: str, request: pyt
     assert target["w"].tolist() == [1.0] * 3
 
 
-def test_model_and_optimizer_lie_in_separate_objects(writer: BucketWriter, service: Service, root: str) -> None:
+def test_separates_model_and_optimizer_into_two_objects(writer: BucketWriter, service: Service, root: str) -> None:
     state = {"app": {"model": {"w": torch.ones(4)}, "optim": {"state": {"w": {"exp_avg": torch.ones(4)}}}}}
     dcp.save(state, checkpoint_id=f"{root}/g", storage_writer=writer, no_dist=True)
     groups = {key.rsplit("-", 2)[1] for key in service.listed() if key.endswith(".distcp")}
     assert groups == {"model", "optim"}
 
 
-def test_a_record_readable_without_torch_lies_beside_the_metadata(
+def test_writes_a_record_readable_without_torch_beside_the_metadata(
     writer: BucketWriter, service: Service, root: str
 ) -> None:
     dcp.save({"w": torch.ones(4)}, checkpoint_id=f"{root}/r", storage_writer=writer, no_dist=True)
@@ -117,7 +117,7 @@ def test_a_record_readable_without_torch_lies_beside_the_metadata(
     assert rebuilt.to_json() == body
 
 
-def test_ten_thousand_small_tensors_take_a_handful_of_requests(
+def test_takes_a_handful_of_requests_for_ten_thousand_small_tensors(
     writer: BucketWriter, root: str, service: Service
 ) -> None:
     state = {f"layer.{n}": torch.full((3,), float(n)) for n in range(10_000)}
@@ -133,7 +133,7 @@ def test_ten_thousand_small_tensors_take_a_handful_of_requests(
     assert len(events) <= 8
 
 
-def test_a_transform_works_both_ways(service: Service, root: str, tmp_path: Any) -> None:
+def test_applies_a_transform_both_ways(service: Service, root: str, tmp_path: Any) -> None:
     from torch.distributed.checkpoint._extension import ZStandard
 
     state = varied()
@@ -157,7 +157,7 @@ def test_a_transform_works_both_ways(service: Service, root: str, tmp_path: Any)
     assert_same(target, state)
 
 
-def test_a_transform_may_close_the_stream_that_it_wraps_twice(tmp_path: Any) -> None:
+def test_lets_a_transform_close_the_stream_that_it_wraps_twice(tmp_path: Any) -> None:
     class Buffered:
         def get_descriptor(self) -> str:
             return "buffered/1"
@@ -181,7 +181,7 @@ def test_a_transform_may_close_the_stream_that_it_wraps_twice(tmp_path: Any) -> 
     assert_same(target, state)
 
 
-def test_a_flipped_byte_is_found_and_named(
+def test_finds_and_names_a_flipped_byte(
     writer: BucketWriter, reader: BucketReader, service: Service, root: str
 ) -> None:
     dcp.save({"model": {"w": torch.ones(100_000)}}, checkpoint_id=f"{root}/x", storage_writer=writer, no_dist=True)
@@ -205,7 +205,7 @@ class Hostile:
         return print, ("this must never run",)
 
 
-def test_byte_items_that_could_run_code_are_refused_unless_trusted(
+def test_refuses_byte_items_that_could_run_code_unless_trusted(
     writer: BucketWriter,
     service: Service,
     root: str,
@@ -225,7 +225,7 @@ def test_byte_items_that_could_run_code_are_refused_unless_trusted(
     dcp.load({"bad": None}, checkpoint_id=f"{root}/h", storage_reader=reader, no_dist=True)
 
 
-def test_latest_checkpoint_passes_over_folders_without_a_commit(
+def test_ignores_folders_without_a_commit_in_latest_checkpoint(
     writer: BucketWriter, service: Service, root: str
 ) -> None:
     assert latest_checkpoint(root, storage_options=service.options) is None
@@ -235,7 +235,7 @@ def test_latest_checkpoint_passes_over_folders_without_a_commit(
     assert latest_checkpoint(root, storage_options=service.options) == f"{root}/step-300"
 
 
-def test_writer_and_reader_pickle_as_configuration_without_printing_secrets(service: Service, root: str) -> None:
+def test_pickles_writer_and_reader_as_configuration_without_secrets(service: Service, root: str) -> None:
     writer = service.writer(f"{root}/pickled")
     dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
     again = pickle.loads(pickle.dumps(writer))
@@ -252,7 +252,7 @@ class TakesNoMeta(DefaultSavePlanner):
 
 
 @pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
-def test_each_save_of_a_planner_without_storage_meta_has_objects_of_its_own(tmp_path: Path) -> None:
+def test_writes_objects_of_its_own_for_each_save_without_storage_meta(tmp_path: Path) -> None:
     writer = BucketWriter(f"file://{tmp_path}/run", progress=False)
     tokens = []
     for fill in (1.0, 2.0):
@@ -264,7 +264,7 @@ def test_each_save_of_a_planner_without_storage_meta_has_objects_of_its_own(tmp_
     assert tokens[0].isdisjoint(tokens[1])
 
 
-def test_metadata_names_nothing_of_ours_that_a_stock_unpickler_lacks(
+def test_names_nothing_of_ours_in_metadata_that_a_stock_unpickler_lacks(
     writer: BucketWriter, service: Service, root: str
 ) -> None:
     dcp.save(varied(), checkpoint_id=f"{root}/m", storage_writer=writer, no_dist=True)

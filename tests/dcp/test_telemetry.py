@@ -49,9 +49,7 @@ def spans_of_a_save(rank: int, world: int, root: str) -> dict[str, Any]:
         }
 
 
-def test_each_rank_has_a_span_with_its_steps_that_is_linked_with_the_coordinators(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_links_the_span_of_each_rank_with_the_coordinators(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(spans_of_a_save, str(tmp_path))
     assert all(each["trace"] and each["parent"] and each["status"] == "UNSET" for each in (first, second))
     assert first["below"] == [*STEPS, "bucketpoint.save.commit"]
@@ -64,7 +62,7 @@ def test_each_rank_has_a_span_with_its_steps_that_is_linked_with_the_coordinator
     assert "bucketpoint.checkpoint.committed" not in second["metrics"]
 
 
-def test_a_save_and_a_load_in_the_foreground_have_spans(tmp_path: Path) -> None:
+def test_makes_spans_of_a_save_and_a_load_in_the_foreground(tmp_path: Path) -> None:
     url = str(tmp_path / "step-1")
     with recorded() as found:
         dcp.save(STATE, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
@@ -76,7 +74,7 @@ def test_a_save_and_a_load_in_the_foreground_have_spans(tmp_path: Path) -> None:
         assert saved.end_time <= loaded.start_time
 
 
-def test_a_save_that_fails_has_a_span_with_its_error(tmp_path: Path) -> None:
+def test_makes_a_span_with_its_error_for_a_save_that_fails(tmp_path: Path) -> None:
     with recorded() as found:
         handle = bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1"), planner=FailingPlanner("upload"))
         assert handle.exception() is not None
@@ -88,7 +86,7 @@ def test_a_save_that_fails_has_a_span_with_its_error(tmp_path: Path) -> None:
         assert failures.attributes["error.type"] == span.attributes["error.type"] == "BucketpointError"
 
 
-def test_buckets_tell_short_times_and_large_objects_apart(tmp_path: Path) -> None:
+def test_separates_short_times_and_large_objects_by_buckets(tmp_path: Path) -> None:
     with recorded() as found:
         bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1")).result()
         metrics = found.metrics()
@@ -98,7 +96,7 @@ def test_buckets_tell_short_times_and_large_objects_apart(tmp_path: Path) -> Non
     assert bounds["bucketpoint.save.sent"][-1] == 4.0**21
 
 
-def test_a_save_that_failed_has_recorded_what_the_store_answered(minio: S3Server) -> None:
+def test_records_what_the_store_answered_to_a_failed_save(minio: S3Server) -> None:
     with recorded() as found, FaultProxy(minio.endpoint) as proxy:
         writer = BucketWriter(storage_options=minio.at(proxy.url).options)
         proxy.play(Script((Rule((Refuse(403, "AccessDenied"),), ("PutObject",)),)))
@@ -111,7 +109,7 @@ def test_a_save_that_failed_has_recorded_what_the_store_answered(minio: S3Server
     assert requests["put"] == proxy.counts.requests["PutObject"] > 0
 
 
-def test_every_metric_is_recorded_with_its_unit(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_every_metric_with_its_unit(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     run = f"s3://{minio.make_bucket()}/run"
     seen: dict[str, list[Any]] = {}
     with recorded() as found, FaultProxy(minio.endpoint) as proxy:
@@ -152,7 +150,7 @@ def test_every_metric_is_recorded_with_its_unit(minio: S3Server, monkeypatch: py
     assert 4000 < seen["bucketpoint.kept.size"][0].value == seen["bucketpoint.checkpoint.size"][0].value
 
 
-def test_the_page_names_every_metric_with_its_unit() -> None:
+def test_names_every_metric_with_its_unit_on_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(bucketpoint\.[a-z.]+)` \| (\w+) \| `([^`]+)` \|", page, re.MULTILINE)
     assert rows == [(name, metric.kind, metric.unit) for name, metric in telemetry.METRICS.items()]
@@ -164,7 +162,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("what", ["library", "span"])
-def test_errors_of_opentelemetry_fail_no_save(
+def test_fails_no_save_by_errors_of_opentelemetry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     with recorded():
@@ -191,7 +189,7 @@ def test_errors_of_opentelemetry_fail_no_save(
         ),
     ],
 )
-def test_spans_and_metrics_hold_no_credentials(url: str, shown: str) -> None:
+def test_holds_no_credentials_in_spans_and_metrics(url: str, shown: str) -> None:
     with recorded() as found:
         writer = BucketWriter(fs=fsspec.filesystem("memory"))
         bucketpoint.async_save(dict(STATE), url, storage_writer=writer, no_dist=True).exception()
@@ -207,7 +205,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_a_kept_handle_keeps_no_context_of_the_program(tmp_path: Path, failing: bool) -> None:
+def test_keeps_no_context_of_the_program_in_a_kept_handle(tmp_path: Path, failing: bool) -> None:
     value = Kept()
     alive = weakref.ref(value)
     with recorded():
@@ -222,7 +220,7 @@ def test_a_kept_handle_keeps_no_context_of_the_program(tmp_path: Path, failing: 
     assert handle.stats is not None
 
 
-def test_a_program_without_opentelemetry_gets_no_import_of_it(tmp_path: Path) -> None:
+def test_imports_no_opentelemetry_into_a_program_without_it(tmp_path: Path) -> None:
     program = (
         "import sys, torch, bucketpoint\n"
         "url = sys.argv[1]\n"

@@ -21,7 +21,7 @@ def failures(error: BaseException) -> list[Any]:
 
 
 @pytest.mark.parametrize("planner", [None, bp.SavePlanner()], ids=["DCP's planner", "SavePlanner"])
-def test_dcp_save_names_the_key_of_what_cannot_be_pickled(tmp_path: Path, planner: Any) -> None:
+def test_names_the_key_of_what_dcp_save_cannot_pickle(tmp_path: Path, planner: Any) -> None:
     state = {"w": torch.ones(2), "a": {"lock": threading.Lock()}}
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.save(state, checkpoint_id=tmp_path, storage_writer=bp.BucketWriter(), planner=planner, no_dist=True)
@@ -54,7 +54,7 @@ def test_names_the_remedy_for_each_misfit(
 
 
 @pytest.mark.parametrize("through", ["bucketpoint", "dcp"])
-def test_a_run_is_said_to_be_one_and_its_newest_checkpoint_is_named(tmp_path: Path, through: str) -> None:
+def test_says_that_a_run_is_one_and_names_its_newest_checkpoint(tmp_path: Path, through: str) -> None:
     for step in (9, 10):
         bp.save({"w": torch.ones(3)}, f"{tmp_path}/step-{step}")
     error: BaseException
@@ -73,7 +73,7 @@ def test_a_run_is_said_to_be_one_and_its_newest_checkpoint_is_named(tmp_path: Pa
     assert "interrupted" not in str(error)
 
 
-def test_tensors_on_the_meta_device_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_names_tensors_on_the_meta_device_with_what_to_do(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     bp.save({"model": model.state_dict()}, f"{tmp_path}/a")
     with torch.device("meta"):
@@ -87,7 +87,7 @@ def test_tensors_on_the_meta_device_are_named_with_what_to_do(tmp_path: Path) ->
 
 @pytest.mark.parametrize("through", ["bucketpoint", "dcp"])
 @pytest.mark.parametrize("damage", ["nothing there", "no metadata"])
-def test_a_failed_load_logs_no_tracebacks_of_dcp(
+def test_logs_no_tracebacks_of_dcp_for_a_failed_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, through: str, damage: str
 ) -> None:
     if damage == "no metadata":

@@ -45,7 +45,7 @@ def ignoring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("said", [{}, {"service": "minio"}], ids=["nothing said", "named"])
-def test_minio_is_known_and_fits(minio: S3Server, said: dict[str, Any]) -> None:
+def test_recognises_and_passes_minio(minio: S3Server, said: dict[str, Any]) -> None:
     store = store_of(minio, **said)
     finding = service(examine(store, "runs", probe_bytes=0))
     assert finding.status == "ok"
@@ -56,7 +56,7 @@ def test_minio_is_known_and_fits(minio: S3Server, said: dict[str, Any]) -> None:
 
 
 @pytest.mark.contract
-def test_versitygw_passes_every_check_as_what_it_is(versitygw: S3Server) -> None:
+def test_passes_every_check_on_versitygw_as_what_it_is(versitygw: S3Server) -> None:
     store = store_of(versitygw, service="versitygw")
     found = examine(store, "runs", probe_bytes=0)
     assert found.ok
@@ -71,14 +71,14 @@ def test_versitygw_passes_every_check_as_what_it_is(versitygw: S3Server) -> None
     assert "HTTP 501" in lifecycle.message
 
 
-def test_a_service_that_does_more_than_is_made_of_it_is_named(minio: S3Server) -> None:
+def test_names_the_service_where_options_name_one_that_does_less(minio: S3Server) -> None:
     finding = service(examine(store_of(minio, service="ceph"), "runs", probe_bytes=0))
     assert finding.status == "warn"
     assert finding.remedy == 'Say {"service": "minio"} in storage_options'
 
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
-def test_a_store_that_ignores_conditions_is_told_from_what_it_calls_itself(
+def test_tells_a_store_that_ignores_conditions_from_what_it_calls_itself(
     minio: S3Server, ignoring: list[str], header: str
 ) -> None:
     ignoring.append(header)
@@ -96,7 +96,7 @@ def test_a_store_that_ignores_conditions_is_told_from_what_it_calls_itself(
 
 
 @pytest.mark.parametrize("said", [{}, {"service": "minio"}], ids=["alone", "beside the service"])
-def test_an_option_that_denies_what_the_store_does_is_to_be_left_out(minio: S3Server, said: dict[str, Any]) -> None:
+def test_advises_to_leave_out_an_option_that_denies_what_the_store_does(minio: S3Server, said: dict[str, Any]) -> None:
     found = examine(store_of(minio, conditional_puts=False, **said), "runs", probe_bytes=0)
     assert service(found).status == "warn"
     assert service(found).remedy == 'Leave {"conditional_puts": false} out of storage_options'
@@ -104,7 +104,7 @@ def test_an_option_that_denies_what_the_store_does_is_to_be_left_out(minio: S3Se
     assert create_only.message.startswith("conditional_puts=false in storage_options")
 
 
-def test_without_the_right_to_list_uploads_the_service_is_still_told(minio: S3Server) -> None:
+def test_recognises_the_service_without_the_right_to_list_uploads(minio: S3Server) -> None:
     everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
     denied = {"Effect": "Deny", "Action": "s3:ListBucketMultipartUploads", "Resource": "arn:aws:s3:::*"}
     options = S3Options.from_storage_options(minio.limited_options(everything, denied))
@@ -123,7 +123,7 @@ ALLOWED = Answer(body=b"<DeleteResult/>")
     ("status", "code", "said"),
     [(501, "NotImplemented", "by SSEKMSKeyId"), (404, "kms:KeyNotFound", "Check the encryption key")],
 )
-def test_a_write_that_no_right_would_allow_is_told_with_its_own_remedy(status: int, code: str, said: str) -> None:
+def test_names_a_remedy_of_its_own_for_a_write_that_no_right_would_allow(status: int, code: str, said: str) -> None:
     def answer(request: Seen, number: int) -> Answer:
         return error(status, code) if request.method == "PUT" else ALLOWED
 
@@ -137,7 +137,7 @@ def test_a_write_that_no_right_would_allow_is_told_with_its_own_remedy(status: i
     assert "s3:PutObject" not in (put.remedy or "")
 
 
-def test_a_write_that_is_refused_over_plain_http_is_told_of_tls() -> None:
+def test_advises_tls_for_a_write_that_is_refused_over_plain_http() -> None:
     with scripted(lambda request, number: error(403, "AccessDenied") if request.method == "PUT" else ALLOWED) as server:
         options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
         found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
@@ -166,7 +166,7 @@ def test_a_write_that_is_refused_over_plain_http_is_told_of_tls() -> None:
     ],
     ids=["neither", "soft delete", "versioning", "versioning with a rule", "refused"],
 )
-def test_soft_delete_and_versioning_of_a_gcs_bucket_are_read(
+def test_reads_soft_delete_and_versioning_of_a_gcs_bucket(
     bucket: dict[str, Any] | None, soft: str, versions: str
 ) -> None:
     def answer(request: Seen, number: int) -> Answer:

@@ -57,7 +57,7 @@ def run(server: S3Server, command: list[str], **env: str) -> str:
     return done.stdout
 
 
-def test_the_kubernetes_job_may_do_no_more_than_it_must(manifest: dict[str, dict[str, Any]]) -> None:
+def test_gives_the_kubernetes_job_no_more_than_it_must_do(manifest: dict[str, dict[str, Any]]) -> None:
     assert set(manifest) == {"ServiceAccount", "ConfigMap", "CronJob"}
     job = manifest["CronJob"]["spec"]
     assert manifest["CronJob"]["apiVersion"] == "batch/v1"
@@ -92,7 +92,7 @@ def test_the_kubernetes_job_may_do_no_more_than_it_must(manifest: dict[str, dict
     assert Path(container["command"][-1]).name in manifest["ConfigMap"]["data"]
 
 
-def test_the_command_of_the_kubernetes_job_prunes_a_run(
+def test_prunes_a_run_by_the_command_of_the_kubernetes_job(
     manifest: dict[str, dict[str, Any]], minio: S3Server, root: str, tmp_path: Path
 ) -> None:
     (container,) = manifest["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
@@ -117,7 +117,7 @@ def test_the_command_of_the_kubernetes_job_prunes_a_run(
     assert left == [10_000, 11_000, 12_000, 13_000]
 
 
-def test_the_crontab_line_of_the_documentation_prunes_a_run(minio: S3Server, root: str, tmp_path: Path) -> None:
+def test_prunes_a_run_by_the_crontab_line_of_the_documentation(minio: S3Server, root: str, tmp_path: Path) -> None:
     text = (ROOT / "docs/retention.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```crontab\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (line,) = [line for line in block.splitlines() if not line.startswith("#")]

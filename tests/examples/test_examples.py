@@ -34,7 +34,7 @@ def run(service: Service, *command: str) -> str:
 
 
 @pytest.mark.parametrize("service", ["minio"], indirect=True)
-def test_the_async_save_recipe_saves_and_loads_on_two_ranks(service: Service) -> None:
+def test_saves_and_loads_on_two_ranks_with_the_async_save_recipe(service: Service) -> None:
     root = service.url("recipe")
 
     output = run(service, str(EXAMPLES / "async_save_recipe.py"), root)
@@ -45,7 +45,7 @@ def test_the_async_save_recipe_saves_and_loads_on_two_ranks(service: Service) ->
     assert commits == sorted(f"recipe/{half}/step{step}/.metadata" for half in ("first", "second") for step in range(5))
 
 
-def test_the_zero_overhead_recipe_saves_the_state_of_the_moment_it_was_asked_to(service: Service) -> None:
+def test_saves_the_state_of_the_moment_of_the_call_with_the_zero_overhead_recipe(service: Service) -> None:
     root = service.url("zero")
 
     output = run(service, str(EXAMPLES / "zero_overhead.py"), root, "--width", "256")

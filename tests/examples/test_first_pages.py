@@ -88,7 +88,7 @@ def snippets(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_snippets_of_the_first_pages_run_as_they_stand(minio: S3Server, tmp_path: Path, ranks: int) -> None:
+def test_runs_the_snippets_of_the_first_pages_as_they_stand(minio: S3Server, tmp_path: Path, ranks: int) -> None:
     buckets = {page: minio.make_bucket() for page in PAGES}
     pasted = {
         page: [
@@ -121,7 +121,7 @@ def test_the_snippets_of_the_first_pages_run_as_they_stand(minio: S3Server, tmp_
         assert commits >= set(steps), page
 
 
-def test_the_quick_start_works_in_a_local_folder_and_its_commands_show_the_save(
+def test_runs_the_quick_start_in_a_local_folder_and_its_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, root = "docs/quickstart.md", str(tmp_path / "run")

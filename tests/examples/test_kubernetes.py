@@ -85,7 +85,7 @@ def rendered(cloud: str) -> list[Object]:
 
 @pytest.mark.parametrize("cloud", ["base", "eks", "gke"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_takes_every_manifest(cloud: str, version: str) -> None:
+def test_accepts_every_manifest_in_kubernetes(cloud: str, version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     found = rendered(cloud) if cloud != "base" or shutil.which("kubectl") else manifests()
     assert len({(one["kind"], one["metadata"]["name"]) for one in found}) == len(found) >= 7
@@ -97,7 +97,7 @@ def test_kubernetes_takes_every_manifest(cloud: str, version: str) -> None:
     ("cloud", "annotation", "scheme"),
     [("eks", "eks.amazonaws.com/role-arn", "s3"), ("gke", "iam.gke.io/gcp-service-account", "gs")],
 )
-def test_each_cloud_has_an_identity_for_each_role_and_no_key(cloud: str, annotation: str, scheme: str) -> None:
+def test_gives_each_cloud_an_identity_for_each_role_and_no_key(cloud: str, annotation: str, scheme: str) -> None:
     found = rendered(cloud)
     accounts = {
         one["metadata"]["name"]: one["metadata"]["annotations"] for one in found if one["kind"] == "ServiceAccount"
@@ -114,7 +114,7 @@ def test_each_cloud_has_an_identity_for_each_role_and_no_key(cloud: str, annotat
     assert not re.search(r"secretKeyRef|ACCESS_KEY|PASSWORD", json.dumps(found))
 
 
-def test_every_reference_of_the_pods_leads_somewhere() -> None:
+def test_leads_every_reference_of_the_pods_somewhere() -> None:
     accounts = {one["metadata"]["name"] for one in manifests() if one["kind"] == "ServiceAccount"}
     generated = yaml.safe_load((MANIFESTS / "base/kustomization.yaml").read_text(encoding="utf-8"))
     (policy,) = generated["configMapGenerator"]
@@ -144,7 +144,7 @@ def test_every_reference_of_the_pods_leads_somewhere() -> None:
     assert env_of(pod_of(job))["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
-def test_the_pods_may_do_no_more_than_they_must() -> None:
+def test_gives_the_pods_no_more_rights_than_they_must_have() -> None:
     for pod in pods():
         spec = pod["spec"]
         (container,) = spec["containers"]
@@ -162,7 +162,7 @@ def test_the_pods_may_do_no_more_than_they_must() -> None:
         assert env_of(pod)["HOME"] in written
 
 
-def test_the_network_policies_select_the_pods_and_let_training_reach_itself() -> None:
+def test_selects_the_pods_by_network_policies_and_lets_training_reach_itself() -> None:
     policies = [one for one in manifests() if one["kind"] == "NetworkPolicy"]
     for pod in pods():
         labels = pod["metadata"]["labels"].items()
@@ -181,7 +181,7 @@ def test_the_network_policies_select_the_pods_and_let_training_reach_itself() ->
     assert {port["port"] for rule in store["egress"] for port in rule["ports"]} == {53, 443}
 
 
-def test_each_limit_of_time_is_longer_than_the_one_inside_it() -> None:
+def test_makes_each_limit_of_time_longer_than_the_one_inside_it() -> None:
     job = named("Job", "train")
     env = env_of(pod_of(job))
     torchrun_s = int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
@@ -195,7 +195,7 @@ def test_each_limit_of_time_is_longer_than_the_one_inside_it() -> None:
     assert rules[0]["onExitCodes"]["containerName"] == pod_of(job)["spec"]["containers"][0]["name"]
 
 
-def test_the_job_that_prunes_runs_the_command_that_is_tested_for_cron() -> None:
+def test_runs_in_the_pruning_job_the_command_that_is_tested_for_cron() -> None:
     with (ROOT / "examples/cron/kubernetes.yaml").open(encoding="utf-8") as file:
         (cron,) = [one for one in yaml.safe_load_all(file) if one["kind"] == "CronJob"]
     ours = named("CronJob", "bucketpoint-prune")
@@ -282,7 +282,7 @@ def stub(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("ends", "status"), [("0", 0), ("1", 1), ("told", STOPPED)])
-def test_a_pod_that_is_stopped_ends_with_another_status_than_one_that_fails(
+def test_ends_a_stopped_pod_with_another_status_than_a_failed_one(
     ends: str, status: int, tmp_path: Path, started: list[Pod]
 ) -> None:
     said = tmp_path / "said"
@@ -299,7 +299,7 @@ def test_a_pod_that_is_stopped_ends_with_another_status_than_one_that_fails(
 
 
 @pytest.mark.broad
-def test_the_pods_stop_together_and_go_on_with_those_that_are_left_until_another_joins(
+def test_stops_the_pods_together_and_resumes_with_those_left_until_one_joins(
     tmp_path: Path, started: list[Pod]
 ) -> None:
     run = {"BUCKETPOINT_ROOT": str(tmp_path), "RUN_NAME": "run", "NODES": "2", "STEPS": "1000000"}

@@ -75,7 +75,7 @@ def exposed(text: str) -> Iterator[tuple[str, set[str]]]:
         yield name, set(re.findall(r'(\w+)="', labels))
 
 
-def test_every_name_and_label_is_one_that_the_demo_exposes(
+def test_uses_only_names_and_labels_that_the_demo_exposes(
     minio: S3Server, tmp_path: Path, dashboard: dict[str, Any], rules: list[dict[str, Any]]
 ) -> None:
     log = tmp_path / "log"
@@ -90,14 +90,14 @@ def test_every_name_and_label_is_one_that_the_demo_exposes(
         assert labels_in(expression) <= set().union(*(found[name] for name in names_in(expression))), expression
 
 
-def test_every_metric_is_in_a_panel_or_an_alert(dashboard: dict[str, Any], rules: list[dict[str, Any]]) -> None:
+def test_uses_every_metric_in_a_panel_or_an_alert(dashboard: dict[str, Any], rules: list[dict[str, Any]]) -> None:
     used = set().union(*map(names_in, expressions(dashboard, rules)))
     names = names_of_the_readme()
     assert set(names) == set(METRICS)
     assert [metric for metric, exported in names.items() if not exported & used] == []
 
 
-def test_the_dashboard_has_a_data_source_and_runs_to_choose_and_places_its_panels_apart(
+def test_gives_the_dashboard_a_source_and_runs_and_places_its_panels_apart(
     dashboard: dict[str, Any],
 ) -> None:
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
@@ -133,7 +133,7 @@ def test_the_dashboard_has_a_data_source_and_runs_to_choose_and_places_its_panel
             assert all(selector.endswith('{bucketpoint_run=~"$run"}') for selector in selectors), selectors
 
 
-def test_each_alert_names_its_run_and_says_what_to_do(rules: list[dict[str, Any]]) -> None:
+def test_names_the_run_and_what_to_do_in_each_alert(rules: list[dict[str, Any]]) -> None:
     assert [rule["alert"] for rule in rules] == [
         "BucketpointNoCommit",
         "BucketpointSlowCommit",
@@ -148,7 +148,7 @@ def test_each_alert_names_its_run_and_says_what_to_do(rules: list[dict[str, Any]
         assert set(re.findall(r"\$labels\.(\w+)", text)) <= labels_in(rule["expr"])
 
 
-def test_prometheus_looks_for_the_demo_where_it_serves_its_metrics() -> None:
+def test_looks_by_prometheus_where_the_demo_serves_its_metrics() -> None:
     settings = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text(encoding="utf-8"))
     assert settings["rule_files"] == ["alerts.yml"]
     (job,) = settings["scrape_configs"]

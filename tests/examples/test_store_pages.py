@@ -50,7 +50,7 @@ def exported(page: str, heading: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", ["s3.md", "gcs.md"])
-def test_each_page_begins_with_what_to_install_and_the_same_ten_lines(page: str) -> None:
+def test_begins_each_page_with_what_to_install_and_the_same_ten_lines(page: str) -> None:
     shell = blocks(page, "bash")[0]
     above, _, _ = (DOCS / page).read_text(encoding="utf-8").partition(shell)
     assert "(quickstart.md#install)" in above
@@ -61,7 +61,7 @@ def test_each_page_begins_with_what_to_install_and_the_same_ten_lines(page: str)
 
 
 @pytest.mark.parametrize("region", ["us-east-1", "auto"], ids=["as on AWS", "as on R2"])
-def test_the_start_for_s3_runs(minio: S3Server, monkeypatch: pytest.MonkeyPatch, region: str) -> None:
+def test_runs_the_start_for_s3(minio: S3Server, monkeypatch: pytest.MonkeyPatch, region: str) -> None:
     bucket = minio.make_bucket()
     for name, value in {**minio.env, "AWS_REGION": region}.items():
         monkeypatch.setenv(name, value)
@@ -69,7 +69,7 @@ def test_the_start_for_s3_runs(minio: S3Server, monkeypatch: pytest.MonkeyPatch,
     assert COMMIT in minio.keys(bucket)
 
 
-def test_the_start_for_gcs_runs(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_the_start_for_gcs(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = gcs.make_bucket()
     for name, value in gcs.env.items():
         monkeypatch.setenv(name, value)
@@ -82,7 +82,7 @@ def defaulted(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
-def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
+def test_starts_by_the_compose_file_a_server_on_which_the_start_runs(
     bucketpoint_minio_binary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its command and environment, given to a server that is no container."""
@@ -118,7 +118,7 @@ def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
         assert COMMIT in running.keys(BUCKET)
 
 
-def test_the_lifecycle_rule_for_s3_is_one_that_doctor_is_content_with(moto: S3Server) -> None:
+def test_satisfies_doctor_by_the_lifecycle_rule_for_s3(moto: S3Server) -> None:
     bucket = moto.make_bucket()
     client = moto.client()
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
@@ -146,7 +146,7 @@ def told(able: Capabilities) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*s3_services.SERVICES, "another S3 endpoint"])
-def test_the_table_says_of_each_s3_service_what_the_store_says(name: str) -> None:
+def test_says_of_each_s3_service_in_the_table_what_the_store_says(name: str) -> None:
     options: dict[str, Any] = {"endpoint_url": "https://s3.example", "key": "k", "secret": "s"}
     if name in s3_services.SERVICES:
         options["service"] = name
@@ -154,7 +154,7 @@ def test_the_table_says_of_each_s3_service_what_the_store_says(name: str) -> Non
     assert guarantees()[name][:6] == told(store.capabilities)
 
 
-def test_the_table_says_of_the_others_what_the_store_says(tmp_path: Path) -> None:
+def test_says_of_the_others_in_the_table_what_the_store_says(tmp_path: Path) -> None:
     assert guarantees()["gs://"][:6] == told(GCSStore("bucket").capabilities)
     folder = [cell.partition(",")[0] for cell in guarantees()["a folder"][:6]]
     assert folder == told(LocalStore(str(tmp_path)).capabilities)

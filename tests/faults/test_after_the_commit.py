@@ -23,7 +23,7 @@ THE_RECORD = Rule((Kill((), acted=False),), kinds=("PutObject",), keys="*/steps/
 
 @pytest.mark.contract
 @pytest.mark.parametrize("dies_at", [THE_COMMIT, THE_CLEAN_UP, THE_RECORD], ids=["commit", "clean-up", "record"])
-def test_what_an_overwrite_replaced_is_swept_though_its_save_died(
+def test_sweeps_what_an_overwrite_replaced_though_its_save_died(
     server: Server, proxy: FaultProxy, dies_at: Rule
 ) -> None:
     place = Place(server, server.make_bucket("after"), "run", 1)

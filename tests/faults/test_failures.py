@@ -56,7 +56,7 @@ def error_of(action: Callable[[], None]) -> BaseException | None:
 @pytest.mark.contract
 @pytest.mark.parametrize("server", ["minio", "gcs"], indirect=True)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-def test_an_exception_at_each_item_leaves_what_was_there(
+def test_leaves_what_was_there_after_an_exception_at_each_item(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, over: bool
 ) -> None:
     bucket = server.make_bucket("items")
@@ -87,7 +87,7 @@ def save_failing(rank: int, world: int, place: Place, failing: int, number: int)
 
 
 @pytest.mark.parametrize("over", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fresh", "over an old one"])
-def test_an_exception_at_each_item_of_each_of_four_ranks_is_raised_by_all(
+def test_raises_an_exception_at_each_item_of_each_of_four_ranks_on_all(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, four_ranks: Ranks, over: bool
 ) -> None:
     bucket = server.make_bucket("items")
@@ -154,7 +154,7 @@ def check(
 @slow_on_gcs
 @pytest.mark.parametrize("afflicted", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("affliction", [fail, die], ids=lambda one: one.__name__)
-def test_one_rank_of_four_fails_or_dies(
+def test_survives_failure_or_death_of_one_rank_of_four(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, affliction: Any, afflicted: int
 ) -> None:
     place = Place(server, server.make_bucket("ranks"), "run", 4)
@@ -171,7 +171,7 @@ def test_one_rank_of_four_fails_or_dies(
 
 
 @slow_on_gcs
-def test_a_store_that_stalls_one_rank_keeps_no_other_waiting(
+def test_keeps_no_other_rank_waiting_if_a_store_stalls_one(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally
 ) -> None:
     place = Place(server, server.make_bucket("stalled"), "run", 4)

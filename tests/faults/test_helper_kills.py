@@ -30,9 +30,7 @@ def helper_of(writer: BucketWriter) -> int:
 
 @slow_on_gcs
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-def test_a_save_whose_helper_is_killed_after_each_request_succeeds(
-    server: Server, proxy: FaultProxy, over: bool
-) -> None:
+def test_saves_though_its_helper_is_killed_after_each_request(server: Server, proxy: FaultProxy, over: bool) -> None:
     bucket = server.make_bucket("helper")
     died = requests = 0
     # The first save is not disturbed. Requests of the trainer are counted too: the helper then dies with nothing to do.

@@ -106,7 +106,7 @@ class Matrix:
 @executors
 @bases
 @slow_on_gcs
-def test_one_rank_is_killed_after_each_request(
+def test_kills_one_rank_after_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
 ) -> None:
     matrix = Matrix(server, proxy, bucketpoint_tally, 1, executor, over)
@@ -117,7 +117,7 @@ def test_one_rank_is_killed_after_each_request(
 
 @pytest.mark.parametrize("some", [True, False], ids=["some", "each"])
 @slow_on_gcs
-def test_a_rank_that_has_objects_copied_is_killed_after_some_requests(
+def test_kills_a_rank_that_has_objects_copied_after_some_requests(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, some: bool
 ) -> None:
     matrix = Matrix(server, proxy, bucketpoint_tally, 1, "COPY", over=True)
@@ -132,7 +132,7 @@ def test_a_rank_that_has_objects_copied_is_killed_after_some_requests(
 @pytest.mark.parametrize("executor", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.slow)])
 @bases
 @slow_on_gcs
-def test_four_ranks_are_killed_after_some_requests(
+def test_kills_four_ranks_after_some_requests(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
 ) -> None:
     matrix = Matrix(server, proxy, bucketpoint_tally, 4, executor, over)
@@ -146,7 +146,7 @@ def test_four_ranks_are_killed_after_some_requests(
 @executors
 @bases
 @slow_on_gcs
-def test_four_ranks_are_killed_after_each_request(
+def test_kills_four_ranks_after_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
 ) -> None:
     matrix = Matrix(server, proxy, bucketpoint_tally, 4, executor, over)

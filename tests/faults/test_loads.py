@@ -184,7 +184,7 @@ def assert_all_raise(found: list[Outcome], *kinds: type[BaseException], where: s
 
 @pytest.mark.contract
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.name}-{getattr(fault, 'at', '')}")
-def test_a_load_survives_a_fault_at_each_request(loads: Loads, bucketpoint_tally: Tally, fault: Fault) -> None:
+def test_loads_through_a_fault_at_each_request(loads: Loads, bucketpoint_tally: Tally, fault: Fault) -> None:
     number = 0
     while True:
         found = loads.load(always(fault, skip=number, times=1))
@@ -199,7 +199,7 @@ def test_a_load_survives_a_fault_at_each_request(loads: Loads, bucketpoint_tally
 
 @pytest.mark.contract
 @pytest.mark.parametrize("at", [0.1, 0.6])
-def test_a_flipped_bit_at_each_request_is_never_a_value(loads: Loads, bucketpoint_tally: Tally, at: float) -> None:
+def test_takes_no_flipped_bit_at_each_request_for_a_value(loads: Loads, bucketpoint_tally: Tally, at: float) -> None:
     count = loads.requests()
     for number in range(count):
         found = loads.load(always(FlipReply(at), skip=number, times=1))
@@ -218,7 +218,7 @@ def test_a_flipped_bit_at_each_request_is_never_a_value(loads: Loads, bucketpoin
 
 
 @pytest.mark.contract
-def test_credentials_that_expire_at_each_request_are_told_to_every_rank(loads: Loads, bucketpoint_tally: Tally) -> None:
+def test_tells_every_rank_of_credentials_that_expire_at_each_request(loads: Loads, bucketpoint_tally: Tally) -> None:
     for number in range(loads.requests()):
         found = loads.load(always(ExpireCredentials(), skip=number, times=1))
         where = f"expired at request {number + 1}, {loads.struck()}"
@@ -227,7 +227,7 @@ def test_credentials_that_expire_at_each_request_are_told_to_every_rank(loads: L
 
 
 @pytest.mark.contract
-def test_an_answer_of_before_an_overwrite_at_each_request_is_no_mix(
+def test_mixes_no_answer_of_before_an_overwrite_at_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally
 ) -> None:
     """A cache between the store and the job that nobody tells of the overwrite."""
@@ -267,7 +267,7 @@ def test_an_answer_of_before_an_overwrite_at_each_request_is_no_mix(
     ],
     ids=["500", "cut", "flipped", "403", "404", "412"],
 )
-def test_a_range_that_is_bad_for_good_makes_every_rank_raise(
+def test_raises_on_every_rank_for_a_range_that_is_bad_for_good(
     loads: Loads, bucketpoint_tally: Tally, fault: Fault, kinds: tuple[type[BaseException], ...]
 ) -> None:
     for skip in (0, 2):
@@ -279,7 +279,7 @@ def test_a_range_that_is_bad_for_good_makes_every_rank_raise(
 
 
 @pytest.mark.contract
-def test_an_object_that_was_replaced_makes_every_rank_raise(
+def test_raises_on_every_rank_for_an_object_that_was_replaced(
     server: Server, proxy: FaultProxy, request: pytest.FixtureRequest
 ) -> None:
     service = Service.on(server)

@@ -52,7 +52,7 @@ CASES = [
     ("over", "copies"), [(False, False), (True, False), (True, True)], ids=["fresh", "over an old one", "with copies"]
 )
 @pytest.mark.parametrize(("server", "fault"), CASES, indirect=["server"])
-def test_a_save_survives_a_fault_at_each_request(
+def test_saves_through_a_fault_at_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, fault: Fault, over: bool, copies: bool
 ) -> None:
     bucket = server.make_bucket("lost")
@@ -87,7 +87,7 @@ def test_a_save_survives_a_fault_at_each_request(
     assert number >= (1 if isinstance(fault, (ErrorInBody, CutRequest)) else 8)
 
 
-def test_a_save_whose_credentials_expire_in_the_middle_commits_nothing(server: Server, proxy: FaultProxy) -> None:
+def test_commits_nothing_if_credentials_expire_in_the_middle(server: Server, proxy: FaultProxy) -> None:
     place = Place(server, server.make_bucket("expired"), "run", 1)
     place.save(OLD)
     # The second object of the data, or the second part of it.

@@ -25,14 +25,14 @@ folders = st.sampled_from(["step-5", "step-00000005", "runs/a/5", "epoch=1-step=
 
 
 @given(st.lists(texts, min_size=1, max_size=6))
-def test_a_name_is_taken_apart_into_what_it_was_made_of(parts: list[str]) -> None:
+def test_takes_a_name_apart_into_what_it_was_made_of(parts: list[str]) -> None:
     name = encode(parts)
     assert decode(name) == parts or len(name) > 1024
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_")
 
 
 @given(steps, st.integers(0, 10**13 - 1), tokens, st.sampled_from(["full", "weights"]), folders, st.integers(0, 10**18))
-def test_a_commits_key_says_all_that_a_plan_needs(
+def test_says_in_a_commits_key_all_that_a_plan_needs(
     step: int, created: int, token: str, kind: str, folder: str, size: int
 ) -> None:
     key = CommitKey(step, created / 1000, token, kind, "0123abcd", folder, {"model": size, "ema": 3, "other": 4})
@@ -44,7 +44,7 @@ def test_a_commits_key_says_all_that_a_plan_needs(
 
 
 @given(steps, steps)
-def test_keys_sort_by_step(one: int, other: int) -> None:
+def test_sorts_keys_by_step(one: int, other: int) -> None:
     names = [CommitKey(step, 0, "0" * 12, "full", "0" * 8, "f").name() for step in (one, other)]
     assert (names[0] < names[1]) == (one < other)
 
@@ -68,7 +68,7 @@ def test_keys_sort_by_step(one: int, other: int) -> None:
         ("epoch=1-step={step}", "epoch=1-step=9", 9),
     ],
 )
-def test_a_folder_belongs_to_a_run_only_if_all_of_its_name_fits(template: str, folder: str, step: int | None) -> None:
+def test_gives_a_folder_to_a_run_only_if_all_of_its_name_fits(template: str, folder: str, step: int | None) -> None:
     assert StepTemplate(template).step_of(folder) == step
 
 
@@ -76,16 +76,16 @@ def test_a_folder_belongs_to_a_run_only_if_all_of_its_name_fits(template: str, f
     "template",
     ["", "step", "{step}-{step}", "{epoch}", "/{step}", "../{step}", "{step!r}", "{step:x}", "{", "a{step}/b"],
 )
-def test_a_template_that_names_no_folders_is_refused(template: str) -> None:
+def test_refuses_a_template_that_names_no_folders(template: str) -> None:
     with pytest.raises(InvalidURLError):
         StepTemplate(template)
 
 
-def test_padded_folders_are_made_as_the_template_says() -> None:
+def test_makes_padded_folders_as_the_template_says() -> None:
     assert StepTemplate("step-{step:08d}").folder(12) == "step-00000012"
 
 
-def test_the_longest_key_fits_a_file_name() -> None:
+def test_fits_the_longest_key_into_a_file_name() -> None:
     template = StepTemplate("a" * 40 + "{step}")
     groups = {"model": 10**15, "optim": 10**15, "other": 10**15}
     key = CommitKey(10**16 - 1, 9e9, "f" * 12, "emergency", "f" * 8, template.folder(10**16 - 1), groups)
@@ -107,12 +107,12 @@ def test_the_longest_key_fits_a_file_name() -> None:
         "_C3",
     ],
 )
-def test_what_is_no_record_and_no_intent_is_left_alone(name: str) -> None:
+def test_ignores_what_is_no_record_and_no_intent(name: str) -> None:
     assert CommitKey.parse(name) is None
     assert AttemptKey.parse(name) is None
 
 
-def test_intents_uploads_and_notes_read_back() -> None:
+def test_reads_intents_uploads_and_notes_back() -> None:
     attempt = AttemptKey(5, "0123456789ab", "runs/a/step-5")
     assert AttemptKey.parse(attempt.name()) == attempt
     upload = UploadKey(5, "0123456789ab", 1023, "step-5")

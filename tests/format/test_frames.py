@@ -57,14 +57,14 @@ def raw(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.untyped_storage().tolist())
 
 
-def test_the_list_of_dtypes_has_those_that_matter() -> None:
+def test_lists_the_dtypes_that_matter() -> None:
     names = {str(dtype).removeprefix("torch.") for dtype in DTYPES}
     assert {"bfloat16", "float8_e4m3fn", "float8_e5m2", "complex32", "complex128", "uint64", "bool", "int4"} <= names
 
 
 @pytest.mark.filterwarnings("ignore")
 @given(dtype=dtypes, shape=shapes)
-def test_torch_load_gives_the_tensor_that_was_framed(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_gives_the_framed_tensor_by_torch_load(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     whole, payload = framed(dtype, shape)
     loaded = torch.load(io.BytesIO(whole), weights_only=True)
     assert type(loaded) is torch.Tensor
@@ -75,30 +75,30 @@ def test_torch_load_gives_the_tensor_that_was_framed(dtype: torch.dtype, shape: 
 
 
 @given(dtype=dtypes, shape=st.lists(st.integers(0, 70000), max_size=3).map(tuple))
-def test_frames_in_a_row_keep_every_payload_aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_keeps_every_payload_of_frames_in_a_row_aligned(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     frame = tensor_frame(dtype, shape)
     assert frame.payload_offset % ALIGNMENT == 0
     assert frame.nbytes % ALIGNMENT == 0
     assert frame.nbytes == len(frame.header) + frame.payload_nbytes + len(frame.trailer)
 
 
-def test_a_frame_costs_less_than_torchs_own() -> None:
+def test_costs_less_for_a_frame_than_torchs_own() -> None:
     frame = tensor_frame(torch.float32, (10,))
     assert frame.nbytes < len(saved(torch.zeros(10)))
 
 
-def test_a_frame_is_made_once_for_all_tensors_of_a_shape() -> None:
+def test_makes_one_frame_for_all_tensors_of_a_shape() -> None:
     assert tensor_frame(torch.float32, (3, 4)) is tensor_frame(torch.float32, torch.Size((3, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
-def test_a_dtype_that_cannot_be_rebuilt_is_refused(dtype: torch.dtype) -> None:
+def test_refuses_a_dtype_that_cannot_be_rebuilt(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError):
         tensor_frame(dtype, (1,))
 
 
 @pytest.mark.parametrize("below", [0, 1, 2, 329, 400, 700, 1100, -1, -(1 << 30) - 5])
-def test_frames_beyond_4_gib_load_and_are_zip64(tmp_path: Path, below: int) -> None:
+def test_loads_frames_beyond_4_gib_that_are_zip64(tmp_path: Path, below: int) -> None:
     nbytes = (1 << 32) - below
     frame = tensor_frame(torch.uint8, (nbytes,))
     path = tmp_path / "sparse"
@@ -118,7 +118,7 @@ def test_frames_beyond_4_gib_load_and_are_zip64(tmp_path: Path, below: int) -> N
     assert found == ProbedFrame(frame.payload_offset, nbytes, torch.uint8, (nbytes,), (1,), 0)
 
 
-def test_stock_filesystem_reader_loads_files_assembled_from_frames(tmp_path: Path) -> None:
+def test_loads_files_assembled_from_frames_by_stock_filesystem_reader(tmp_path: Path) -> None:
     state = {
         "weight": torch.randn(4, 6).to(torch.bfloat16),
         "moment": torch.randn(3, 5),
@@ -145,7 +145,7 @@ def test_stock_filesystem_reader_loads_files_assembled_from_frames(tmp_path: Pat
         assert torch.equal(target[name], tensor)
 
 
-def test_plain_tensors_and_parameters_are_frameable() -> None:
+def test_frames_plain_tensors_and_parameters() -> None:
     assert frameable(torch.ones(3))
     assert frameable(torch.nn.Parameter(torch.ones(3)))
     assert frameable(torch.ones(3, 4).t())
@@ -171,12 +171,12 @@ class Subclass(torch.Tensor):
     ],
     ids=["conj", "neg", "sparse", "csr", "meta", "subclass", "zero tensor"],
 )
-def test_anything_else_is_left_to_torch_save(make: Callable[[], torch.Tensor]) -> None:
+def test_leaves_anything_else_to_torch_save(make: Callable[[], torch.Tensor]) -> None:
     assert not frameable(make())
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantised_tensor_is_left_to_torch_save() -> None:
+def test_leaves_a_quantised_tensor_to_torch_save() -> None:
     try:
         quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8)
     except RuntimeError:  # an engine that this build lacks
@@ -185,7 +185,7 @@ def test_a_quantised_tensor_is_left_to_torch_save() -> None:
 
 
 @given(dtype=dtypes, shape=shapes)
-def test_a_probe_of_our_frame_finds_its_payload(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_finds_the_payload_of_our_frame_by_a_probe(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     frame = tensor_frame(dtype, shape)
     expected = ProbedFrame(frame.payload_offset, frame.payload_nbytes, dtype, shape, contiguous_strides(shape), 0)
     assert probe_frame(framed(dtype, shape)[0]) == expected
@@ -194,7 +194,7 @@ def test_a_probe_of_our_frame_finds_its_payload(dtype: torch.dtype, shape: tuple
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("dtype", SAVED_BY_TORCH, ids=str)
-def test_a_probe_of_torchs_frame_finds_its_payload(dtype: torch.dtype, protocol: int) -> None:
+def test_finds_the_payload_of_torchs_frame_by_a_probe(dtype: torch.dtype, protocol: int) -> None:
     shape = (3, 4)
     tensor = torch.zeros(12 * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(shape)
     whole = saved(tensor, pickle_protocol=protocol)
@@ -211,7 +211,7 @@ def test_a_probe_of_torchs_frame_finds_its_payload(dtype: torch.dtype, protocol:
     order=st.randoms(use_true_random=False),
     offset=st.integers(0, 3),
 )
-def test_a_probe_tells_how_a_view_lies_in_its_storage(size: list[int], order: Any, offset: int) -> None:
+def test_tells_by_a_probe_how_a_view_lies_in_its_storage(size: list[int], order: Any, offset: int) -> None:
     base = torch.arange(offset + torch.Size(size).numel(), dtype=torch.int32)
     dims = list(range(len(size)))
     order.shuffle(dims)
@@ -224,7 +224,7 @@ def test_a_probe_tells_how_a_view_lies_in_its_storage(size: list[int], order: An
     assert torch.equal(rebuilt, view)
 
 
-def test_a_probe_sees_through_parameters_and_channels_last() -> None:
+def test_sees_through_parameters_and_channels_last_by_a_probe() -> None:
     parameter = probe_frame(saved(torch.nn.Parameter(torch.ones(2, 3))))
     assert parameter is not None
     assert parameter.shape == (2, 3)
@@ -252,16 +252,16 @@ def test_a_probe_sees_through_parameters_and_channels_last() -> None:
     ],
     ids=["conj", "two", "subclass", "sparse", "legacy", "dict", "number", "pickle", "truncated", "empty", "magic"],
 )
-def test_what_is_not_one_plain_tensor_is_not_probed(whole: bytes) -> None:
+def test_probes_nothing_but_one_plain_tensor(whole: bytes) -> None:
     assert probe_frame(whole) is None
 
 
-def test_a_frame_of_a_big_endian_machine_is_not_probed() -> None:
+def test_refuses_to_probe_a_frame_of_a_big_endian_machine() -> None:
     whole = saved(torch.ones(3))
     assert probe_frame(whole.replace(b"little", b"big\0\0\0")) is None
 
 
-def test_a_tensor_that_claims_more_than_its_storage_is_not_probed() -> None:
+def test_refuses_to_probe_a_tensor_that_claims_more_than_its_storage() -> None:
     # BININT1 4, BININT1 5, TUPLE2 is the size; its storage has twenty elements.
     whole = saved(torch.ones(4, 5))
     assert whole.count(b"K\x04K\x05\x86") == 1
@@ -272,7 +272,7 @@ FOREIGN = saved(torch.ones(4, 5))[: PROBE_BYTES // 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, len(FOREIGN) - 1), st.integers(0, 255)), min_size=1, max_size=8))
-def test_a_probe_of_a_damaged_frame_never_fails_and_never_claims_the_impossible(damage: list[tuple[int, int]]) -> None:
+def test_claims_nothing_impossible_of_a_damaged_frame_and_never_fails(damage: list[tuple[int, int]]) -> None:
     head = bytearray(FOREIGN)
     for position, value in damage:
         head[position] = value

@@ -28,22 +28,22 @@ from bucketpoint.format.groups import DEFAULT_RULES, GroupRule, group_of
         ("module.optimizer_gate.weight", "model"),
     ],
 )
-def test_weights_and_optimizer_state_are_told_apart_by_the_first_known_segment(fqn: str, group: str) -> None:
+def test_separates_weights_and_optimizer_state_by_the_first_known_segment(fqn: str, group: str) -> None:
     assert group_of(fqn, DEFAULT_RULES) == group
 
 
 @pytest.mark.parametrize("fqn", ["dataloader.0", "train_state", "rng_state", "dataloader_rank_3.state", "whatever"])
-def test_bytes_that_no_rule_knows_are_other(fqn: str) -> None:
+def test_calls_bytes_that_no_rule_knows_other(fqn: str) -> None:
     assert group_of(fqn, tensor=False) == "other"
 
 
-def test_rules_are_the_users_to_choose_and_the_earlier_one_wins() -> None:
+def test_lets_the_user_choose_rules_of_which_the_earlier_wins() -> None:
     rules = (GroupRule("ema", ["ema"]), GroupRule("rest", {"ema", "teacher"}))
     assert group_of("state.ema.layers.0.weight", rules) == "ema"
     assert group_of("state.teacher.ema.weight", rules) == "rest"
     assert group_of("optim.state.weight", rules) == "model"
 
 
-def test_a_segment_is_matched_whole() -> None:
+def test_matches_a_segment_whole() -> None:
     assert group_of("remodel.optimum.weight", tensor=False) == "other"
     assert group_of("optimizer_gate.bias") == "model"

@@ -100,7 +100,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("module", ["torch", "torch.distributed", "bucketpoint", "bucketpoint.format.keys"])
-def test_the_reader_has_neither_torch_nor_bucketpoint(module: str) -> None:
+def test_needs_neither_torch_nor_bucketpoint(module: str) -> None:
     done = alone("--import", module)
     assert done.returncode != 0
     assert "is blocked" in done.stderr
@@ -109,7 +109,7 @@ def test_the_reader_has_neither_torch_nor_bucketpoint(module: str) -> None:
 
 @pytest.mark.parametrize("service", ["moto", "minio"], indirect=True)
 @pytest.mark.parametrize("indexed", [False, True], ids=["metadata", "index"])
-def test_it_loads_what_four_ranks_saved_to_s3(service: Service, ranks: Ranks, indexed: bool) -> None:
+def test_loads_what_four_ranks_saved_to_s3(service: Service, ranks: Ranks, indexed: bool) -> None:
     url = service.url("run/step-1")
     told = ranks.run(save_sharded, url, service.options, indexed)
     expected = {name: value for mine in told for name, value in mine.items()}
@@ -118,7 +118,7 @@ def test_it_loads_what_four_ranks_saved_to_s3(service: Service, ranks: Ranks, in
     assert read_alone(url, service.env) == expected
 
 
-def test_it_takes_the_index_of_a_large_checkpoint_and_can_do_without(tmp_path: Path) -> None:
+def test_reads_the_index_of_a_large_checkpoint_or_does_without(tmp_path: Path) -> None:
     state = {"model": {f"layer{number}": filled((number % 5, 3), torch.float16) for number in range(770)}, "step": 3}
     save(state, tmp_path)
     expected, metadata = flat(state), tmp_path / ".metadata"
@@ -145,7 +145,7 @@ def test_it_takes_the_index_of_a_large_checkpoint_and_can_do_without(tmp_path: P
     block=st.sampled_from([7, 100, 1 << 20]),
     slice_bytes=st.sampled_from([16, 200, 1 << 16]),
 )
-def test_it_loads_any_layout_of_any_tensors(
+def test_loads_any_layout_of_any_tensors(
     which: tuple[list[Case], int, int], stock: bool, indexed: bool, block: int, slice_bytes: int
 ) -> None:
     tensors, world, _ = which
@@ -169,14 +169,14 @@ def test_it_loads_any_layout_of_any_tensors(
         assert read_here(folder) == flat(wholes)
 
 
-def test_it_loads_what_torch_wrote(tmp_path: Path) -> None:
+def test_loads_what_torch_wrote(tmp_path: Path) -> None:
     state = plain_state()
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     assert read_here(tmp_path) == flat(state)
 
 
 @given(data=st.binary(max_size=300))
-def test_its_checksum_is_crc32c(data: bytes) -> None:
+def test_computes_crc32c(data: bytes) -> None:
     assert independent_reader.crc32c(data) == checksums.crc32c(data)
 
 
@@ -187,7 +187,7 @@ progressions = st.builds(
 
 
 @given(parts=st.lists(st.one_of(progressions, st.lists(numbers, max_size=5)), max_size=6))
-def test_it_reads_any_columns_of_an_index(parts: list[list[int]]) -> None:
+def test_reads_any_columns_of_an_index(parts: list[list[int]]) -> None:
     every, counts = (
         torch.tensor([*itertools.chain(*parts)], dtype=torch.int64),
         torch.tensor([*map(len, parts)], dtype=torch.int64),
@@ -198,7 +198,7 @@ def test_it_reads_any_columns_of_an_index(parts: list[list[int]]) -> None:
     assert not stored.read()
 
 
-def test_a_flipped_byte_of_any_item_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_flipped_byte_of_any_item(tmp_path: Path) -> None:
     save({"model": {"w": filled((8, 6), torch.bfloat16), "v": filled((3,), torch.int64)}, "step": 3}, tmp_path)
     items = [read_item(info) for info in read_metadata((tmp_path / ".metadata").read_bytes()).storage_data.values()]
     assert len(items) == 3
@@ -212,7 +212,7 @@ def test_a_flipped_byte_of_any_item_is_refused(tmp_path: Path) -> None:
     independent_reader.load(str(tmp_path))
 
 
-def test_a_tensor_with_a_missing_chunk_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_tensor_with_a_missing_chunk(tmp_path: Path) -> None:
     save({"model": {"w": filled((8, 6), torch.bfloat16)}}, tmp_path)
     path = tmp_path / ".metadata"
     metadata = decode_metadata(path.read_bytes())
@@ -222,7 +222,7 @@ def test_a_tensor_with_a_missing_chunk_is_refused(tmp_path: Path) -> None:
         independent_reader.load(str(tmp_path))
 
 
-def test_a_truncated_object_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_truncated_object(tmp_path: Path) -> None:
     save({"model": {"w": filled((8, 6), torch.bfloat16)}}, tmp_path)
     (path,) = tmp_path.glob("data/*/*")
     start = next(iter(read_metadata((tmp_path / ".metadata").read_bytes()).storage_data.values())).bp_po
@@ -231,7 +231,7 @@ def test_a_truncated_object_is_refused(tmp_path: Path) -> None:
         independent_reader.load(str(tmp_path))
 
 
-def test_it_runs_no_pickle(tmp_path: Path) -> None:
+def test_runs_no_pickle(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
 
     class Hostile:
@@ -249,7 +249,7 @@ def test_it_runs_no_pickle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("items", [1, 800], ids=["metadata", "index"])
-def test_a_newer_format_is_refused_by_both_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int) -> None:
+def test_refuses_a_newer_format_by_both_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int) -> None:
     with monkeypatch.context() as newer:
         newer.setattr("bucketpoint.format.metadata.codec.FORMAT_VERSION", facts.FORMAT_VERSION + 1)
         save({"model": {f"w{number}": torch.ones(1) for number in range(items)}}, tmp_path)
@@ -260,7 +260,7 @@ def test_a_newer_format_is_refused_by_both_readers(tmp_path: Path, monkeypatch: 
         bucketpoint.load(str(tmp_path))
 
 
-def test_both_readers_skip_what_later_versions_may_add(tmp_path: Path) -> None:
+def test_skips_what_later_versions_may_add_by_both_readers(tmp_path: Path) -> None:
     state = plain_state()
     save(state, tmp_path)
     path, later = tmp_path / ".metadata", {"of": ["a later", "version"]}
@@ -278,7 +278,7 @@ def test_both_readers_skip_what_later_versions_may_add(tmp_path: Path) -> None:
     assert CommitRecord.from_json(record.read_bytes()).version == 1
 
 
-def test_an_item_that_names_an_object_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_refuses_an_item_that_names_an_object_elsewhere(tmp_path: Path) -> None:
     save({"model": {"w": torch.ones(3)}}, tmp_path / "c")
     (path,) = (tmp_path / "c").glob("data/*/*")
     shutil.copy(path, tmp_path / "outside")

@@ -14,7 +14,7 @@ numbers = st.integers(0, 1 << 40)
 
 
 @given(rank=numbers, group=groups, n=numbers)
-def test_a_data_path_tells_what_it_was_made_of(rank: int, group: str, n: int) -> None:
+def test_tells_by_a_data_path_what_it_was_made_of(rank: int, group: str, n: int) -> None:
     token = keys.new_token()
     path = keys.data_path(token, rank, group, n)
     assert keys.parse_data_path(path) == (token, rank, group, n)
@@ -22,18 +22,18 @@ def test_a_data_path_tells_what_it_was_made_of(rank: int, group: str, n: int) ->
 
 
 @given(rank=numbers, group=groups, n=numbers)
-def test_the_folder_of_an_object_is_the_same_over_saves(rank: int, group: str, n: int) -> None:
+def test_keeps_the_folder_of_an_object_over_saves(rank: int, group: str, n: int) -> None:
     first, second = (keys.data_path(keys.new_token(), rank, group, n) for _ in range(2))
     assert first != second
     assert first.split("/")[:2] == second.split("/")[:2]
 
 
-def test_the_objects_of_one_save_spread_over_many_folders() -> None:
+def test_spreads_the_objects_of_one_save_over_many_folders() -> None:
     token = keys.new_token()
     assert len({keys.data_path(token, rank, "model", 0)[:7] for rank in range(512)}) > 100
 
 
-def test_tokens_do_not_repeat_when_a_training_run_seeds_its_random_numbers() -> None:
+def test_repeats_no_token_when_a_training_run_seeds_its_random_numbers() -> None:
     import random
 
     tokens = set()
@@ -55,17 +55,17 @@ def test_tokens_do_not_repeat_when_a_training_run_seeds_its_random_numbers() -> 
         "",
     ],
 )
-def test_other_paths_are_nobodys_data_path(path: str) -> None:
+def test_treats_other_paths_as_nobodys_data_path(path: str) -> None:
     assert keys.parse_data_path(path) is None
 
 
 @pytest.mark.parametrize("group", ["", "a/b", "..//", "a-b", "ä"])
-def test_a_group_that_would_break_the_path_is_refused(group: str) -> None:
+def test_refuses_a_group_that_would_break_the_path(group: str) -> None:
     with pytest.raises(ValueError):
         keys.data_path(keys.new_token(), 0, group, 0)
 
 
-def test_rank_metadata_has_the_name_that_stock_readers_look_for() -> None:
+def test_names_rank_metadata_as_stock_readers_look_for_it() -> None:
     assert keys.rank_metadata(3) == "__3.metadata"
     assert keys.METADATA == ".metadata"
 
@@ -89,7 +89,7 @@ def test_rank_metadata_has_the_name_that_stock_readers_look_for() -> None:
         "a\ud800",
     ],
 )
-def test_a_path_that_leaves_the_checkpoint_is_refused(relative: str) -> None:
+def test_refuses_a_path_that_leaves_the_checkpoint(relative: str) -> None:
     with pytest.raises(UnsafeDataError):
         keys.join("run/step", relative)
     with pytest.raises(UnsafeDataError):
@@ -103,12 +103,12 @@ def test_a_path_that_leaves_the_checkpoint_is_refused(relative: str) -> None:
         *(".bucketpoint.json", "a/.Bucketpoint.json", "_bucketpoint/run.json", "x/_bucketpoint/steps/y"),
     ],
 )
-def test_what_is_no_data_is_not_deleted_as_such(path: str) -> None:
+def test_refuses_to_delete_as_data_what_is_none(path: str) -> None:
     assert not keys.may_be_data(path)
     assert keys.may_be_data(f"data/00/{path.replace('/', '-')}.distcp")
 
 
 @pytest.mark.parametrize("relative", ["__0_0.distcp", "a b/ü#%+.distcp", "a..b/c", "shard//x", "...", "1/x:y"])
-def test_a_path_within_the_checkpoint_is_left_as_it_is(relative: str) -> None:
+def test_leaves_a_path_within_the_checkpoint_as_it_is(relative: str) -> None:
     assert keys.join("run [1]/*", relative) == f"run [1]/*/{relative}"
     assert keys.join("", relative) == relative

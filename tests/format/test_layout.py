@@ -47,7 +47,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 @given(slices())
-def test_the_runs_in_order_are_the_slice(case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]) -> None:
+def test_makes_the_slice_of_the_runs_in_order(case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]) -> None:
     tensor, offsets, lengths = case
     runs = runs_of(tensor, offsets, lengths)
     storage = raw(tensor)
@@ -63,7 +63,7 @@ def test_the_runs_in_order_are_the_slice(case: tuple[torch.Tensor, tuple[int, ..
 
 
 @given(slices())
-def test_the_covering_range_viewed_with_the_strides_is_the_slice(
+def test_makes_the_slice_of_the_covering_range_viewed_with_the_strides(
     case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]],
 ) -> None:
     tensor, offsets, lengths = case
@@ -76,7 +76,7 @@ def test_the_covering_range_viewed_with_the_strides_is_the_slice(
 
 
 @given(slices(), st.integers(0, 200))
-def test_coalesced_runs_cover_the_runs_and_their_gaps_are_wide(
+def test_covers_the_runs_by_coalesced_ones_with_wide_gaps(
     case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]], gap: int
 ) -> None:
     tensor, offsets, lengths = case
@@ -90,7 +90,7 @@ def test_coalesced_runs_cover_the_runs_and_their_gaps_are_wide(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_rows_of_a_contiguous_tensor_are_one_run(shape: list[int], data: Any) -> None:
+def test_makes_one_run_of_rows_of_a_contiguous_tensor(shape: list[int], data: Any) -> None:
     first = data.draw(st.integers(0, shape[0] - 1))
     count = data.draw(st.integers(1, shape[0] - first))
     row = torch.Size(shape[1:]).numel() * 4
@@ -99,7 +99,7 @@ def test_rows_of_a_contiguous_tensor_are_one_run(shape: list[int], data: Any) ->
     assert runs.count == 1
 
 
-def test_a_column_slice_of_a_million_rows_is_one_small_object() -> None:
+def test_makes_one_small_object_of_a_column_slice_of_a_million_rows() -> None:
     runs = slice_runs((1_000_000, 4096), (0, 1024), (1_000_000, 1024), 2)
     assert runs == Runs(2048, 2048, ((1_000_000, 8192),))
     assert runs.count == 1_000_000
@@ -107,23 +107,23 @@ def test_a_column_slice_of_a_million_rows_is_one_small_object() -> None:
     assert runs.span == 999_999 * 8192 + 2048
 
 
-def test_sizes_beyond_32_bits_are_plain_arithmetic() -> None:
+def test_computes_sizes_beyond_32_bits_by_plain_arithmetic() -> None:
     runs = slice_runs((1 << 20, 1 << 20), (1 << 19, 0), (1 << 19, 1 << 20), 8)
     assert runs == Runs(1 << 42, 1 << 42)
 
 
-def test_an_empty_slice_has_no_runs() -> None:
+def test_makes_no_runs_of_an_empty_slice() -> None:
     runs = slice_runs((3, 4), (1, 2), (0, 2), 4)
     assert (runs.count, runs.nbytes, runs.span, list(runs.starts())) == (0, 0, 0, [])
 
 
-def test_a_scalar_is_one_element() -> None:
+def test_treats_a_scalar_as_one_element() -> None:
     assert slice_runs((), (), (), 8, storage_offset=3) == Runs(24, 8)
 
 
 @pytest.mark.parametrize(
     ("offsets", "lengths"), [((0,), (1,)), ((-1, 0), (1, 1)), ((0, 3), (1, 2)), ((0, 0), (4, 1)), ((0, 0), (-1, 1))]
 )
-def test_a_slice_outside_the_shape_is_refused(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+def test_refuses_a_slice_outside_the_shape(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         slice_runs((3, 4), offsets, lengths, 4)

@@ -43,23 +43,23 @@ records = st.builds(
 
 
 @given(records)
-def test_a_record_reads_back_as_it_was_written(record: CommitRecord) -> None:
+def test_reads_a_record_back_as_it_was_written(record: CommitRecord) -> None:
     assert CommitRecord.from_json(record.to_json()) == record
 
 
-def test_metrics_that_are_not_finite_are_plain_json() -> None:
+def test_writes_metrics_that_are_not_finite_as_plain_json() -> None:
     record = CommitRecord(metrics={"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1.5})
     content = json.loads(record.to_json(), parse_constant=pytest.fail)
     assert content["metrics"] == {"a": "nan", "b": "inf", "c": "-inf", "d": 1.5}
     assert repr(CommitRecord.from_json(record.to_json()).metrics) == repr(record.metrics)
 
 
-def test_fields_that_this_bucketpoint_does_not_know_are_left_out() -> None:
+def test_drops_fields_that_this_bucketpoint_does_not_know() -> None:
     data = json.dumps({"version": 1, "bytes": 5, "colour": "blue", "changes": {"since": None, "parts": {}}}).encode()
     assert CommitRecord.from_json(data) == CommitRecord(bytes=5)
 
 
-def test_a_record_of_a_higher_version_is_refused_since_its_fields_may_mean_something_else() -> None:
+def test_refuses_a_record_of_a_higher_version() -> None:
     with pytest.raises(NewerFormatError, match="version 2") as raised:
         CommitRecord.from_json(b'{"version": 2, "bytes": 5}', url="s3://bucket/run")
     assert raised.value.url == "s3://bucket/run"
@@ -100,7 +100,7 @@ def test_a_record_of_a_higher_version_is_refused_since_its_fields_may_mean_somet
     ],
     ids=str,
 )
-def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
+def test_refuses_wrong_types(change: dict[str, Any]) -> None:
     with pytest.raises(MetadataError):
         CommitRecord.from_json(json.dumps({"version": 1, **change}).encode())
 
@@ -108,12 +108,12 @@ def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b"3", b"\xff", b"{", b"[" * 100_000, b'{"version": 1}' + b" " * (2 << 20)]
 )
-def test_what_is_no_record_is_refused(data: bytes) -> None:
+def test_refuses_what_is_no_record(data: bytes) -> None:
     with pytest.raises(MetadataError):
         CommitRecord.from_json(data)
 
 
-def test_the_module_itself_needs_no_torch() -> None:
+def test_needs_no_torch_for_the_module_itself() -> None:
     code = (
         "import importlib.util, sys, types\n"
         "package = types.ModuleType('bucketpoint'); package.__path__ = [sys.argv[1]]\n"
@@ -127,13 +127,13 @@ def test_the_module_itself_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("change", [{"bytes": 6}, {"step": None}, {"unknown": 1}, {"metrics": {"loss": 0.25}}], ids=str)
-def test_a_record_that_is_not_the_one_that_was_written_is_damaged(change: dict[str, Any]) -> None:
+def test_finds_damage_in_a_record_that_is_not_the_one_that_was_written(change: dict[str, Any]) -> None:
     content = json.loads(CommitRecord(bytes=5, step=3, metrics={"loss": 0.5}).to_json())
     with pytest.raises(MetadataError, match="damaged"):
         CommitRecord.from_json(json.dumps({**content, **change}).encode())
 
 
-def test_the_checksum_of_a_record_is_of_what_it_says_and_not_of_how() -> None:
+def test_sums_what_a_record_says_and_not_how() -> None:
     record = CommitRecord(bytes=5, metrics={"loss": math.nan, "lr": 1e-4})
     content = json.loads(record.to_json())
     assert CommitRecord.from_json(json.dumps(content, indent=2).encode()).to_json() == record.to_json()

@@ -32,7 +32,7 @@ crcs = st.integers(0, (1 << 32) - 1)
     payload=st.integers(0, 1 << 40),
     crc=crcs,
 )
-def test_an_item_reads_back_as_it_was_written_after_a_stock_pickle(offset: int, payload: int, crc: int) -> None:
+def test_reads_an_item_back_as_it_was_written_after_a_stock_pickle(offset: int, payload: int, crc: int) -> None:
     info = make_storage_info(
         "data/00/x.distcp", offset, payload + 704, payload_offset=384, payload_nbytes=payload, crc32c=crc,
         block_nbytes=payload,
@@ -46,7 +46,7 @@ def test_an_item_reads_back_as_it_was_written_after_a_stock_pickle(offset: int, 
 
 
 @given(nbytes=st.integers(2, 1 << 40), data=st.data())
-def test_an_item_says_where_the_table_of_its_blocks_lies(nbytes: int, data: Any) -> None:
+def test_says_in_an_item_where_the_table_of_its_blocks_lies(nbytes: int, data: Any) -> None:
     smallest = -(-nbytes // (16 << 20))
     block, table = data.draw(st.integers(smallest, nbytes - 1)), data.draw(st.integers(0, 1 << 50))
     info = make_storage_info(
@@ -62,19 +62,19 @@ def test_an_item_says_where_the_table_of_its_blocks_lies(nbytes: int, data: Any)
     assert read_item(info).block_crcs == (9,)
 
 
-def test_an_item_of_a_foreign_writer_has_none_for_what_it_lacks() -> None:
+def test_leaves_empty_what_an_item_of_a_foreign_writer_lacks() -> None:
     assert read_item(_StorageInfo("__0_0.distcp", 5, 100)) == ItemInfo("__0_0.distcp", 5, 100)
     transformed = _StorageInfo("__0_0.distcp", 5, 100, ["stream.zstd"])
     assert read_item(transformed).transform_descriptors == ("stream.zstd",)
 
 
-def test_an_item_without_a_payload_is_checked_as_a_whole() -> None:
+def test_checks_an_item_without_a_payload_as_a_whole() -> None:
     info = read_item(make_storage_info("x", 0, 100, crc32c=7, transform_descriptors=["stream.zstd"]))
     assert (info.payload_offset, info.crc32c, info.block_nbytes, info.block_crcs) == (None, 7, 100, (7,))
     assert (info.checked_offset, info.checked_nbytes) == (0, 100)
 
 
-def test_items_are_small_in_the_pickle() -> None:
+def test_keeps_items_small_in_the_pickle() -> None:
     def info(number: int) -> Any:
         return make_storage_info(
             "x", number, 1344, payload_offset=384, payload_nbytes=640, crc32c=number, block_nbytes=640
@@ -102,7 +102,7 @@ TABLED = make_storage_info(
         {"bp_pn": 1 << 50, "length": 1 << 51},
     ],
 )
-def test_a_damaged_place_of_a_table_is_refused(change: dict[str, Any]) -> None:
+def test_refuses_a_damaged_place_of_a_table(change: dict[str, Any]) -> None:
     damaged = copy.copy(TABLED)
     for name, value in change.items():
         setattr(damaged, name, value)
@@ -138,19 +138,19 @@ GOOD = make_storage_info("x", 0, 1000, payload_offset=384, payload_nbytes=600, c
     ],
     ids=str,
 )
-def test_values_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+def test_refuses_values_that_do_not_fit(change: dict[str, Any]) -> None:
     info = _StorageInfo("x", 0, 1000)
     vars(info).update({**vars(GOOD), **change})
     with pytest.raises(MetadataError):
         read_item(info)
 
 
-def test_any_other_class_is_refused() -> None:
+def test_refuses_any_other_class() -> None:
     with pytest.raises(MetadataError, match="dict"):
         read_item({"relative_path": "x", "offset": 0, "length": 1})
 
 
-def test_facts_of_the_object_are_taken_off_before_the_commit() -> None:
+def test_takes_facts_of_the_object_off_before_the_commit() -> None:
     info = make_storage_info("x", 0, 100)
     before = dict(vars(info))
     set_object_facts(info, size=100, etag="abc")
@@ -161,7 +161,7 @@ def test_facts_of_the_object_are_taken_off_before_the_commit() -> None:
 
 
 @given(nbytes=st.integers(0, 1 << 42), row=st.integers(0, 1 << 30))
-def test_blocks_are_few_and_of_a_moderate_size(nbytes: int, row: int) -> None:
+def test_makes_few_blocks_of_a_moderate_size(nbytes: int, row: int) -> None:
     assume(row <= nbytes)
     block = plan_blocks(nbytes, row)
     if nbytes <= SINGLE_BLOCK_NBYTES:
@@ -173,7 +173,7 @@ def test_blocks_are_few_and_of_a_moderate_size(nbytes: int, row: int) -> None:
 
 
 @given(row=st.integers(1, 1 << 24), exponent=st.integers(3, 20), odd=st.sampled_from([1, 3, 5, 7]))
-def test_halves_quarters_and_eighths_of_the_rows_begin_at_block_borders(row: int, exponent: int, odd: int) -> None:
+def test_begins_halves_quarters_and_eighths_of_the_rows_at_block_borders(row: int, exponent: int, odd: int) -> None:
     rows = odd << exponent
     nbytes = rows * row
     # Below 2 MiB there are fewer than eight blocks; rows of odd length can be too large to be one block each.
@@ -184,12 +184,12 @@ def test_halves_quarters_and_eighths_of_the_rows_begin_at_block_borders(row: int
 
 
 @given(rows=st.integers(1, 64), row=st.integers(1, 1 << 12).map(lambda n: n * 64 * KIB))
-def test_every_row_that_is_larger_than_a_block_begins_at_a_block_border(rows: int, row: int) -> None:
+def test_begins_every_row_that_is_larger_than_a_block_at_a_block_border(rows: int, row: int) -> None:
     assume(row >= 8 * MIB)
     assert row % plan_blocks(rows * row, row) == 0
 
 
-def test_a_slice_at_any_row_of_an_odd_table_reads_little_in_excess() -> None:
+def test_reads_little_in_excess_for_a_slice_at_any_row_of_an_odd_table() -> None:
     rows, row = 50257, 768 * 4
     block = plan_blocks(rows * row, row)
     quarter = -(-rows // 4) * row

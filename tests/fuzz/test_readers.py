@@ -27,7 +27,7 @@ INPUTS = int(os.environ.get("BUCKETPOINT_FUZZ") or 5000)
 SEED = int(os.environ.get("BUCKETPOINT_FUZZ_SEED") or 1)
 
 
-def test_every_seed_is_read_as_it_is() -> None:
+def test_reads_every_seed_as_it_is() -> None:
     """All but those that are there because they did harm."""
     for name, target in TARGETS.items():
         if name in ("urls", "catalog keys", "paths"):
@@ -38,7 +38,7 @@ def test_every_seed_is_read_as_it_is() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="processes are limited and measured on Linux")
-def test_no_input_does_more_than_raise_an_error_of_ours(bucketpoint_tally: Tally) -> None:
+def test_raises_an_error_of_ours_at_worst_for_any_input(bucketpoint_tally: Tally) -> None:
     shares = sum(target.share for target in TARGETS.values())
     report = run({name: max(int(INPUTS * one.share / shares), 20) for name, one in TARGETS.items()}, seed=SEED)
     for name, tried in report.tried.items():
@@ -53,31 +53,31 @@ def test_no_input_does_more_than_raise_an_error_of_ours(bucketpoint_tally: Tally
 @pytest.mark.parametrize(
     "data", [b"[" * 100_000, b'{"expires": ' + b"9" * 4000 + b"}", b'{"expires": "soon"}', b'{"holder": 5}'], ids=len
 )
-def test_a_note_that_is_none_is_nobodys(data: bytes) -> None:
+def test_finds_no_holder_in_a_note_that_is_none(data: bytes) -> None:
     """JSON that is too deep is a RecursionError, and a number that is too large for a float an OverflowError."""
     read_note(data)
     assert lock._holder(data) is None
     assert state.state_of(data) == state.BEGUN
 
 
-def test_a_template_with_half_a_surrogate_pair_is_refused() -> None:
+def test_refuses_a_template_with_half_a_surrogate_pair() -> None:
     with pytest.raises(InvalidURLError):
         StepTemplate("\udcf3step-{step}")
 
 
-def test_a_url_with_a_zero_byte_is_refused() -> None:
+def test_refuses_a_url_with_a_zero_byte() -> None:
     """Of a home folder it is a ValueError."""
     with pytest.raises(InvalidURLError):
         read_url(b"~\0me/x")
 
 
 @pytest.mark.parametrize("data", [b"R", b"0.", b"\x80\x02K\x05Q."], ids=repr)
-def test_pickles_at_which_torchs_own_unpickler_stumbles_are_no_tensors(data: bytes) -> None:
+def test_finds_no_tensors_in_pickles_at_which_torchs_own_unpickler_stumbles(data: bytes) -> None:
     with pytest.raises(BucketpointError):
         decode_item(memoryview(bytearray(data)), whole(data), None, key="k")
 
 
-def test_an_archive_whose_storage_is_longer_than_its_pickle_says_is_refused_before_torch_meets_it() -> None:
+def test_refuses_an_archive_with_longer_storage_than_stated_before_torch_meets_it() -> None:
     saved, longer = io.BytesIO(), io.BytesIO()
     torch.save({"w": torch.arange(4, dtype=torch.uint8)}, saved)
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(longer, "w", zipfile.ZIP_STORED) as new:

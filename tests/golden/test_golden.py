@@ -43,13 +43,13 @@ def independently(*arguments: object) -> dict[str, Any]:
     return said
 
 
-def test_each_form_is_there() -> None:
+def test_has_each_form() -> None:
     forms = {form.partition("/")[0] for version, form in EXPECTED if version == "0.1"}
     assert forms == {"plain", "zstd", "index", "ranks", "ranks-index", "no-collectives", "run"}
 
 
 @pytest.mark.parametrize(("version", "form"), WHOLE)
-def test_bucketpoint_loads_what_was_saved(version: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_what_was_saved(version: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A first request that is smaller than `.metadata`: otherwise nothing is left that an index would save.
     monkeypatch.setattr(index_ref, "HEAD_BYTES", 600)
     url = str(HERE / version / form)
@@ -60,7 +60,7 @@ def test_bucketpoint_loads_what_was_saved(version: str, form: str, monkeypatch: 
     assert isinstance(entries, Entries) == form.endswith("index")
 
 
-def test_integer_keys_and_state_of_ranks_are_as_they_were() -> None:
+def test_restores_integer_keys_and_state_of_ranks_as_they_were() -> None:
     state = bucketpoint.load(str(HERE / "0.1" / "plain"))
     assert list(state["optim"]["state"]) == [0, 1]
     assert type(state["ordered"]["a"]) is int
@@ -69,7 +69,7 @@ def test_integer_keys_and_state_of_ranks_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(("version", "form"), WHOLE)
-def test_every_byte_is_verified(version: str, form: str) -> None:
+def test_verifies_every_byte(version: str, form: str) -> None:
     report = verify(open_checkpoint(str(HERE / version / form)))
     assert report.ok, report.damage
     # The tables of digests of the three objects of a run, which have no checksum.
@@ -77,7 +77,7 @@ def test_every_byte_is_verified(version: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(("version", "form"), EXPECTED)
-def test_the_independent_reader_loads_what_was_saved(version: str, form: str) -> None:
+def test_loads_what_was_saved_by_the_independent_reader(version: str, form: str) -> None:
     folder, _, rank = form.partition("/__")
     said = independently(HERE / version / folder, *([f"__{rank}.metadata"] if rank else []))
     if form == "zstd":
@@ -86,7 +86,7 @@ def test_the_independent_reader_loads_what_was_saved(version: str, form: str) ->
         assert said == {"state": EXPECTED[version, form]}
 
 
-def test_a_checkpoint_without_collectives_is_refused_by_another_number_of_ranks(
+def test_refuses_other_ranks_for_a_checkpoint_without_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = str(HERE / "0.1" / "no-collectives")
@@ -97,7 +97,7 @@ def test_a_checkpoint_without_collectives_is_refused_by_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_deletion_marker_is_no_checkpoint(version: str) -> None:
+def test_takes_no_deletion_marker_for_a_checkpoint(version: str) -> None:
     url = HERE / version / "deleted"
     with pytest.raises(CheckpointDeletedError, match="a policy"):
         bucketpoint.load(str(url))
@@ -105,7 +105,7 @@ def test_a_deletion_marker_is_no_checkpoint(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_run_goes_on_from_its_catalog(version: str, moto: S3Server) -> None:
+def test_continues_a_run_from_its_catalog(version: str, moto: S3Server) -> None:
     bucket, folder = moto.make_bucket(), HERE / version / "run"
     for path in folder.rglob("*"):
         if path.is_file():

@@ -43,7 +43,7 @@ def train(root: str, report: Path, world: int, server: S3Server, **env: str) -> 
     [((4, 2), {}), ((2, 2), {"DROPOUT": "0.5"}), ((4, 2), {"FSDP": "2"})],
     ids=["ddp", "dropout", "fsdp2"],
 )
-def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(
+def test_resumes_after_a_kill_in_a_save_as_if_nothing_had_happened(
     worlds: tuple[int, int], env: dict[str, str], minio: S3Server, tmp_path: Path
 ) -> None:
     bucket = minio.make_bucket()
@@ -96,7 +96,7 @@ def trainer(folder: Path, *, model: Any = None, made: Any = OnBucket, **options:
     return made(model or small_model(), arguments, train_dataset=data, eval_dataset=data[:8], **given)
 
 
-def test_the_limit_and_the_best_model_become_a_policy_and_are_exported(tmp_path: Path) -> None:
+def test_makes_a_policy_of_limit_and_best_model_and_exports_them(tmp_path: Path) -> None:
     told: list[bucketpoint.CommitInfo] = []
     made = trainer(
         tmp_path,
@@ -123,7 +123,7 @@ def test_the_limit_and_the_best_model_become_a_policy_and_are_exported(tmp_path:
     assert all(torch.equal(value, expected[name]) for name, value in again.named_parameters())
 
 
-def test_a_url_names_the_checkpoint_to_resume(tmp_path: Path) -> None:
+def test_takes_the_checkpoint_to_resume_from_a_url(tmp_path: Path) -> None:
     trainer(tmp_path).train()
     with CheckpointManager(tmp_path / "run", policy=RetentionPolicy(Keep(latest=9))) as manager:
         assert manager.steps() == [2, 4, 6]
@@ -134,13 +134,13 @@ def test_a_url_names_the_checkpoint_to_resume(tmp_path: Path) -> None:
     assert [each["step"] for each in longer.state.log_history if "train_runtime" in each][-1] == 8
 
 
-def test_a_run_without_checkpoints_begins_from_scratch(tmp_path: Path) -> None:
+def test_begins_from_scratch_in_a_run_without_checkpoints(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.train(resume_from_checkpoint=True)
     assert made.state.global_step == 6
 
 
-def test_a_folder_of_the_trainers_own_is_resumed_and_stays(tmp_path: Path) -> None:
+def test_resumes_from_a_folder_of_the_trainers_own_and_leaves_it(tmp_path: Path) -> None:
     trainer(tmp_path, made=Trainer).train()
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
     made = trainer(tmp_path, max_steps=8, **best)
@@ -163,7 +163,7 @@ class Stops(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_after_an_interrupt_training_goes_on_from_the_last_save(tmp_path: Path) -> None:
+def test_resumes_from_the_last_save_after_an_interrupt(tmp_path: Path) -> None:
     made = trainer(tmp_path, callbacks=[Stops()])
     with pytest.raises(KeyboardInterrupt):
         made.train()
@@ -171,7 +171,7 @@ def test_after_an_interrupt_training_goes_on_from_the_last_save(tmp_path: Path) 
     assert (made.begun, made.state.global_step) == (4, 6)
 
 
-def test_a_second_run_is_refused_before_it_trains(tmp_path: Path) -> None:
+def test_refuses_a_second_run_before_it_trains(tmp_path: Path) -> None:
     trainer(tmp_path).train()
     again = trainer(tmp_path)
     with pytest.raises(bucketpoint.CheckpointExistsError, match="up to step 6"):
@@ -179,7 +179,7 @@ def test_a_second_run_is_refused_before_it_trains(tmp_path: Path) -> None:
     assert again.state.global_step == 0
 
 
-def test_a_run_goes_back_to_a_named_checkpoint(tmp_path: Path) -> None:
+def test_returns_a_run_to_a_named_checkpoint(tmp_path: Path) -> None:
     trainer(tmp_path).train()
     back = trainer(tmp_path, max_steps=5)
     back.train(resume_from_checkpoint=tmp_path / "run" / "step-2")
@@ -188,7 +188,7 @@ def test_a_run_goes_back_to_a_named_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["optim", "model"])
-def test_a_damaged_checkpoint_is_passed_over(kind: str, tmp_path: Path) -> None:
+def test_passes_over_a_damaged_checkpoint(kind: str, tmp_path: Path) -> None:
     trainer(tmp_path).train()
     (found,) = (tmp_path / "run" / "step-6").rglob(f"*-{kind}-0.distcp")
     found.unlink()
@@ -216,7 +216,7 @@ class ScoredOwn(Scores, Trainer):
     """A trainer with checkpoints in folders."""
 
 
-def test_the_best_model_may_be_in_a_folder_of_the_trainers_own(tmp_path: Path) -> None:
+def test_finds_the_best_model_in_a_folder_of_the_trainers_own(tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score"}
     own = trainer(tmp_path, made=ScoredOwn, **best)
     own.train()
@@ -228,7 +228,7 @@ def test_the_best_model_may_be_in_a_folder_of_the_trainers_own(tmp_path: Path) -
     assert all(torch.equal(one, two) for one, two in pairs)
 
 
-def test_the_best_step_need_not_have_been_saved(tmp_path: Path) -> None:
+def test_accepts_a_best_step_that_was_not_saved(tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score"}
     for steps in (8, 12):
         made = trainer(tmp_path, made=Scored, save_steps=4, max_steps=steps, **best)
@@ -237,7 +237,7 @@ def test_the_best_step_need_not_have_been_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [[], [Best("eval_loss", "max")]], ids=["another metric", "another mode"])
-def test_a_policy_has_to_keep_the_best_model(kept: list[Best], tmp_path: Path) -> None:
+def test_refuses_a_policy_that_does_not_keep_the_best_model(kept: list[Best], tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     with pytest.raises(bucketpoint.BucketpointError, match=r"best checkpoint by eval_loss, min .*Add the metric"):
         trainer(tmp_path, policy=RetentionPolicy(Keep(latest=1, best=kept)), **best).train()
@@ -269,7 +269,7 @@ BY_SCORE = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": 
     ],
     ids=lambda each: each.get("save_strategy", "steps") if isinstance(each, dict) else "",
 )
-def test_sigterm_saves_and_ends_training_if_the_policy_says_so(
+def test_saves_and_ends_training_by_sigterm_if_the_policy_says_so(
     options: dict[str, Any], steps: list[int], tmp_path: Path
 ) -> None:
     # When to save is up to the trainer but for signals.
@@ -284,7 +284,7 @@ def test_sigterm_saves_and_ends_training_if_the_policy_says_so(
     assert (again.begun, again.state.global_step) == (4, 6)
 
 
-def test_a_checkpoint_of_the_model_only_is_exported_and_not_resumed(tmp_path: Path) -> None:
+def test_exports_a_checkpoint_of_the_model_only_and_does_not_resume_it(tmp_path: Path) -> None:
     made = trainer(tmp_path, save_only_model=True)
     made.train()
     made.export_pretrained(tmp_path / "hub")
@@ -313,7 +313,7 @@ class OneEmptyGroup(OnBucket):
         return self.optimizer
 
 
-def test_parameters_without_gradients_and_groups_without_parameters_are_resumed(tmp_path: Path) -> None:
+def test_resumes_parameters_without_gradients_and_groups_without_parameters(tmp_path: Path) -> None:
     trainer(tmp_path, model=Experts(), made=OneEmptyGroup).train()
     made = trainer(tmp_path, model=Experts(), made=OneEmptyGroup, max_steps=8)
     made.train(resume_from_checkpoint=True)
@@ -325,7 +325,7 @@ def test_parameters_without_gradients_and_groups_without_parameters_are_resumed(
     assert [path.name for path in (tmp_path / "hub").iterdir()] == ["model.safetensors"]
 
 
-def test_tied_weights_are_resumed_and_exported(tmp_path: Path) -> None:
+def test_resumes_and_exports_tied_weights(tmp_path: Path) -> None:
     def gpt2() -> Any:
         torch.manual_seed(0)
         return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=16, n_embd=16, n_layer=1, n_head=2))
@@ -348,7 +348,7 @@ class Nested:
         (Path(folder) / "templates" / "tool.jinja").write_text("{{ tool }}")
 
 
-def test_folders_of_a_tokenizer_are_exported_and_adapters_refused(tmp_path: Path) -> None:
+def test_exports_folders_of_a_tokenizer_and_refuses_adapters(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.train()
     made.processing_class = Nested()
@@ -359,7 +359,7 @@ def test_folders_of_a_tokenizer_are_exported_and_adapters_refused(tmp_path: Path
         made.export_pretrained(tmp_path / "adapter")
 
 
-def test_urls_are_neither_empty_nor_taken_for_local_folders(tmp_path: Path) -> None:
+def test_refuses_an_empty_url_and_a_url_where_a_local_folder_belongs(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     with pytest.raises(bucketpoint.BucketpointError, match=r"local folders only.*export_pretrained"):
         made.save_model("s3://bucket/model")
@@ -367,7 +367,7 @@ def test_urls_are_neither_empty_nor_taken_for_local_folders(tmp_path: Path) -> N
         type(made)(made.model, made.args, checkpoint_url="")
 
 
-def test_the_mixin_comes_before_the_trainer() -> None:
+def test_requires_the_mixin_before_the_trainer() -> None:
     with pytest.raises(bucketpoint.BucketpointError, match=r"class Wrong\(BucketTrainerMixin, Trainer\)"):
 
         class Wrong(Trainer, BucketTrainerMixin):
@@ -377,7 +377,7 @@ def test_the_mixin_comes_before_the_trainer() -> None:
 PAGE = "transformers.md"
 
 
-def test_at_most_five_lines_of_a_plain_script_change(minio: S3Server, tmp_path: Path) -> None:
+def test_changes_at_most_five_lines_of_a_plain_script(minio: S3Server, tmp_path: Path) -> None:
     text = plain(block(PAGE, "python"), block(PAGE, "diff")).replace("num_train_epochs=3", "max_steps=10")
     program = tmp_path / "plain.py"
     program.write_text(text)
@@ -385,7 +385,7 @@ def test_at_most_five_lines_of_a_plain_script_change(minio: S3Server, tmp_path: 
     assert (tmp_path / "logs" / "checkpoint-10").is_dir()
 
 
-def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     bucket = minio.make_bucket()
     code = (block(PAGE, "python") + block(PAGE, "py")).replace('"s3://bucket/', f'"s3://{bucket}/')

@@ -19,7 +19,7 @@ from dcp.saving.async_scenarios import GatedFileSystem
 from manager.agree_scenarios import committed, failing_copy, full_disk, said
 
 
-def test_ctrl_c_in_a_wait_does_not_hide_that_the_save_fails(tmp_path: Path) -> None:
+def test_shows_that_the_save_fails_despite_ctrl_c_in_a_wait(tmp_path: Path) -> None:
     gated = GatedFileSystem()
     saves = Saves(BucketWriter(fs=gated))
     handle = saves.save(str(tmp_path / "file" / "step-1"), {"weight": torch.ones(3)})

@@ -70,7 +70,7 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_parameters_that_got_no_gradient_are_loaded_and_trained_on(kind: Any, tmp_path: Path) -> None:
+def test_loads_and_trains_parameters_that_got_no_gradient(kind: Any, tmp_path: Path) -> None:
     first, second = made(0, kind), made(1, kind)
     train(first, both=False)
     save(first, tmp_path)
@@ -86,7 +86,7 @@ def test_parameters_that_got_no_gradient_are_loaded_and_trained_on(kind: Any, tm
     assert len(second["optimizer"].param_groups) == 2
 
 
-def test_an_optimizer_without_a_step_is_loaded_as_a_new_one(tmp_path: Path) -> None:
+def test_loads_an_optimizer_without_a_step_as_a_new_one(tmp_path: Path) -> None:
     first, second = made(0), made(1)
     # Gradients, so that torch itself makes no state for the save.
     first["model"](torch.ones(1, 3), True).sum().backward()
@@ -99,7 +99,7 @@ def test_an_optimizer_without_a_step_is_loaded_as_a_new_one(tmp_path: Path) -> N
     assert_same(first, second)
 
 
-def test_a_checkpoint_with_more_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_checkpoint_with_more_than_the_model(tmp_path: Path) -> None:
     state = made(0)
     state["model"].more = torch.nn.Linear(2, 2)
     save(state, tmp_path)
@@ -107,13 +107,13 @@ def test_a_checkpoint_with_more_than_the_model_is_refused(tmp_path: Path) -> Non
         load(made(1), tmp_path)
 
 
-def test_a_checkpoint_without_the_optimizer_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_checkpoint_without_the_optimizer(tmp_path: Path) -> None:
     save({"model": Experts(0)}, tmp_path)
     with pytest.raises(MismatchError, match=r"has no optimizer.*save_only_model"):
         load(made(1), tmp_path)
 
 
-def test_a_manager_restores_what_it_has_saved_and_passes_over_what_is_damaged(tmp_path: Path) -> None:
+def test_restores_by_a_manager_what_it_has_saved_and_passes_over_damage(tmp_path: Path) -> None:
     first, second = made(0), made(1)
     policy = RetentionPolicy(Keep(latest=3))
     with CheckpointManager(tmp_path, policy=policy) as manager:
@@ -141,7 +141,7 @@ class Position:
         self.at = state["at"]
 
 
-def test_a_rank_that_the_checkpoint_does_not_have_keeps_its_own_state(
+def test_keeps_the_state_of_a_rank_that_the_checkpoint_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucketpoint.save({"position": OfThisRank(Position(7)), "epoch": 1}, tmp_path)
@@ -156,7 +156,7 @@ def test_a_rank_that_the_checkpoint_does_not_have_keeps_its_own_state(
     assert mine.at == 7
 
 
-def test_a_process_with_fewer_devices_sets_the_generators_of_those_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_the_generators_of_those_devices_that_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
     # Generators of the CPU play those of CUDA.
     saved = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -180,7 +180,7 @@ def bit_generator() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
 @pytest.mark.usefixtures("bit_generator")
-def test_numpy_draws_the_same_numbers_after_a_load_with_any_bit_generator(kind: Any) -> None:
+def test_draws_the_same_numpy_numbers_after_a_load_with_any_bit_generator(kind: Any) -> None:
     np.random.set_bit_generator(kind(1))
     np.random.standard_normal()
     state = RandomState().state_dict()
@@ -192,7 +192,7 @@ def test_numpy_draws_the_same_numbers_after_a_load_with_any_bit_generator(kind: 
         RandomState().load_state_dict(state)
 
 
-def test_generators_are_saved_as_0_1_reads_them_and_loaded_as_it_saved_them() -> None:
+def test_saves_generators_as_0_1_reads_them_and_loads_them_as_it_saved() -> None:
     kind, keys, *rest = np.random.get_state(legacy=True)
     old = {
         "python": random.getstate(),

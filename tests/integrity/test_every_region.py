@@ -116,7 +116,7 @@ def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_pins")
-def test_a_flip_in_any_region_of_any_data_object_is_named(saved: str, bucketpoint_tally: Tally) -> None:
+def test_names_a_flip_in_any_region_of_any_data_object(saved: str, bucketpoint_tally: Tally) -> None:
     assert (loads(saved), verified(saved)) == (None, [])
     seen = 0
     for name, path, kind, at in list(regions(open_checkpoint(saved))):
@@ -135,7 +135,7 @@ def test_a_flip_in_any_region_of_any_data_object_is_named(saved: str, bucketpoin
     assert (loads(saved), verified(saved)) == (None, [])
 
 
-def test_a_flip_anywhere_in_the_metadata_is_named(saved: str, bucketpoint_tally: Tally) -> None:
+def test_names_a_flip_anywhere_in_the_metadata(saved: str, bucketpoint_tally: Tally) -> None:
     """Every 23rd byte of `.metadata`: no load gives other values, and none is overlooked by `verify`."""
     size = (Path(saved.removeprefix("file://")) / ".metadata").stat().st_size
     for at in range(0, size, 23):
@@ -147,7 +147,7 @@ def test_a_flip_anywhere_in_the_metadata_is_named(saved: str, bucketpoint_tally:
     assert verified(saved) == []
 
 
-def test_a_table_of_objects_that_has_lost_its_name_is_damage_and_no_key_error(saved: str) -> None:
+def test_treats_a_table_of_objects_that_has_lost_its_name_as_damage(saved: str) -> None:
     """Its name ends the list of facts, and the reader of ETags once took it for granted."""
     data = (Path(saved.removeprefix("file://")) / ".metadata").read_bytes()
     put_back = flipped(saved, ".metadata", data.index(b"\x07objects\x94") + 3)
@@ -156,7 +156,7 @@ def test_a_table_of_objects_that_has_lost_its_name_is_damage_and_no_key_error(sa
     put_back()
 
 
-def test_a_flip_anywhere_in_the_index_is_named_and_costs_a_load_nothing(saved: str, bucketpoint_tally: Tally) -> None:
+def test_names_a_flip_anywhere_in_the_index_at_no_cost_to_a_load(saved: str, bucketpoint_tally: Tally) -> None:
     """The index is a copy: a damaged one is not used, and the metadata says the same."""
     root = Path(saved.removeprefix("file://"))
     (path,) = [file for file in root.rglob("*") if file.is_file() and "index" in file.name]
@@ -168,7 +168,7 @@ def test_a_flip_anywhere_in_the_index_is_named_and_costs_a_load_nothing(saved: s
         put_back()
 
 
-def test_a_flip_anywhere_in_the_record_is_named_and_costs_a_load_nothing(saved: str, bucketpoint_tally: Tally) -> None:
+def test_names_a_flip_anywhere_in_the_record_at_no_cost_to_a_load(saved: str, bucketpoint_tally: Tally) -> None:
     """Loads do not read it. A flip in the name of its checksum leaves a record that has none and is else whole."""
     file = Path(saved.removeprefix("file://")) / ".bucketpoint.json"
     written = CommitRecord.from_json(file.read_bytes())
@@ -189,7 +189,7 @@ def test_a_flip_anywhere_in_the_record_is_named_and_costs_a_load_nothing(saved: 
 
 @pytest.mark.usefixtures("no_pins")
 @pytest.mark.parametrize("cut", [0, 1, 0.5, -1], ids=["empty", "one byte", "half", "one byte less"])
-def test_any_object_cut_short_is_named(saved: str, cut: float) -> None:
+def test_names_any_object_cut_short(saved: str, cut: float) -> None:
     root = Path(saved.removeprefix("file://"))
     for file in sorted(one for one in root.rglob("*") if one.is_file() and one.name != ".bucketpoint.json"):
         original = file.read_bytes()
@@ -214,7 +214,7 @@ def replace_by(url: str, path: str, other: bytes) -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", ["minio", "moto", "gcs", "file"])
-def test_a_replaced_object_is_an_error_where_it_was_committed_and_a_copied_one_is_not(
+def test_raises_for_an_object_replaced_where_it_was_committed_and_for_no_copy(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Even by the very same bytes: an object that somebody put there is not the one that was committed."""

@@ -92,7 +92,7 @@ def run(service: Service) -> Run:
     return Run(service, service.url("run"))
 
 
-def test_a_plain_save_over_a_step_that_is_pruned_meanwhile_is_whole(run: Run) -> None:
+def test_saves_plainly_and_whole_over_a_step_that_is_pruned_meanwhile(run: Run) -> None:
     run.save(1, 1.0)
     run.save(2, 2.0)
     run.save_plainly("step-1", 3.0, lambda: run.prune(1))
@@ -100,9 +100,7 @@ def test_a_plain_save_over_a_step_that_is_pruned_meanwhile_is_whole(run: Run) ->
     assert run.loaded("step-2") == {2.0}
 
 
-def test_a_save_with_a_policy_of_its_own_within_a_checkpoint_that_is_pruned_meanwhile_is_whole(
-    run: Run, tmp_path: Path
-) -> None:
+def test_saves_whole_by_a_policy_within_a_checkpoint_that_is_pruned_meanwhile(run: Run, tmp_path: Path) -> None:
     run.save(1, 1.0)
     run.save(2, 2.0)
     policy = tmp_path / "policy.yaml"
@@ -113,7 +111,7 @@ def test_a_save_with_a_policy_of_its_own_within_a_checkpoint_that_is_pruned_mean
     assert [one.step for one in inner.candidates()] == [7]
 
 
-def test_thinning_leaves_the_optimizer_of_a_save_that_is_under_way(run: Run) -> None:
+def test_leaves_the_optimizer_of_a_save_under_way_in_a_thinning(run: Run) -> None:
     run.save(1, 1.0)
     run.save(2, 2.0)
     run.save_plainly("step-1", 3.0, lambda: run.prune(1, action="thin"))
@@ -141,7 +139,7 @@ class Paused:
 
 # fake-gcs-server deletes whatever a condition says; before it stands what does as GCS documents.
 @pytest.mark.parametrize("service", ["minio", "gcs_xml"], indirect=True)
-def test_a_pruner_that_slept_since_its_listing_deletes_nothing_that_was_committed_meanwhile(run: Run) -> None:
+def test_deletes_nothing_committed_while_a_pruner_slept_since_its_listing(run: Run) -> None:
     run.save(1, 1.0)
     run.save(2, 2.0)
     catalog = run.catalog
@@ -154,7 +152,7 @@ def test_a_pruner_that_slept_since_its_listing_deletes_nothing_that_was_committe
 
 @pytest.mark.parametrize("before", [False, True], ids=["fresh", "over a checkpoint"])
 @pytest.mark.parametrize("deep", [False, True], ids=["by its intent", "deep"])
-def test_of_a_save_and_a_sweep_that_takes_it_for_dead_only_one_goes_on(
+def test_lets_one_go_on_of_a_save_and_a_sweep_that_takes_it_for_dead(
     run: Run, before: bool, deep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if before:
@@ -177,7 +175,7 @@ def test_of_a_save_and_a_sweep_that_takes_it_for_dead_only_one_goes_on(
     assert run.loaded("step-1") == {4.0}
 
 
-def test_a_save_of_hours_that_no_sweep_met_commits_and_leaves_no_fence(
+def test_commits_a_save_of_hours_that_no_sweep_met_and_leaves_no_fence(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = time.time
@@ -187,9 +185,7 @@ def test_a_save_of_hours_that_no_sweep_met_commits_and_leaves_no_fence(
     assert [key for key in run.service.listed() if "fences" in key] == []
 
 
-def test_a_checkpoint_with_the_names_of_torchs_writer_goes_whole_and_with_nothing_else(
-    run: Run, tmp_path: Path
-) -> None:
+def test_removes_a_checkpoint_named_by_torchs_writer_whole_and_nothing_else(run: Run, tmp_path: Path) -> None:
     dcp.save(state_of(1.0), storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
     for path in (tmp_path / "a").iterdir():
         run.service.write(f"run/step-1/{path.name}", path.read_bytes())
@@ -201,7 +197,7 @@ def test_a_checkpoint_with_the_names_of_torchs_writer_goes_whole_and_with_nothin
     assert left == ["run/step-1/__7_7.distcp"]
 
 
-def test_the_open_upload_of_a_dead_plain_save_is_swept_where_uploads_are_listed(versitygw: S3Server) -> None:
+def test_sweeps_the_open_upload_of_a_dead_plain_save_where_uploads_are_listed(versitygw: S3Server) -> None:
     service = Service.on(versitygw)
     run = Run(service, service.url("run"))
     run.save(2, 2.0)

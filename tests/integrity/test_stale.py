@@ -10,7 +10,7 @@ from kit.checkpoints import load, save
 from services import Service
 
 
-def test_a_stale_answer_is_never_mixed_with_a_fresh_one(service: Service, proxy: FaultProxy) -> None:
+def test_mixes_no_stale_answer_with_a_fresh_one(service: Service, proxy: FaultProxy) -> None:
     """Each answer of a load in turn is the one of the load before the overwrite."""
     through = service.at(proxy.url)
     outcomes = []

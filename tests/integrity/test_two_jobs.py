@@ -57,7 +57,7 @@ def in_processes(url: str, options: dict[str, Any], overwrite: bool) -> list[str
 
 @pytest.mark.parametrize("race", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_one_of_several_jobs_wins_and_the_others_are_told(service: Service, race: Any, overwrite: bool) -> None:
+def test_lets_one_of_several_jobs_win_and_tells_the_others(service: Service, race: Any, overwrite: bool) -> None:
     options, url = service.options, service.url("run/step-1")
     told = Counter(race(url, options, overwrite))
     assert sum(told.values()) == JOBS
@@ -77,9 +77,7 @@ def whole_at(url: str, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-def test_of_two_jobs_that_overwrite_at_once_the_first_to_commit_stands_and_the_other_is_told(
-    service: Service, over: bool
-) -> None:
+def test_keeps_the_first_commit_of_two_jobs_that_overwrite_and_tells_the_other(service: Service, over: bool) -> None:
     options, url = service.options, service.url("run/step-1")
     if over:
         assert save(9, url, options, overwrite=True) == "won"

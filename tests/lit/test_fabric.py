@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
-def test_a_loop_of_fabric_killed_in_an_upload_goes_on_with_fewer_ranks(
+def test_resumes_a_loop_of_fabric_killed_in_an_upload_with_fewer_ranks(
     kind: str, minio: S3Server, tmp_path: Path
 ) -> None:
     bucket = minio.make_bucket()
@@ -40,7 +40,7 @@ def test_a_loop_of_fabric_killed_in_an_upload_goes_on_with_fewer_ranks(
     assert_same_steps(runs["run"], runs["whole"][12:])
 
 
-def test_the_example_of_the_page_commits_its_last_save_as_it_ends_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def test_commits_the_last_save_of_the_example_as_it_ends_and_resumes(minio: S3Server, tmp_path: Path) -> None:
     program, root = tmp_path / "train.py", f"s3://{minio.make_bucket()}/run-8"
     text = block(PAGE, "python", 1).replace("s3://bucket/run-8", root)
     for epochs, world, last in ((2, 2, 30), (2, 1, 60)):
@@ -49,9 +49,7 @@ def test_the_example_of_the_page_commits_its_last_save_as_it_ends_and_goes_on(mi
         assert latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-{last}"
 
 
-def test_the_example_without_the_lines_that_the_page_names_trains_with_fabric_alone(
-    minio: S3Server, tmp_path: Path
-) -> None:
+def test_trains_the_example_with_fabric_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     text = plain(block(PAGE, "python", 1), block(PAGE, "diff", 1)).replace("devices=2", "devices=1")
     program = tmp_path / "train.py"
     program.write_text(text.replace('"run-8"', repr(str(tmp_path / "run-8"))).replace("loader), 4", "loader), 1"))
@@ -81,7 +79,7 @@ def fabric_of(strategy: Any) -> tuple[Any, Any, Any]:
     return fabric, model, optimizer
 
 
-def test_values_of_the_program_come_back_and_those_that_were_not_asked_for_are_returned(tmp_path: Path) -> None:
+def test_restores_values_of_the_program_and_returns_those_not_asked_for(tmp_path: Path) -> None:
     strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
     fabric, model, optimizer = fabric_of(strategy)
     state = {"model": model, "optimizer": optimizer, "steps": Steps(7), "epoch": 3, "more": {"a": [1]}}
@@ -99,7 +97,7 @@ def test_values_of_the_program_come_back_and_those_that_were_not_asked_for_are_r
     assert "more" in again.load(tmp_path / "run", {"model": other, "unknown": 1}, strict=False)
 
 
-def test_a_save_that_fails_is_raised_by_the_next_one(tmp_path: Path) -> None:
+def test_raises_a_failed_save_in_the_next_one(tmp_path: Path) -> None:
     strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
     fabric, model, _ = fabric_of(strategy)
     (tmp_path / "file").touch()
@@ -108,13 +106,13 @@ def test_a_save_that_fails_is_raised_by_the_next_one(tmp_path: Path) -> None:
         fabric.save(tmp_path / "two", {"model": model})
 
 
-def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
+def test_refuses_an_optimizer_without_its_model(tmp_path: Path) -> None:
     fabric, _, optimizer = fabric_of(bucket_strategy(SingleDeviceStrategy, device="cpu"))
     with pytest.raises(BucketpointError, match="together with its model"):
         fabric.save(tmp_path / "one", {"optimizer": optimizer})
 
 
-def test_the_name_under_which_the_checkpoint_keeps_other_values_is_no_name_of_a_model(tmp_path: Path) -> None:
+def test_refuses_a_model_by_the_name_under_which_other_values_are_kept(tmp_path: Path) -> None:
     strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
     fabric, model, _ = fabric_of(strategy)
     with pytest.raises(BucketpointError, match="my_fabric"):
@@ -125,7 +123,7 @@ def test_the_name_under_which_the_checkpoint_keeps_other_values_is_no_name_of_a_
         fabric.load(tmp_path / "one", {"model": model, "fabric": 1})
 
 
-def test_the_checkpoint_that_was_named_is_loaded_and_not_one_within_it(tmp_path: Path) -> None:
+def test_loads_the_checkpoint_that_was_named_and_not_one_within_it(tmp_path: Path) -> None:
     strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
     fabric, model, _ = fabric_of(strategy)
     for step, url in ((1, tmp_path / "step-1"), (7, tmp_path / "step-1" / "ema-7")):
@@ -136,7 +134,7 @@ def test_the_checkpoint_that_was_named_is_loaded_and_not_one_within_it(tmp_path:
     assert target["step"] == 1
 
 
-def test_a_load_into_nothing_says_what_to_pass(tmp_path: Path) -> None:
+def test_says_what_to_pass_for_a_load_into_nothing(tmp_path: Path) -> None:
     fabric, *_ = fabric_of(bucket_strategy(SingleDeviceStrategy, device="cpu"))
     with pytest.raises(BucketpointError, match="objects to load into"):
         fabric.load(tmp_path / "one")

@@ -36,9 +36,7 @@ def train(root: str, report: Path, kind: str, world: int, server: S3Server, **en
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
-def test_a_run_killed_in_an_upload_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
-    kind: str, minio: S3Server, tmp_path: Path
-) -> None:
+def test_resumes_with_fewer_ranks_after_a_kill_in_an_upload(kind: str, minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     whole = train(f"s3://{bucket}/whole", tmp_path / "whole", kind, 4, minio)
     assert [step for step, _, _ in whole["seen"]] == list(range(1, LAST + 1))
@@ -55,7 +53,7 @@ def test_a_run_killed_in_an_upload_goes_on_with_fewer_ranks_as_if_nothing_had_ha
 
 
 @pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp2")])
-def test_a_run_goes_on_with_another_strategy_and_larger_batches(
+def test_resumes_with_another_strategy_and_larger_batches(
     first: str, then: str, minio: S3Server, tmp_path: Path
 ) -> None:
     root = f"s3://{minio.make_bucket()}/run"
@@ -98,7 +96,7 @@ def every(steps: int) -> RetentionPolicy:
     return RetentionPolicy(Keep(latest=9), save=Save(every=[SaveEvery(steps)], on=["last_step"]))
 
 
-def test_a_policy_says_when_to_save_and_each_validation_is_noted(tmp_path: Path) -> None:
+def test_saves_when_the_policy_says_and_notes_each_validation(tmp_path: Path) -> None:
     told: list[bucketpoint.CommitInfo] = []
     checkpoint = BucketCheckpoint(tmp_path / "run", policy=every(4), after_validation=True, on_commit=told.append)
     trainer(checkpoint, limit_val_batches=1).fit(Small())
@@ -113,14 +111,14 @@ def test_a_policy_says_when_to_save_and_each_validation_is_noted(tmp_path: Path)
     assert sorted(steps) == [4, 6, 8, 12]
 
 
-def test_accumulated_batches_are_saved_once_a_step(tmp_path: Path) -> None:
+def test_saves_accumulated_batches_once_a_step(tmp_path: Path) -> None:
     told: list[bucketpoint.CommitInfo] = []
     checkpoint = BucketCheckpoint(tmp_path / "run", policy=every(1), on_commit=told.append)
     trainer(checkpoint, limit_val_batches=0, accumulate_grad_batches=3).fit(BoringModel())
     assert [info.step for info in told] == [1, 2]
 
 
-def test_weights_are_validated_from_a_url(tmp_path: Path) -> None:
+def test_validates_weights_from_a_url(tmp_path: Path) -> None:
     model = BoringModel()
     trainer(BucketCheckpoint(tmp_path / "run", policy=every(6)), limit_val_batches=0).fit(model)
     other = BoringModel()
@@ -128,7 +126,7 @@ def test_weights_are_validated_from_a_url(tmp_path: Path) -> None:
     assert torch.equal(other.layer.weight, model.layer.weight)
 
 
-def test_the_trainer_saves_to_a_url_and_loads_what_it_trusts(tmp_path: Path) -> None:
+def test_saves_to_a_url_by_the_trainer_and_loads_what_it_trusts(tmp_path: Path) -> None:
     class WithOdd(BoringModel):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["odd"] = Path("of a type that torch.load refuses")
@@ -145,31 +143,31 @@ def test_the_trainer_saves_to_a_url_and_loads_what_it_trusts(tmp_path: Path) -> 
     assert second.global_step == 12
 
 
-def test_another_strategy_is_named_with_the_function_that_makes_those_that_save(tmp_path: Path) -> None:
+def test_names_another_strategy_with_the_function_that_makes_those_that_save(tmp_path: Path) -> None:
     with pytest.raises(BucketpointError, match=r"SingleDeviceStrategy.*bucket_strategy\(DDPStrategy"):
         trainer(BucketCheckpoint(tmp_path / "run", policy=every(1)), strategy="auto").fit(BoringModel())
     with pytest.raises(BucketpointError, match=r"not 'ddp'.*bucket_strategy\(DDPStrategy"):
         bucket_strategy("ddp")
 
 
-def test_a_strategy_can_be_pickled_for_spawned_processes() -> None:
+def test_pickles_a_strategy_for_spawned_processes() -> None:
     made = bucket_strategy(SingleDeviceStrategy, device="cpu", trusted=True)
     again = pickle.loads(pickle.dumps(made))
     assert type(again) is type(made)
     assert again._reading == made._reading
 
 
-def test_a_model_checkpoint_that_would_delete_is_refused_before_training(tmp_path: Path) -> None:
+def test_refuses_a_model_checkpoint_that_would_delete_before_training(tmp_path: Path) -> None:
     with pytest.raises(BucketpointError, match="save_top_k=-1"):
         trainer(ModelCheckpoint(dirpath=tmp_path, save_top_k=1)).fit(BoringModel())
 
 
-def test_a_url_without_a_checkpoint_is_an_error_unless_it_is_the_runs_own(tmp_path: Path) -> None:
+def test_raises_for_a_url_without_a_checkpoint_unless_it_is_the_runs_own(tmp_path: Path) -> None:
     with pytest.raises(bucketpoint.CheckpointNotFoundError):
         trainer(enable_checkpointing=False).fit(BoringModel(), ckpt_path=tmp_path / "nowhere")
 
 
-def test_a_plain_checkpoint_is_one_object(minio: S3Server) -> None:
+def test_writes_a_plain_checkpoint_as_one_object(minio: S3Server) -> None:
     url = f"s3://{minio.make_bucket()}/plain/last.ckpt"
     plugin = BucketCheckpointIO(minio.options)
     options: Any = {"strategy": "auto", "plugins": [plugin], "enable_checkpointing": False, "limit_val_batches": 0}
@@ -190,7 +188,7 @@ def test_a_plain_checkpoint_is_one_object(minio: S3Server) -> None:
 PAGE = "lightning.md"
 
 
-def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     (tmp_path / "policy.yaml").write_text(block(PAGE, "yaml"))
     root = f"s3://{minio.make_bucket()}/run-7"
@@ -201,9 +199,7 @@ def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: P
         assert bucketpoint.latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-{last}"
 
 
-def test_the_example_without_the_lines_that_the_page_names_trains_with_lightning_alone(
-    minio: S3Server, tmp_path: Path
-) -> None:
+def test_trains_the_example_with_lightning_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     text = plain(block(PAGE, "python"), block(PAGE, "diff"))
     program.write_text(text.replace("max_epochs=4", "max_epochs=1").replace("devices=2", "devices=1"))

@@ -145,7 +145,7 @@ def fit(
         (6, {"val_check_interval": 3}),
     ],
 )
-def test_a_run_that_stops_goes_on_as_if_nothing_had_happened(
+def test_resumes_a_run_that_stops_as_if_nothing_had_happened(
     stop: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     run: Any = {"validate": "val_check_interval" in options, **options}
@@ -158,7 +158,7 @@ def test_a_run_that_stops_goes_on_as_if_nothing_had_happened(
         torch.testing.assert_close(mine, wanted)
 
 
-def test_a_dataloader_without_a_state_begins_its_epoch_again(tmp_path: Path) -> None:
+def test_begins_the_epoch_again_of_a_dataloader_without_a_state(tmp_path: Path) -> None:
     fit(tmp_path / "run", DataLoader(dataset(), 8), stop=4)
     resumed = fit(tmp_path / "run", DataLoader(dataset(), 8))
     # Lightning counts on, and takes the first batches again.
@@ -167,7 +167,7 @@ def test_a_dataloader_without_a_state_begins_its_epoch_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("steps", [10, 9])
-def test_a_run_that_ended_at_max_steps_goes_on_with_more(steps: int, tmp_path: Path) -> None:
+def test_resumes_with_more_steps_a_run_that_ended_at_max_steps(steps: int, tmp_path: Path) -> None:
     whole = fit(tmp_path / "whole", Stateful(), every=100, max_epochs=-1, max_steps=21)
     fit(tmp_path / "run", Stateful(), every=100, max_epochs=-1, max_steps=steps)
     resumed = fit(tmp_path / "run", Stateful(), every=100, max_epochs=-1, max_steps=21)
@@ -176,7 +176,7 @@ def test_a_run_that_ended_at_max_steps_goes_on_with_more(steps: int, tmp_path: P
 
 @pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("batch", [4, 24])
-def test_an_epoch_that_has_ended_is_not_gone_on_with_in_batches_of_another_size(
+def test_begins_a_new_epoch_in_batches_of_another_size_after_one_has_ended(
     batch: int, validate: bool, tmp_path: Path
 ) -> None:
     fit(tmp_path / "run", shuffled(), stop=9, validate=validate)
@@ -188,7 +188,7 @@ def test_an_epoch_that_has_ended_is_not_gone_on_with_in_batches_of_another_size(
 
 
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="Lightning 2.5 has no averages of weights")
-def test_averaged_weights_and_those_in_training_come_back(tmp_path: Path) -> None:
+def test_restores_averaged_weights_and_those_in_training(tmp_path: Path) -> None:
     def average() -> Any:
         return callbacks.EMAWeightAveraging(decay=0.5)
 
@@ -199,13 +199,13 @@ def test_averaged_weights_and_those_in_training_come_back(tmp_path: Path) -> Non
         torch.testing.assert_close(mine, wanted)
 
 
-def test_a_checkpoint_with_more_than_the_model_has_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_checkpoint_with_more_than_the_model_has(tmp_path: Path) -> None:
     fit(tmp_path / "run", shuffled(), model=lambda: Model(unused=True), stop=5)
     with pytest.raises(bucketpoint.MismatchError, match=r"model\.unused\.weight.*strict_loading"):
         fit(tmp_path / "run", shuffled())
 
 
-def test_a_run_with_newer_checkpoints_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_refuses_a_run_with_newer_checkpoints_before_the_first_step(tmp_path: Path) -> None:
     fit(tmp_path, shuffled(), every=4, stop=9)
     for path in (None, "last", f"{tmp_path}/step-4"):
         model = Model()
@@ -215,12 +215,12 @@ def test_a_run_with_newer_checkpoints_is_refused_before_the_first_step(tmp_path:
         assert model.seen == []
 
 
-def test_the_best_checkpoint_has_to_be_named(tmp_path: Path) -> None:
+def test_requires_the_best_checkpoint_by_name(tmp_path: Path) -> None:
     with pytest.raises(BucketpointError, match="bucketpoint ls"):
         trainer_of(BucketCheckpoint(tmp_path, policy=policy(4))).fit(Model(), shuffled(), ckpt_path="best")
 
 
-def test_an_exception_of_the_program_is_raised_after_the_last_save_is_committed(tmp_path: Path) -> None:
+def test_raises_an_exception_of_the_program_after_the_last_save_is_committed(tmp_path: Path) -> None:
     checkpoint = BucketCheckpoint(tmp_path, policy=policy(4))
     with pytest.raises(Stopped):
         trainer_of(StopAfter(5), checkpoint).fit(Model(), shuffled())
@@ -238,9 +238,7 @@ class SaveTo(lightning.Callback):
             trainer.save_checkpoint(self._url)
 
 
-def test_a_failed_save_does_not_take_the_place_of_an_exception_of_the_program(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prefers_an_exception_of_the_program_to_a_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     callbacks = [SaveTo(tmp_path / "file" / "one"), StopAfter(5)]
     with pytest.raises(Stopped):
@@ -250,7 +248,7 @@ def test_a_failed_save_does_not_take_the_place_of_an_exception_of_the_program(
         trainer_of(callbacks[0], enable_checkpointing=False).fit(Model(), shuffled())
 
 
-def test_state_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+def test_names_state_that_cannot_be_pickled(tmp_path: Path) -> None:
     class Locked(Model):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["lock"] = threading.Lock()
@@ -259,7 +257,7 @@ def test_state_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
         fit(tmp_path, shuffled(), model=Locked)
 
 
-def test_a_checkpoint_has_the_metrics_of_its_own_step_only(tmp_path: Path) -> None:
+def test_gives_a_checkpoint_the_metrics_of_its_own_step_only(tmp_path: Path) -> None:
     told: list[bucketpoint.CommitInfo] = []
     checkpoint = BucketCheckpoint(tmp_path, policy=policy(4), on_commit=told.append)
     model, validation = Model(), DataLoader(dataset(16), 4)
@@ -280,12 +278,12 @@ def _metrics_of(root: Path) -> Any:
         manager.close()
 
 
-def test_weights_are_tested_with_the_callbacks_of_lightning(tmp_path: Path) -> None:
+def test_tests_weights_with_the_callbacks_of_lightning(tmp_path: Path) -> None:
     fit(tmp_path, shuffled(), stop=5)
     trainer_of().test(Model(), DataLoader(dataset(16), 4), ckpt_path=tmp_path, verbose=False)
 
 
-def test_a_plain_checkpoint_is_named_with_the_plugin_that_loads_it(tmp_path: Path) -> None:
+def test_names_the_plugin_that_loads_a_plain_checkpoint(tmp_path: Path) -> None:
     first = trainer_of(enable_checkpointing=False, strategy="auto", max_epochs=1)
     first.fit(Model(), shuffled())
     first.save_checkpoint(tmp_path / "a.ckpt")

@@ -44,7 +44,7 @@ def data_files(url: str) -> list[Path]:
 @pytest.mark.contract
 @pytest.mark.parametrize("planner", ["stock", "ours"])
 @pytest.mark.parametrize("options", [None, SMALL], ids=["default", "small"])
-def test_every_placement_is_loaded_as_plainly_and_read_less(
+def test_loads_every_placement_as_plainly_and_reads_less(
     four_ranks: Ranks, two_ranks: Ranks, url: str, planner: str, options: TransferOptions | None
 ) -> None:
     four_ranks.run(scenarios.save, url)
@@ -58,7 +58,7 @@ def test_every_placement_is_loaded_as_plainly_and_read_less(
 
 
 @pytest.mark.contract
-def test_ranks_load_together_from_a_bucket(four_ranks: Ranks, two_ranks: Ranks, service: Service) -> None:
+def test_loads_ranks_together_from_a_bucket(four_ranks: Ranks, two_ranks: Ranks, service: Service) -> None:
     url = service.url("step")
     four_ranks.run(dcp_scenarios.save, url, service.options)
     for ranks in (four_ranks, two_ranks):
@@ -66,7 +66,7 @@ def test_ranks_load_together_from_a_bucket(four_ranks: Ranks, two_ranks: Ranks, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_replicas_read_each_byte_once_and_share_the_work(four_ranks: Ranks, url: str, dtype: str) -> None:
+def test_reads_each_byte_of_replicas_once_and_shares_the_work(four_ranks: Ranks, url: str, dtype: str) -> None:
     shapes = {"big": SHAPE, "other": (3000, 400), **{f"small.{index}": (index + 1, 7) for index in range(200)}}
     save_alone(url, {name: expected_tensor(shape) for name, shape in shapes.items()})
     distinct = 4 * sum(expected_tensor(shape).numel() for shape in shapes.values())
@@ -77,7 +77,7 @@ def test_replicas_read_each_byte_once_and_share_the_work(four_ranks: Ranks, url:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_of_our_own_stays_within_the_budget(four_ranks: Ranks, url: str, dtype: str) -> None:
+def test_keeps_memory_of_our_own_within_the_budget(four_ranks: Ranks, url: str, dtype: str) -> None:
     shape = (4096, 1500)
     save_alone(url, {"w": expected_tensor(shape)})
     options = TransferOptions(part_bytes=1 << 20, connections=8, max_inflight_bytes=4 << 20)
@@ -87,7 +87,7 @@ def test_memory_of_our_own_stays_within_the_budget(four_ranks: Ranks, url: str, 
 
 
 @pytest.mark.parametrize(("layout", "explained"), [("1", "Coop"), ("0", "Plain"), ("hsdp", "Coop")])
-def test_columns_rows_and_hybrid_shards_of_saved_rows_read_each_byte_once(
+def test_reads_each_byte_once_for_columns_rows_and_hybrid_shards_of_rows(
     four_ranks: Ranks, url: str, layout: str, explained: str
 ) -> None:
     four_ranks.run(scenarios.save_rows, url, SHAPE)
@@ -98,13 +98,13 @@ def test_columns_rows_and_hybrid_shards_of_saved_rows_read_each_byte_once(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-def test_tensors_on_a_gpu_are_loaded_through_host_memory(two_ranks: Ranks, url: str) -> None:
+def test_loads_tensors_on_a_gpu_through_host_memory(two_ranks: Ranks, url: str) -> None:
     save_alone(url, {"there": expected_tensor(SHAPE), "host": expected_tensor(SHAPE)})
     read = two_ranks.run(scenarios.load_on_device, url, SHAPE, "cuda")
     assert sum(read) <= 1.02 * 2 * NBYTES
 
 
-def test_items_that_are_no_tensors_tied_memory_and_strided_targets_are_loaded(four_ranks: Ranks, url: str) -> None:
+def test_loads_items_that_are_no_tensors_tied_memory_and_strided_targets(four_ranks: Ranks, url: str) -> None:
     scenarios.save_mixed(url)
     assert four_ranks.run(scenarios.load_mixed, url) == [(41, "llama")] * 4
 
@@ -130,16 +130,14 @@ def boxes(draw: st.DrawFn) -> Any:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=boxes())
-def test_any_boxes_on_any_ranks_are_loaded(
-    four_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, case: Any
-) -> None:
+def test_loads_any_boxes_on_any_ranks(four_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     shape, found, options = case
     url = f"file://{tmp_path_factory.mktemp('boxes')}/step"
     save_alone(url, {"w": expected_tensor(shape)}, transfer=TransferOptions())
     four_ranks.run(scenarios.load_boxes, url, shape, found, options)
 
 
-def test_node_mode_reads_once_on_each_node_and_group_mode_once_in_all(four_ranks: Ranks, url: str) -> None:
+def test_reads_once_on_each_node_in_node_mode_and_once_in_all_in_group_mode(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     answers = four_ranks.run(scenarios.load_on_nodes, url, SHAPE, "node", 2)
     assert sum(each["read"] for each in answers[:2]) == sum(each["read"] for each in answers[2:])
@@ -151,14 +149,14 @@ def test_node_mode_reads_once_on_each_node_and_group_mode_once_in_all(four_ranks
     assert NBYTES <= sum(each["read"] for each in group) <= 1.02 * NBYTES
 
 
-def test_groups_of_other_ranks_than_the_jobs_first_load_apart(four_ranks: Ranks, url: str) -> None:
+def test_loads_apart_in_groups_of_other_ranks_than_the_jobs_first(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     read = four_ranks.run(scenarios.load_in_groups, url, SHAPE)
     assert NBYTES <= read[0] + read[2] <= 1.02 * NBYTES
     assert NBYTES <= read[1] + read[3] <= 1.02 * NBYTES
 
 
-def test_a_rank_outside_the_group_is_named_on_every_rank(four_ranks: Ranks, url: str) -> None:
+def test_names_a_rank_outside_the_group_on_every_rank(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor((8, 8))})
     for found in four_ranks.run(scenarios.load_with_a_group_that_lacks_a_rank, url, (8, 8)):
         assert set(found) == {2, 3}
@@ -166,7 +164,7 @@ def test_a_rank_outside_the_group_is_named_on_every_rank(four_ranks: Ranks, url:
 
 
 @pytest.mark.parametrize("difference", ["checkpoint", "mode"])
-def test_ranks_that_do_not_load_the_same_are_refused_on_every_rank(two_ranks: Ranks, url: str, difference: str) -> None:
+def test_refuses_on_every_rank_if_ranks_do_not_load_the_same(two_ranks: Ranks, url: str, difference: str) -> None:
     urls, modes = [url, url], ["group", "group"]
     if difference == "checkpoint":
         urls[1] = f"{url}-other"
@@ -179,13 +177,13 @@ def test_ranks_that_do_not_load_the_same_are_refused_on_every_rank(two_ranks: Ra
         assert all("cannot load together" in text for _, text in found.values())
 
 
-def test_a_checkpoint_that_is_not_there_is_looked_for_once_and_missed_on_every_rank(two_ranks: Ranks, url: str) -> None:
+def test_looks_once_for_a_missing_checkpoint_and_raises_on_every_rank(two_ranks: Ranks, url: str) -> None:
     looked = two_ranks.run(scenarios.load_nothing, url)
     assert looked == [[("CheckpointNotFoundError", 1 - rank)] * 2 for rank in range(2)]
 
 
 @pytest.mark.parametrize(("failing", "at"), [(0, 0), (2, 3)])
-def test_a_rank_whose_store_fails_fails_every_rank_at_once(four_ranks: Ranks, url: str, failing: int, at: int) -> None:
+def test_fails_every_rank_at_once_if_the_store_of_one_fails(four_ranks: Ranks, url: str, failing: int, at: int) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     for found, took in four_ranks.run(scenarios.one_store_fails, url, SHAPE, failing, at):
         assert set(found) == {0, 1, 2, 3}
@@ -199,7 +197,7 @@ def test_a_rank_whose_store_fails_fails_every_rank_at_once(four_ranks: Ranks, ur
 
 @pytest.mark.contract
 @pytest.mark.parametrize("step", ["resolve_tensor", "commit_tensor"])
-def test_a_rank_whose_planner_fails_fails_every_rank(four_ranks: Ranks, url: str, step: str) -> None:
+def test_fails_every_rank_if_the_planner_of_one_fails(four_ranks: Ranks, url: str, step: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     for found, took in four_ranks.run(scenarios.one_planner_fails_at, url, SHAPE, step, 1e6, False):
         assert 1 in found
@@ -210,7 +208,7 @@ def test_a_rank_whose_planner_fails_fails_every_rank(four_ranks: Ranks, url: str
 
 @pytest.mark.contract
 @pytest.mark.parametrize("step", ["set_up_planner", "create_local_plan"])
-def test_a_planner_that_fails_before_dcps_own_collective_fails_every_rank_by_that(
+def test_fails_every_rank_by_a_planner_that_fails_before_dcps_collective(
     four_ranks: Ranks, url: str, step: str
 ) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
@@ -222,9 +220,7 @@ def test_a_planner_that_fails_before_dcps_own_collective_fails_every_rank_by_tha
 
 
 @pytest.mark.contract
-def test_a_planner_that_fails_after_dcps_collective_is_waited_for_briefly_and_named(
-    four_ranks: Ranks, url: str
-) -> None:
+def test_waits_briefly_for_and_names_a_planner_that_fails_after_dcps_collective(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     for found, took in four_ranks.run(scenarios.one_planner_fails_at, url, SHAPE, "finish_plan", 3.0, False):
         assert set(found) == {0, 1, 2, 3}
@@ -234,7 +230,7 @@ def test_a_planner_that_fails_after_dcps_collective_is_waited_for_briefly_and_na
 
 
 @pytest.mark.parametrize("step", ["create_local_plan", "finish_plan"])
-def test_a_planner_that_fails_where_dcp_has_no_collectives_is_waited_for_briefly(
+def test_waits_briefly_for_a_planner_that_fails_where_dcp_has_no_collectives(
     four_ranks: Ranks, url: str, step: str
 ) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
@@ -245,9 +241,7 @@ def test_a_planner_that_fails_where_dcp_has_no_collectives_is_waited_for_briefly
 
 
 @pytest.mark.parametrize("how", ["reset", "dropped"])
-def test_a_rank_that_gives_up_between_planning_and_reading_is_not_waited_for(
-    four_ranks: Ranks, url: str, how: str
-) -> None:
+def test_waits_for_no_rank_that_gives_up_between_planning_and_reading(four_ranks: Ranks, url: str, how: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     answers = four_ranks.run(scenarios.one_rank_gives_up, url, SHAPE, how)
     for kind, text, took in (answers[0], answers[2], answers[3]):
@@ -257,7 +251,7 @@ def test_a_rank_that_gives_up_between_planning_and_reading_is_not_waited_for(
             assert "gave up this load" in text
 
 
-def test_bytes_that_were_altered_are_found_on_every_rank(two_ranks: Ranks, url: str) -> None:
+def test_finds_bytes_that_were_altered_on_every_rank(two_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     (file,) = data_files(url)
     data = bytearray(file.read_bytes())
@@ -271,7 +265,7 @@ def test_bytes_that_were_altered_are_found_on_every_rank(two_ranks: Ranks, url: 
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_rank_that_is_killed_makes_all_others_raise(url: str, at: int) -> None:
+def test_raises_on_all_other_ranks_if_one_is_killed(url: str, at: int) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     ranks = Ranks(3)
     try:
@@ -293,15 +287,13 @@ def test_a_rank_that_is_killed_makes_all_others_raise(url: str, at: int) -> None
         ranks.close()
 
 
-def test_a_rank_that_is_known_to_be_lost_is_named_like_one_that_is_found_to_be(two_ranks: Ranks, url: str) -> None:
+def test_names_a_rank_known_to_be_lost_like_one_found_to_be(two_ranks: Ranks, url: str) -> None:
     texts, _ = two_ranks.run(scenarios.one_rank_is_known_to_be_lost, url)
     assert len(texts) == 6
     assert all("rank 1, or a rank that it waited for" in text for text in texts)
 
 
-def test_a_rank_that_leaves_tells_those_who_listen_and_cuts_off_those_who_wait_for_bytes(
-    four_ranks: Ranks, url: str
-) -> None:
+def test_tells_listeners_when_a_rank_leaves_and_cuts_off_those_who_wait_for_bytes(four_ranks: Ranks, url: str) -> None:
     answers = four_ranks.run(scenarios.one_rank_leaves, url)
     for rank in (0, 3):
         assert answers[rank][0] == "PeerFailedError"
@@ -310,7 +302,7 @@ def test_a_rank_that_leaves_tells_those_who_listen_and_cuts_off_those_who_wait_f
     assert max(took for _, _, took in answers) < DIES_WITHIN_S
 
 
-def test_a_rank_that_leaves_after_another_was_lost_cuts_off_the_third(url: str) -> None:
+def test_cuts_off_the_third_rank_if_one_leaves_after_another_was_lost(url: str) -> None:
     ranks = Ranks(3)
     try:
         assert max(ranks.run(scenarios.one_rank_leaves_after_another_was_lost, url)) < DIES_WITHIN_S
@@ -319,9 +311,7 @@ def test_a_rank_that_leaves_after_another_was_lost_cuts_off_the_third(url: str) 
 
 
 @pytest.mark.parametrize("when", ["at the start", "in a read"])
-def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits(
-    four_ranks: Ranks, url: str, when: str
-) -> None:
+def test_waits_for_a_rank_that_stands_still_as_long_as_the_group_waits(four_ranks: Ranks, url: str, when: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     answers = four_ranks.run(scenarios.one_rank_stands_still, url, SHAPE, 3.0, when)
     for text, took in answers[:3]:
@@ -330,14 +320,14 @@ def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits(
 
 
 @pytest.mark.parametrize("mode", ["auto", "", "Group", True])
-def test_a_mode_that_is_not_known_is_refused(mode: Any) -> None:
+def test_refuses_a_mode_that_is_not_known(mode: Any) -> None:
     with pytest.raises(BucketpointError, match="is not known") as caught:
         BucketReader("file:///tmp/x", cooperative=mode)
     assert "'off', 'node', 'group'" in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", ["node", "group"])
-def test_without_other_ranks_a_load_is_plain(url: str, mode: str) -> None:
+def test_loads_plainly_without_other_ranks(url: str, mode: str) -> None:
     save_alone(url, {"w": expected_tensor((8, 8))})
     reader = BucketReader(url, cooperative=mode)
     assert reader.explain() == "Nothing has been loaded yet"
@@ -347,6 +337,6 @@ def test_without_other_ranks_a_load_is_plain(url: str, mode: str) -> None:
     assert reader.explain() == "Plain: there is one rank"
 
 
-def test_a_cooperative_reader_pickles_as_configuration() -> None:
+def test_pickles_a_cooperative_reader_as_configuration() -> None:
     reader = pickle.loads(pickle.dumps(BucketReader("file:///tmp/x", cooperative="node")))
     assert reader.explain() == "Nothing has been loaded yet"

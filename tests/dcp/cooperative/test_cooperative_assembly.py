@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Any:
 
 
 @given(case=cases())
-def test_pieces_in_any_order_make_the_request(case: Any) -> None:
+def test_assembles_the_request_from_pieces_in_any_order(case: Any) -> None:
     layout, cuts, order = case
     built = Built(layout)
     request = built.request
@@ -80,7 +80,7 @@ def test_pieces_in_any_order_make_the_request(case: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["direct", "copied"])
-def test_a_piece_that_was_altered_on_its_way_is_found(kind: str) -> None:
+def test_finds_a_piece_that_was_altered_on_its_way(kind: str) -> None:
     built = Built([(0, SMALL_EXTENT_BYTES + 500, kind)])
     start, stop = built.request.start, built.request.stop
     altered = bytearray(SOURCE[start:stop])
@@ -91,7 +91,7 @@ def test_a_piece_that_was_altered_on_its_way_is_found(kind: str) -> None:
         assembly.finish()
 
 
-def test_bytes_between_extents_and_around_a_place_have_no_place_of_the_callers() -> None:
+def test_gives_bytes_between_extents_no_place_in_the_callers_memory() -> None:
     built = Built([(0, SMALL_EXTENT_BYTES + 500, "direct"), (20, 1000, "copied")])
     assembly = Assembly("memory://", built.request)
     start, stop, place = built.places[0]
@@ -101,7 +101,7 @@ def test_bytes_between_extents_and_around_a_place_have_no_place_of_the_callers()
     assert assembly.direct(built.request.stop - 10, built.request.stop) is None
 
 
-def test_requests_that_fill_the_same_memory_are_told_apart_from_all_others() -> None:
+def test_distinguishes_requests_that_fill_the_same_memory() -> None:
     memory = memoryview(bytearray(1000))
     places = [memory[0:300], memory[299:500], memory[500:600], memory[700:800], memory[600:1000]]
     requests = [

@@ -42,7 +42,7 @@ def ranges(draw: st.DrawFn) -> list[Rows]:
 
 
 @given(tables=ranges(), round_bytes=st.integers(1, 50))
-def test_every_byte_is_read_by_one_rank_that_wants_it_and_reaches_all_that_do(
+def test_reads_every_byte_on_one_rank_that_wants_it_and_sends_it_to_all_that_do(
     tables: list[Rows], round_bytes: int
 ) -> None:
     read: Counter[tuple[int, int]] = Counter()
@@ -63,7 +63,7 @@ def test_every_byte_is_read_by_one_rank_that_wants_it_and_reaches_all_that_do(
 
 
 @given(tables=ranges(), round_bytes=st.integers(1, 50))
-def test_peers_agree_on_their_rounds_and_no_round_is_too_large(tables: list[Rows], round_bytes: int) -> None:
+def test_agrees_with_peers_on_rounds_of_bounded_size(tables: list[Rows], round_bytes: int) -> None:
     found = schedules(tables, round_bytes)
     for rank, schedule in enumerate(found):
         assert rank in schedule.peers
@@ -85,7 +85,7 @@ def test_peers_agree_on_their_rounds_and_no_round_is_too_large(tables: list[Rows
 
 
 @given(tables=ranges())
-def test_distinct_counts_every_byte_once(tables: list[Rows]) -> None:
+def test_counts_every_distinct_byte_once(tables: list[Rows]) -> None:
     found = overlaps(tables)
     assert found.total == sum(stop - start for rows in tables for _, start, stop in rows)
     assert found.distinct == len(bytes_of(row for rows in tables for row in rows))
@@ -96,7 +96,7 @@ def test_distinct_counts_every_byte_once(tables: list[Rows]) -> None:
     sizes=st.lists(st.integers(1, 40 << 20), min_size=1, max_size=8),
     alone=st.lists(st.integers(0, 20 << 20), min_size=6, max_size=6),
 )
-def test_replicas_read_within_a_cell_of_each_other_whatever_they_read_alone(
+def test_balances_replicas_to_within_a_cell_whatever_they_read_alone(
     ranks: int, sizes: list[int], alone: list[int]
 ) -> None:
     common = [(1, sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
@@ -109,19 +109,19 @@ def test_replicas_read_within_a_cell_of_each_other_whatever_they_read_alone(
     assert max(loads[rank] for rank in dealt) - min(loads.values()) <= max(cell.nbytes for cell in cells)
 
 
-def test_replica_pairs_of_a_hybrid_mesh_wait_for_nobody_else() -> None:
+def test_lets_replica_pairs_of_a_hybrid_mesh_wait_for_nobody_else() -> None:
     tables = [[(0, rank % 4 * 100, rank % 4 * 100 + 100)] for rank in range(8)]
     assert [schedule.peers for schedule in schedules(tables, 1000)] == [(rank % 4, rank % 4 + 4) for rank in range(8)]
 
 
-def test_cells_of_many_ranks_are_small_enough_for_all_of_them_to_read_in_one_round() -> None:
+def test_makes_cells_of_many_ranks_small_enough_to_read_in_one_round() -> None:
     tables: list[Rows] = [[(0, 0, 64 << 20)] for _ in range(16)]
     first = schedules(tables, 8 << 20)[0].rounds[0]
     assert {cell.reader for cell in first} == set(range(16))
     assert min(cell.nbytes for cell in first) >= SMALLEST_CELL
 
 
-def test_a_thousand_replicas_are_dealt_out_evenly_and_each_knows_whom_it_reads_for() -> None:
+def test_deals_a_thousand_replicas_out_evenly_and_tells_each_whom_it_reads_for() -> None:
     ranks, nbytes = 1024, 600 << 20
     found = overlaps([[(0, 0, nbytes)] for _ in range(ranks)]).schedule(3, 8 << 20)
     cells = cells_of(found)
@@ -134,6 +134,6 @@ def test_a_thousand_replicas_are_dealt_out_evenly_and_each_knows_whom_it_reads_f
     assert max(loads.values()) - min(loads.values()) <= SMALLEST_CELL
 
 
-def test_ranges_beyond_any_store_are_refused() -> None:
+def test_refuses_ranges_beyond_any_store() -> None:
     with pytest.raises(MetadataError, match="beyond what any store holds"):
         overlaps([[(0, 0, 1 << 61)], [(1, 0, 1 << 61)]])

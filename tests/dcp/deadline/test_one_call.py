@@ -42,7 +42,7 @@ def what_lies_at(url: str, **where: Any) -> float | None:
     return value
 
 
-def test_a_process_alone_saves_and_loads(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_saves_and_loads_in_a_process_alone(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     url = f"file://{tmp_path}/step-1"
     metadata = bp.save(state(0, NEW), url)
     assert "model.shared" in metadata.state_dict_metadata
@@ -54,7 +54,7 @@ def test_a_process_alone_saves_and_loads(tmp_path: Path, recwarn: pytest.Warning
     assert not [warning for warning in recwarn if "torch.distributed is disabled" in str(warning.message)]
 
 
-def test_what_a_process_alone_raises_is_ours(tmp_path: Path) -> None:
+def test_raises_our_errors_in_a_process_alone(tmp_path: Path) -> None:
     with pytest.raises(BucketpointError, match="this disk is on fire") as caught:
         bp.save(state(0, NEW), f"file://{tmp_path}/a", planner=scenarios.At(1, scenarios.on_fire))
     assert caught.value.rank == 0
@@ -62,17 +62,17 @@ def test_what_a_process_alone_raises_is_ours(tmp_path: Path) -> None:
         bp.save({"broken": scenarios.Broken()}, f"file://{tmp_path}/a")
 
 
-def test_ranks_save_and_load_in_one_call(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_and_loads_on_several_ranks_in_one_call(two_ranks: Ranks, tmp_path: Path) -> None:
     answers = two_ranks.run(scenarios.save_and_load, f"file://{tmp_path}/step-1")
     assert [found for found, _ in answers] == [{OLD}, {OLD}]
 
 
-def test_calls_leave_no_threads_behind(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_leaves_no_threads_behind_a_call(two_ranks: Ranks, tmp_path: Path) -> None:
     for before, after in two_ranks.run(scenarios.threads_after, f"file://{tmp_path}/step-1", 8):
         assert after <= before
 
 
-def test_an_exception_at_each_item_is_raised_by_all_and_harms_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_raises_an_exception_at_each_item_on_all_ranks_and_harms_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/step-1"
     saved(url)
     first, second = two_ranks.run(scenarios.fail_at_each_item, url)
@@ -85,7 +85,7 @@ def test_an_exception_at_each_item_is_raised_by_all_and_harms_nothing(two_ranks:
     assert what_lies_at(url) == NEW
 
 
-def test_an_error_reaches_ranks_that_wait_for_a_store(two_ranks: Ranks, service: Service, proxy: FaultProxy) -> None:
+def test_tells_ranks_that_wait_for_a_store_of_an_error(two_ranks: Ranks, service: Service, proxy: FaultProxy) -> None:
     # Longer than all else: without being told, rank 0 would come to an error of its own.
     proxy.play(always(Stall(scenarios.HANGS_S), kinds=["PutObject"], keys="*-0-model-*"))
     options = service.at(proxy.url).options
@@ -97,7 +97,7 @@ def test_an_error_reaches_ranks_that_wait_for_a_store(two_ranks: Ranks, service:
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
-def test_a_store_that_stalls_one_rank_makes_all_raise_by_the_deadline(
+def test_raises_on_all_ranks_by_the_deadline_if_a_store_stalls_one(
     two_ranks: Ranks, service: Service, proxy: FaultProxy, loads: bool
 ) -> None:
     url = service.url("a")
@@ -114,7 +114,9 @@ def test_a_store_that_stalls_one_rank_makes_all_raise_by_the_deadline(
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
-def test_a_rank_that_stalls_is_named_and_raises_when_it_goes_on(two_ranks: Ranks, tmp_path: Path, loads: bool) -> None:
+def test_names_a_rank_that_stalls_and_raises_there_when_it_goes_on(
+    two_ranks: Ranks, tmp_path: Path, loads: bool
+) -> None:
     url = f"file://{tmp_path}/step-1"
     saved(url)
     first, second = two_ranks.run(scenarios.stall_until_the_others_raised, url, str(tmp_path), loads)
@@ -128,9 +130,7 @@ def test_a_rank_that_stalls_is_named_and_raises_when_it_goes_on(two_ranks: Ranks
     assert two_ranks.run(scenarios.save_and_load, url)[1][0] == {OLD}
 
 
-def test_a_rank_that_never_comes_is_named_and_is_with_the_others_again_at_its_next_call(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_names_a_rank_that_never_comes_and_takes_it_back_at_its_next_call(two_ranks: Ranks, tmp_path: Path) -> None:
     (first, again), (_, second) = two_ranks.run(scenarios.stay_away_once, f"file://{tmp_path}/step-1")
     assert first is not None
     assert "rank 1 does not answer (died, stopped, cut off, or never made this call" in first[1]
@@ -140,7 +140,7 @@ def test_a_rank_that_never_comes_is_named_and_is_with_the_others_again_at_its_ne
     assert what_lies_at(f"file://{tmp_path}/step-1") == 3.0
 
 
-def test_ranks_that_do_different_things_are_told_at_once(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_tells_ranks_at_once_that_they_do_different_things(two_ranks: Ranks, tmp_path: Path) -> None:
     for error in two_ranks.run(scenarios.save_to_different, f"file://{tmp_path}/step"):
         assert error is not None
         assert error[0] == "RanksDisagreeError"
@@ -148,7 +148,7 @@ def test_ranks_that_do_different_things_are_told_at_once(two_ranks: Ranks, tmp_p
         assert "step-0; rank 1: The save of " in error[1]
 
 
-def test_what_a_state_raises_is_raised_there_and_told_to_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_raises_what_a_state_raises_there_and_tells_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(scenarios.fail_before_planning, f"file://{tmp_path}/step-1")
     assert second is not None
     assert second[0] == "KeyError"
@@ -158,7 +158,7 @@ def test_what_a_state_raises_is_raised_there_and_told_to_the_others(two_ranks: R
     assert first[2] == 1
 
 
-def test_every_rank_raises_the_coordinators_error(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_raises_the_coordinators_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/step-1"
     saved(url)
     for error in two_ranks.run(scenarios.overwrite_not, url):
@@ -169,7 +169,7 @@ def test_every_rank_raises_the_coordinators_error(two_ranks: Ranks, tmp_path: Pa
         assert error[0] == "CheckpointNotFoundError"
 
 
-def test_two_groups_of_a_job_save_side_by_side(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_in_two_groups_of_a_job_side_by_side(four_ranks: Ranks, tmp_path: Path) -> None:
     answers = four_ranks.run(scenarios.save_in_two_groups, f"file://{tmp_path}/step")
     assert answers == [{0.0}, {1.0}, {0.0}, {1.0}]
 
@@ -197,7 +197,7 @@ def check_lost(outcomes: list[Outcome], number: int, text: str) -> None:
     ],
 )
 @pytest.mark.contract
-def test_a_rank_that_is_lost_is_named_by_all_others(tmp_path: Path, number: int, loads: bool) -> None:
+def test_names_a_lost_rank_on_all_others(tmp_path: Path, number: int, loads: bool) -> None:
     url = f"file://{tmp_path}/step-1"
     saved(url, 3)
     # That a connection has closed is seen long before the deadline; of a stopped process nothing is seen.
@@ -214,7 +214,7 @@ def test_a_rank_that_is_lost_is_named_by_all_others(tmp_path: Path, number: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda one: one.name)
-def test_ranks_raise_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Path, number: int) -> None:
+def test_raises_on_ranks_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Path, number: int) -> None:
     url = f"file://{tmp_path}/step-1"
     saved(url, 3)
     with socket.socket() as free:
@@ -234,7 +234,7 @@ def test_ranks_raise_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Path, n
     assert what_lies_at(url) == OLD
 
 
-def test_stock_dcp_loads_what_one_call_saved(tmp_path: Path) -> None:
+def test_loads_what_one_call_saved_by_stock_dcp(tmp_path: Path) -> None:
     bp.save({"w": torch.arange(10.0)}, f"file://{tmp_path}/a")
     target = {"w": torch.zeros(10)}
     dcp.load(target, checkpoint_id=tmp_path / "a", no_dist=True)

@@ -78,14 +78,14 @@ def traced(most: int) -> Iterator[None]:
 
 
 @pytest.mark.contract
-def test_a_compressed_tensor_is_read_within_the_size_of_its_shape() -> None:
+def test_reads_a_compressed_tensor_within_the_size_of_its_shape() -> None:
     nbytes = TENSOR.numel() * 4
     assert torch.equal(tensor_of(packed([saved(TENSOR)]), tensor_nbytes=nbytes), TENSOR)
     assert torch.equal(tensor_of(packed([saved(torch.zeros(0, 5))]), tensor_nbytes=0), torch.zeros(0, 5))
 
 
 @pytest.mark.parametrize("head", [b"", saved(TENSOR)], ids=["zeros", "a tensor and zeros behind it"])
-def test_a_bomb_in_place_of_a_tensor_is_refused_at_the_size_of_its_shape(head: bytes) -> None:
+def test_refuses_a_bomb_in_place_of_a_tensor_at_the_size_of_its_shape(head: bytes) -> None:
     data = bomb(head)
     assert len(data) < MIB
     with traced(8 * MIB), pytest.raises(CorruptDataError, match="transforms are undone") as caught:
@@ -93,7 +93,7 @@ def test_a_bomb_in_place_of_a_tensor_is_refused_at_the_size_of_its_shape(head: b
     assert caught.value.key == "w"
 
 
-def test_a_bomb_in_place_of_bytes_is_refused_at_the_stated_size_unless_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_bomb_in_place_of_bytes_at_the_stated_size_unless_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "FREE_BYTES", 2 * MIB)
     data = bomb()
     most = max(2 * MIB, 64 * len(data))
@@ -106,7 +106,7 @@ def test_a_bomb_in_place_of_bytes_is_refused_at_the_stated_size_unless_trusted(m
     assert bytes_of(small, trusted=True) == bytes(3 * MIB)
 
 
-def test_items_that_shrink_as_states_do_are_never_refused() -> None:
+def test_accepts_items_that_shrink_as_states_do() -> None:
     value = {"text": "the quick brown fox " * 100_000, "zeros": b"\0" * (8 * MIB)}
     data = saved(value)
     assert len(packed([data])) * 100 < len(data)
@@ -114,7 +114,7 @@ def test_items_that_shrink_as_states_do_are_never_refused() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 100])
-def test_what_cannot_be_expanded_is_a_named_error(cut: int) -> None:
+def test_names_what_cannot_be_expanded_in_an_error(cut: int) -> None:
     data = packed([saved(TENSOR)])
     broken = data[: len(data) // 2] + b"\xff" * cut
     with pytest.raises(BucketpointError):
@@ -156,7 +156,7 @@ class Endless(StreamTransformExtension):
         return Stream()
 
 
-def test_a_transform_of_the_users_that_never_ends_is_stopped() -> None:
+def test_stops_a_transform_of_the_user_that_never_ends() -> None:
     registry = ExtensionRegistry()
     registry.register(Endless)
     Endless.read = 0
@@ -182,7 +182,7 @@ def decoded(data: bytes) -> torch.Tensor:
     return decode_item(memoryview(bytearray(data)), of(data, None), None, key="w", tensor_nbytes=TENSOR.numel() * 4)
 
 
-def test_an_archive_that_torch_would_expand_is_refused() -> None:
+def test_refuses_an_archive_that_torch_would_expand() -> None:
     data = repacked(saved(TENSOR), zipfile.ZIP_DEFLATED, bytes(32 * MIB))
     with traced(8 * MIB), pytest.raises(UnsafeDataError, match="a compressed archive"):
         decoded(data)
@@ -200,7 +200,7 @@ def test_refuses_the_format_before_torch_1_6_by_name_and_loads_it_if_trusted() -
 
 @pytest.mark.contract
 @pytest.mark.parametrize("value", [torch.zeros(16), 5], ids=["tensor", "bytes"])
-def test_a_load_refuses_a_bomb_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+def test_refuses_to_load_a_bomb_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     monkeypatch.setattr(decode, "FREE_BYTES", 2 * MIB)
     # A writer without checksums, which would find what is put in its place before.
     dcp.save({"w": value}, storage_writer=FileSystemWriter(tmp_path, _extensions=[ZStandard()]), no_dist=True)
@@ -218,7 +218,7 @@ def test_a_load_refuses_a_bomb_in_a_checkpoint(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.contract
-def test_compressed_checkpoints_of_ours_and_of_torch_are_loaded(tmp_path: Path) -> None:
+def test_loads_compressed_checkpoints_of_ours_and_of_torch(tmp_path: Path) -> None:
     state = {"w": TENSOR, "zeros": torch.zeros(1000, 1000), "step": 5, "text": "x" * 5 * MIB}
     ours, torchs = tmp_path / "ours", tmp_path / "torchs"
     writers = (
@@ -240,7 +240,7 @@ class PlannerOfAnotherFormat(DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("planner", [DefaultLoadPlanner, LoadPlanner, KeysPlanner])
-def test_what_is_no_pickle_reaches_no_planner_that_unpickles(planner: type[DefaultLoadPlanner]) -> None:
+def test_passes_nothing_but_a_pickle_to_a_planner_that_unpickles(planner: type[DefaultLoadPlanner]) -> None:
     """Their torch.load is unrestricted: Python's reader may see a pickle where ours sees none."""
     data = b"neither a pickle nor an archive"
     view, info = memoryview(data), of(data, None)

@@ -76,7 +76,7 @@ def calls(stores: list[CountingStore]) -> dict[str, int]:
     return {name: sum(store.calls[name] for store in stores) for name in names}
 
 
-def test_a_small_checkpoint_has_no_index_and_costs_one_request_more_than_its_data(
+def test_loads_a_small_checkpoint_without_an_index_in_one_request_more(
     tmp_path: Path, stores: list[CountingStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_ref, "HEAD_BYTES", 128 << 10)
@@ -92,7 +92,7 @@ def test_a_small_checkpoint_has_no_index_and_costs_one_request_more_than_its_dat
     assert calls(stores)["put"] == puts + 1
 
 
-def test_a_large_one_is_loaded_from_its_index_with_one_request_more(
+def test_loads_a_large_checkpoint_from_its_index_in_one_request_more(
     tmp_path: Path, stores: list[CountingStore]
 ) -> None:
     save(tmp_path)
@@ -103,7 +103,7 @@ def test_a_large_one_is_loaded_from_its_index_with_one_request_more(
 
 
 @pytest.mark.contract
-def test_a_bucket_gives_the_first_bytes_and_the_index(service: Service, stores: list[CountingStore]) -> None:
+def test_reads_first_bytes_and_index_from_a_bucket(service: Service, stores: list[CountingStore]) -> None:
     url = service.url("a")
     save(url, writer=service.writer())
     stores.clear()
@@ -112,19 +112,19 @@ def test_a_bucket_gives_the_first_bytes_and_the_index(service: Service, stores: 
 
 
 @pytest.mark.contract
-def test_fsspec_gives_the_first_bytes_and_the_index() -> None:
+def test_reads_first_bytes_and_index_by_fsspec() -> None:
     save("memory://index/a")
     assert load("memory://index/a") is Entries
 
 
 @pytest.mark.contract
-def test_stock_readers_load_a_checkpoint_with_an_index(tmp_path: Path) -> None:
+def test_loads_a_checkpoint_with_an_index_by_stock_readers(tmp_path: Path) -> None:
     save(tmp_path)
     assert len(index_files(tmp_path)) == 1
     load(tmp_path, reader=FileSystemReader(tmp_path))
 
 
-def test_the_index_says_what_the_metadata_says_and_the_record_needs_it_not(tmp_path: Path) -> None:
+def test_says_the_same_in_index_and_metadata_without_needing_the_record(tmp_path: Path) -> None:
     save(tmp_path)
     data = (tmp_path / ".metadata").read_bytes()
     (index,) = index_files(tmp_path)
@@ -137,7 +137,7 @@ def test_the_index_says_what_the_metadata_says_and_the_record_needs_it_not(tmp_p
     assert "index" not in record.groups
 
 
-def test_the_index_is_there_before_the_commit_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_the_index_before_the_commit_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put: list[str] = []
 
     class Watched(CountingStore):
@@ -158,7 +158,7 @@ def test_the_index_is_there_before_the_commit_that_names_it(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("what", ["missing", "cut", "longer", "altered", "another's", "empty"])
-def test_an_index_that_is_not_the_one_meant_is_left_alone(
+def test_ignores_an_index_that_is_not_the_one_meant(
     tmp_path: Path, what: str, stores: list[CountingStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path / "a")
@@ -184,7 +184,7 @@ def test_an_index_that_is_not_the_one_meant_is_left_alone(
         assert "is damaged" in caplog.text
 
 
-def test_a_checkpoint_that_is_overwritten_between_the_two_reads_is_loaded_as_it_is_then(
+def test_loads_a_checkpoint_overwritten_between_the_two_reads_as_it_is_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path)
@@ -204,7 +204,7 @@ def test_a_checkpoint_that_is_overwritten_between_the_two_reads_is_loaded_as_it_
     assert [key.endswith(".metadata") for key in seen] == [True, True]
 
 
-def test_an_overwrite_deletes_the_index_that_it_replaces(tmp_path: Path) -> None:
+def test_deletes_the_index_that_an_overwrite_replaces(tmp_path: Path) -> None:
     save(tmp_path)
     before = index_files(tmp_path)
     save(tmp_path, 2.0)
@@ -215,9 +215,7 @@ def test_an_overwrite_deletes_the_index_that_it_replaces(tmp_path: Path) -> None
     assert len(list(tmp_path.rglob("*.distcp"))) == 2
 
 
-def test_an_unchanged_state_is_saved_with_the_index_before_filled_in_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fills_the_index_before_in_anew_for_an_unchanged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, planner = BucketWriter(), SavePlanner()
     made = []
     for module, name in ((commit, "encode_index"), (planned, "make_index")):
@@ -235,21 +233,21 @@ def test_an_unchanged_state_is_saved_with_the_index_before_filled_in_anew(
     assert len(made) == 1
 
 
-def test_trusted_metadata_is_read_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
+def test_reads_trusted_metadata_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
     save(tmp_path)
     stores.clear()
     assert load(tmp_path, reader=BucketReader(trusted=True)) is dict
     assert calls(stores)["get"] == 1
 
 
-def test_a_group_of_objects_may_be_called_index(tmp_path: Path) -> None:
+def test_allows_a_group_of_objects_called_index(tmp_path: Path) -> None:
     save(tmp_path, writer=BucketWriter(groups=[GroupRule("index", ["model"])]))
     assert index_files(tmp_path) == []
     assert len(list(tmp_path.rglob("*-index-0.distcp"))) == 1
     load(tmp_path)
 
 
-def test_an_index_at_the_place_of_the_metadata_is_refused(tmp_path: Path) -> None:
+def test_refuses_an_index_at_the_place_of_the_metadata(tmp_path: Path) -> None:
     save(tmp_path)
     (index,) = index_files(tmp_path)
     os.replace(index, tmp_path / ".metadata")
@@ -258,14 +256,14 @@ def test_an_index_at_the_place_of_the_metadata_is_refused(tmp_path: Path) -> Non
             load(tmp_path, reader=reader)
 
 
-def test_checkpoints_of_other_writers_are_read_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
+def test_reads_checkpoints_of_other_writers_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
     dcp.save(state(1.0), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     assert load(tmp_path) is dict
     assert calls(stores)["get"] == 2
 
 
 @pytest.mark.parametrize("cooperative", ["off", "group"])
-def test_many_ranks_save_and_load_with_an_index(two_ranks: Ranks, tmp_path: Path, cooperative: str) -> None:
+def test_saves_and_loads_on_many_ranks_with_an_index(two_ranks: Ranks, tmp_path: Path, cooperative: str) -> None:
     found = two_ranks.run(index_scenarios.save_twice_and_load, f"file://{tmp_path}", cooperative)
     assert found == [("index", index_scenarios.TENSORS)] * 2
     for step in range(2):

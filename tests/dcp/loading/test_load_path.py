@@ -39,7 +39,7 @@ def files_run() -> Iterator[set[str]]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def test_a_plain_load_runs_nothing_of_cooperation(minio: S3Server) -> None:
+def test_runs_nothing_of_cooperation_in_a_plain_load(minio: S3Server) -> None:
     url = minio.url(minio.make_bucket(), "step-1")
     state = {f"weight{number}": torch.full((300, 300), float(number)) for number in range(4)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
@@ -55,7 +55,7 @@ def test_a_plain_load_runs_nothing_of_cooperation(minio: S3Server) -> None:
     assert unwanted == []
 
 
-def test_a_range_crosses_five_files_between_the_readers_plan_and_the_reply(minio: S3Server, monkeypatch: Any) -> None:
+def test_crosses_five_files_between_the_readers_plan_and_the_reply(minio: S3Server, monkeypatch: Any) -> None:
     url = minio.url(minio.make_bucket(), "step-1")
     state = {"weight": torch.ones(300, 300)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))

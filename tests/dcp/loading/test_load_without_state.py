@@ -42,7 +42,7 @@ def a_state() -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("saved_by", ["save", "async_save", "dcp.save with SavePlanner"])
-def test_the_state_comes_back_as_it_was_saved(tmp_path: Path, saved_by: str) -> None:
+def test_returns_the_state_as_it_was_saved(tmp_path: Path, saved_by: str) -> None:
     state, url = a_state(), f"{tmp_path}/a"
     if saved_by == "save":
         bp.save(state, url)
@@ -58,7 +58,7 @@ def test_the_state_comes_back_as_it_was_saved(tmp_path: Path, saved_by: str) -> 
     model.load_state_dict(loaded["model"])
 
 
-def test_integer_keys_come_back_through_an_index_and_a_plan_that_is_kept(tmp_path: Path) -> None:
+def test_restores_integer_keys_through_an_index_and_a_kept_plan(tmp_path: Path) -> None:
     planner, writer = bp.SavePlanner(), bp.BucketWriter()
     for number in range(3):
         # The same flat names, and at last keys that are text.
@@ -69,7 +69,7 @@ def test_integer_keys_come_back_through_an_index_and_a_plan_that_is_kept(tmp_pat
         assert same(bp.load(f"{tmp_path}/{number}", trusted=True), state), "without the index"
 
 
-def test_checkpoints_of_others_come_back_nested(tmp_path: Path) -> None:
+def test_returns_checkpoints_of_others_nested(tmp_path: Path) -> None:
     dcp.save({"a": {"b": [torch.ones(2), {"c": 1}]}, "n": {0: 5}}, checkpoint_id=tmp_path, no_dist=True)
     assert same(bp.load(tmp_path), {"a": {"b": [torch.ones(2), {"c": 1}]}, "n": {"0": 5}})
 
@@ -83,7 +83,7 @@ def test_checkpoints_of_others_come_back_nested(tmp_path: Path) -> None:
         (["sizes.10.1.*"], {"sizes"}),
     ],
 )
-def test_only_the_keys_that_are_asked_for_are_loaded(tmp_path: Path, keys: Any, names: set[str]) -> None:
+def test_loads_only_the_keys_that_are_asked_for(tmp_path: Path, keys: Any, names: set[str]) -> None:
     state = a_state()
     bp.save(state, f"{tmp_path}/a")
     loaded = bp.load(f"{tmp_path}/a", keys=keys)
@@ -98,20 +98,20 @@ def test_only_the_keys_that_are_asked_for_are_loaded(tmp_path: Path, keys: Any, 
         assert same(loaded, {"sizes": {10: [None, {"3": 4, -5: "x"}]}}), "places of lists are kept"
 
 
-def test_a_pattern_that_no_key_fits_is_an_error(tmp_path: Path) -> None:
+def test_raises_for_a_pattern_that_no_key_fits(tmp_path: Path) -> None:
     bp.save({"model": {"w": torch.ones(2)}, "step": 1}, f"{tmp_path}/a")
     with pytest.raises(bp.MismatchError, match=r"no key that matches 'modle\.\*'.*begin with: model, step"):
         bp.load(f"{tmp_path}/a", keys=["step", "modle.*"])
 
 
-def test_only_the_bytes_of_what_is_asked_for_are_read(tmp_path: Path) -> None:
+def test_reads_only_the_bytes_of_what_is_asked_for(tmp_path: Path) -> None:
     bp.save({"model": {"small": torch.ones(1000), "large": torch.ones(1_000_000)}}, f"{tmp_path}/a")
     events: list[bp.Progress] = []
     bp.load(f"{tmp_path}/a", keys="model.small", progress=events.append)
     assert 4000 <= events[-1].done_bytes < 10_000
 
 
-def test_values_that_are_no_plain_data_take_trust(tmp_path: Path) -> None:
+def test_needs_trust_for_values_that_are_no_plain_data(tmp_path: Path) -> None:
     bp.save({"w": torch.ones(2), "f": threading.Thread.start}, f"{tmp_path}/a")
     with pytest.raises(bp.UnsafeDataError):
         bp.load(f"{tmp_path}/a")
@@ -119,7 +119,7 @@ def test_values_that_are_no_plain_data_take_trust(tmp_path: Path) -> None:
     assert bp.load(f"{tmp_path}/a", trusted=True)["f"] is threading.Thread.start
 
 
-def test_what_was_saved_on_gpus_loads_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_without_a_gpu_what_was_saved_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A tuple is pickled whole, with the device of its tensors.
     with monkeypatch.context() as patched:
         patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
@@ -130,14 +130,14 @@ def test_what_was_saved_on_gpus_loads_without_one(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("device", ["cpuu", "cuda:999", None])
-def test_a_device_that_is_not_there_is_refused_with_another(tmp_path: Path, device: Any) -> None:
+def test_refuses_a_device_that_is_not_there_and_names_another(tmp_path: Path, device: Any) -> None:
     bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
     with pytest.raises(bp.BucketpointError, match=r'cannot be used: .* Pass device="cpu"') as caught:
         bp.load(f"{tmp_path}/a", device=device)
     assert "keys=" not in str(caught.value)
 
 
-def test_sparse_tensors_come_back_sparse(tmp_path: Path) -> None:
+def test_returns_sparse_tensors_sparse(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
     bp.save({"s": sparse}, f"{tmp_path}/a")
     found = bp.load(f"{tmp_path}/a")["s"]
@@ -145,7 +145,7 @@ def test_sparse_tensors_come_back_sparse(tmp_path: Path) -> None:
     assert torch.equal(found.to_dense(), torch.eye(3))
 
 
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+def test_refuses_what_does_not_go_together(tmp_path: Path) -> None:
     for wrong in (
         lambda: bp.load(f"{tmp_path}/a", f"{tmp_path}/b"),  # type: ignore[call-overload]
         lambda: bp.load({}, f"{tmp_path}/b", keys="x"),  # type: ignore[call-overload]
@@ -173,7 +173,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         {"a": ("a", ["x"]), "b": ("b",)},
     ],
 )
-def test_paths_that_make_no_state_are_refused(paths: dict[str, Any]) -> None:
+def test_refuses_paths_that_make_no_state(paths: dict[str, Any]) -> None:
     metadata = Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()}, planner_data=paths)
     with pytest.raises(bp.MetadataError):
         nested({"a": 1, "b": 2}, metadata)
@@ -192,14 +192,14 @@ def save_shards(rank: int, world: int, url: str) -> None:
     bp.save({"w": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": {rank: rank, 9: 9}}, url)
 
 
-def test_any_rank_loads_by_itself_what_many_saved(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_loads_on_any_rank_alone_what_many_saved(two_ranks: Ranks, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/a"
     two_ranks.run(save_shards, url)
     assert two_ranks.run(load_apart, url) == [[0.0, 1.0, 2.0, 3.0, 4.0], None]
     assert same(bp.load(url), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9}})
 
 
-def test_a_process_of_a_job_without_a_process_group_loads_by_itself(
+def test_loads_alone_in_a_process_of_a_job_without_a_process_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
@@ -224,7 +224,7 @@ def load_beside_a_save(rank: int, world: int, url: str) -> list[float]:
     return found
 
 
-def test_a_load_without_a_state_does_not_wait_for_a_save_beside_it(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_waits_for_no_save_beside_a_load_without_a_state(two_ranks: Ranks, tmp_path: Path) -> None:
     bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
     assert two_ranks.run(load_beside_a_save, f"file://{tmp_path}") == [[1.0, 1.0]] * 2
 
@@ -232,7 +232,7 @@ def test_a_load_without_a_state_does_not_wait_for_a_save_beside_it(two_ranks: Ra
 # Into a state
 
 
-def test_integer_keys_of_a_state_are_loaded_in_place(tmp_path: Path) -> None:
+def test_loads_integer_keys_of_a_state_in_place(tmp_path: Path) -> None:
     saved = {"a": {0: 101, 1: [102, {2: 103}], None: "t", "3": 4}}
     bp.save(saved, f"{tmp_path}/a")
     state: dict[Any, Any] = {"a": {0: 1, 1: [2, {2: 3}], None: "", "3": 0}}
@@ -253,7 +253,7 @@ def loading_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     ]
 
 
-def test_unused_and_missing_keys_are_counted_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_unused_and_missing_keys_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bp.save({"model": {f"w{n}": torch.ones(1) for n in range(8)}, "step": 1}, f"{tmp_path}/a")
     with caplog.at_level(logging.INFO, logger="bucketpoint"):
         bp.load({"step": 0, "model": {"w0": torch.zeros(1)}}, f"{tmp_path}/a")
@@ -265,7 +265,7 @@ def test_unused_and_missing_keys_are_counted_in_one_line(tmp_path: Path, caplog:
     assert "the checkpoint lacks 1 keys, whose values in the state stay unchanged: more.v" in second
 
 
-def test_strict_is_as_in_torch(tmp_path: Path) -> None:
+def test_follows_torch_in_strict(tmp_path: Path) -> None:
     bp.save({f"w{n}": torch.ones(1) for n in range(8)}, f"{tmp_path}/a")
     every = {f"w{n}": torch.zeros(1) for n in range(8)}
     bp.load(every, f"{tmp_path}/a", strict=True)
@@ -306,7 +306,7 @@ def load_parts(rank: int, world: int, url: str) -> Any:
     return refused, stream.getvalue()
 
 
-def test_keys_are_compared_with_those_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_compares_keys_with_those_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/a"
     bp.save({"w0": torch.ones(1), "w1": torch.ones(1)}, url)
     (refused, line), (refused_too, nothing) = two_ranks.run(load_parts, url)
@@ -351,7 +351,7 @@ def test_refuses_to_load_two_values_into_one_tensor(tmp_path: Path) -> None:
         bp.load({"embedding": one, "head": one}, apart)
 
 
-def test_does_not_take_a_checkpoint_for_damaged_whose_tensors_go_into_one_memory(tmp_path: Path) -> None:
+def test_finds_no_damage_where_tensors_go_into_one_memory(tmp_path: Path) -> None:
     rows = 1 << 20
     bp.save({"all": torch.ones(4 * rows), "first": torch.zeros(3 * rows), "last": torch.ones(rows)}, tmp_path.as_uri())
     for _ in range(8):

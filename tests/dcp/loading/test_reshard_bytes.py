@@ -107,7 +107,7 @@ def received(stores: list[CountingStore]) -> tuple[int, int]:
         (line(8, Shard(0), Shard(1), mesh=(4, 2)), line(4, Shard(0)), MATRICES, 1.02),
     ],
 )
-def test_no_more_is_read_than_the_ranks_need(
+def test_reads_no_more_than_the_ranks_need(
     tmp_path: Path, stores: list[CountingStore], before: OnMesh, after: OnMesh, names: tuple[str, ...], most: float
 ) -> None:
     wholes = layer(names)
@@ -123,7 +123,7 @@ def test_no_more_is_read_than_the_ranks_need(
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(8, 6), (3, 8), (5, 4)])
-def test_where_a_shard_is_cut_one_block_is_read_twice(
+def test_reads_one_block_twice_where_a_shard_is_cut(
     tmp_path: Path, stores: list[CountingStore], saving: int, loading: int
 ) -> None:
     wholes = layer()
@@ -139,7 +139,7 @@ def test_where_a_shard_is_cut_one_block_is_read_twice(
 
 @pytest.mark.parametrize("budget", [2 * MIB, 8 * MIB])
 @pytest.mark.parametrize(("before", "after"), [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate())])
-def test_resharding_stays_within_the_budget_for_memory(
+def test_keeps_resharding_within_the_budget_for_memory(
     tmp_path: Path, pools: list[BufferPool], budget: int, before: Placement, after: Placement
 ) -> None:
     wholes = {"w": filled((4096, 2048), torch.float32)}
@@ -152,7 +152,7 @@ def test_resharding_stays_within_the_budget_for_memory(
         assert min(pool.peak_bytes for pool in pools) > 0
 
 
-def test_only_the_keys_that_are_asked_for_are_read(tmp_path: Path, stores: list[CountingStore]) -> None:
+def test_reads_only_the_keys_that_are_asked_for(tmp_path: Path, stores: list[CountingStore]) -> None:
     wholes = layer()
     saved(tmp_path, line(4, Shard(0)), wholes)
     stores.clear()
@@ -160,7 +160,7 @@ def test_only_the_keys_that_are_asked_for_are_read(tmp_path: Path, stores: list[
     assert received(stores)[0] <= 1.02 * needed
 
 
-def test_what_holds_no_part_of_a_tensor_is_refused_by_name(tmp_path: Path, stores: list[CountingStore]) -> None:
+def test_names_and_refuses_what_holds_no_part_of_a_tensor(tmp_path: Path, stores: list[CountingStore]) -> None:
     wholes = layer(("norm",))
     saved(tmp_path, line(2, Shard(0)), wholes)
     stores.clear()
@@ -172,7 +172,7 @@ def test_what_holds_no_part_of_a_tensor_is_refused_by_name(tmp_path: Path, store
     assert received(stores) == (0, 0)
 
 
-def test_a_shard_whose_size_is_not_the_one_that_torch_plans_is_never_committed(tmp_path: Path) -> None:
+def test_commits_no_shard_of_another_size_than_torch_plans(tmp_path: Path) -> None:
     with job.as_rank(0, 2):
         mesh = OnMesh((2,), (0, 1), ()).device_mesh()
         first = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(4,), stride=(1,), run_check=False)

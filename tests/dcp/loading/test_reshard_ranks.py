@@ -23,7 +23,7 @@ pytestmark = pytest.mark.contract
         ("fsdp", 3, "Shard", [("tp and fsdp", 4), ("plain", 1)]),
     ],
 )
-def test_a_model_is_loaded_under_any_other_parallelism(
+def test_loads_a_model_under_any_other_parallelism(
     four_ranks: Ranks, tmp_path: Path, saved: str, ranks: int, placement: str, loaded: list[tuple[str, int]]
 ) -> None:
     url = f"file://{tmp_path}/model"
@@ -33,7 +33,7 @@ def test_a_model_is_loaded_under_any_other_parallelism(
         four_ranks.run(scenarios.load_model, url, kind, readers)
 
 
-def test_shards_are_loaded_as_distributed_and_plain_tensors_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_loads_shards_as_distributed_and_plain_tensors_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
     shards = four_ranks.run(scenarios.shards_and_distributed_tensors_become_each_other, f"file://{tmp_path}")
     assert shards == [4, 3, 2, 3]
     target = {name: torch.zeros(scenarios.ROWS, scenarios.COLUMNS) for name in ("rows", "columns", "boxes")}
@@ -41,9 +41,9 @@ def test_shards_are_loaded_as_distributed_and_plain_tensors_and_back(four_ranks:
     assert all(torch.equal(value, scenarios.table()) for value in target.values())
 
 
-def test_tensors_of_some_ranks_are_loaded_by_others(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_loads_tensors_of_some_ranks_on_others(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(scenarios.tensors_of_some_ranks, f"file://{tmp_path}")
 
 
-def test_a_model_under_fsdp1_may_have_fewer_rows_than_there_are_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_loads_a_model_under_fsdp1_with_fewer_rows_than_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(scenarios.fsdp1_with_fewer_rows_than_ranks, f"file://{tmp_path}/model")

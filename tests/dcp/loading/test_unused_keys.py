@@ -156,7 +156,7 @@ ON_PURPOSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("case", ON_PURPOSE)
-def test_is_silent_about_what_is_left_out_on_purpose(
+def test_ignores_what_is_left_out_on_purpose(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, planner: str
 ) -> None:
     saved, state = ON_PURPOSE[case]

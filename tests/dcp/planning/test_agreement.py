@@ -38,7 +38,7 @@ def files(root: Path, pattern: str) -> list[str]:
     ("kind", "before"),
     [("ours", 0), ("ours", 2), ("DCP's", 0), ("DCP's, keeping plans", 0), ("DCP's, keeping plans", 2)],
 )
-def test_ranks_that_name_different_urls_all_raise_and_commit_nothing(
+def test_raises_on_all_ranks_that_name_different_urls_and_commits_nothing(
     two_ranks: Ranks, tmp_path: Path, kind: str, before: int
 ) -> None:
     answers = two_ranks.run(scenarios.save_to_places_of_their_own, f"file://{tmp_path}", kind, before)
@@ -53,7 +53,7 @@ def test_ranks_that_name_different_urls_all_raise_and_commit_nothing(
         assert files(tmp_path, "step-*/**/*.distcp") == []
 
 
-def test_ranks_whose_writers_or_planners_differ_all_raise(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_raises_on_all_ranks_whose_writers_or_planners_differ(two_ranks: Ranks, tmp_path: Path) -> None:
     for scenario, said in (
         (scenarios.save_with_groups_of_their_own, "different options"),
         (scenarios.save_with_planners_of_their_own, "do not use SavePlanner"),
@@ -87,7 +87,7 @@ def test_ranks_whose_writers_or_planners_differ_all_raise(two_ranks: Ranks, tmp_
     ids=["dtype", "shape", "shards"],
 )
 @pytest.mark.parametrize("kind", ["ours", "DCP's"])
-def test_a_tensor_that_ranks_hold_differently_is_refused_by_name_or_saved_as_one_of_them_holds_it(
+def test_refuses_by_name_or_saves_once_a_tensor_that_ranks_hold_differently(
     two_ranks: Ranks, tmp_path: Path, kind: str, layout: str, how: Any, said: str
 ) -> None:
     answers = two_ranks.run(scenarios.save_tensors_of_their_own, f"file://{tmp_path}", kind, layout, how)
@@ -102,9 +102,7 @@ def test_a_tensor_that_ranks_hold_differently_is_refused_by_name_or_saved_as_one
     assert files(tmp_path, "*.distcp") == files(tmp_path, ".metadata") == []
 
 
-def test_a_planner_that_serves_two_process_groups_writes_what_each_of_them_holds(
-    four_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_writes_what_each_of_two_process_groups_of_a_planner_holds(four_ranks: Ranks, tmp_path: Path) -> None:
     answers = four_ranks.run(scenarios.save_in_two_groups_in_turn, f"file://{tmp_path}")
     assert answers == [[[], []], [[], [], []], [[], [], []], []]
 
@@ -120,13 +118,13 @@ class KeepsAnother(DefaultSavePlanner):
         return plans, Metadata({**metadata.state_dict_metadata, "model.w": kept}, metadata.planner_data)
 
 
-def test_results_that_do_not_fit_the_coordinators_plan_are_refused_by_name(tmp_path: Path) -> None:
+def test_refuses_by_name_results_that_do_not_fit_the_coordinators_plan(tmp_path: Path) -> None:
     with pytest.raises(RanksDisagreeError, match=r"a dtype or shape that the coordinator did not plan.*key=model\.w"):
         Job(2, KeepsAnother).save(states(2, 1.0), f"file://{tmp_path}")
     assert files(tmp_path, ".metadata") == []
 
 
-def test_a_kept_plan_of_dcps_does_not_describe_a_tensor_that_was_converted_since(tmp_path: Path) -> None:
+def test_drops_a_kept_plan_of_dcps_for_a_tensor_that_was_converted_since(tmp_path: Path) -> None:
     scenarios.forget_plans()
     planner = DefaultSavePlanner(enable_plan_caching=True)
     for number, dtype in enumerate((HALF, BRAIN)):
@@ -143,7 +141,7 @@ def test_a_kept_plan_of_dcps_does_not_describe_a_tensor_that_was_converted_since
 # -- the URL of a save ------------------------------------------------------------------------------------------------
 
 
-def test_a_save_goes_to_its_own_url_whatever_its_writer_saves_meanwhile(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_saves_to_its_own_url_whatever_its_writer_saves_meanwhile(two_ranks: Ranks, tmp_path: Path) -> None:
     own = [(1.0, 1.0), (2.0, 2.0)]
     assert scenarios.save_elsewhere_while_a_save_begins(0, 1, f"file://{tmp_path}/alone") == own
     assert two_ranks.run(scenarios.save_elsewhere_while_a_save_begins, f"file://{tmp_path}/two") == [own, own]
@@ -199,7 +197,7 @@ class CannotPlan(DefaultSavePlanner):
         raise ValueError("no plan today")
 
 
-def test_a_save_without_a_checkpoint_id_goes_to_the_constructors_url_after_any_other_save(tmp_path: Path) -> None:
+def test_saves_without_a_checkpoint_id_to_the_constructors_url(tmp_path: Path) -> None:
     writer = BucketWriter(f"file://{tmp_path}/own", progress=False)
     assert writer.checkpoint_id == f"file://{tmp_path}/own"
     other = f"file://{tmp_path}/other"
@@ -241,7 +239,7 @@ def same_place(place: tuple[str, str | None, int, int]) -> Any:
 
 
 @given(st.lists(places | st.none(), min_size=1, max_size=5))
-def test_statements_are_refused_exactly_where_two_ranks_say_different_things(drawn: list[Any]) -> None:
+def test_refuses_statements_exactly_where_two_ranks_say_different_things(drawn: list[Any]) -> None:
     known = {rank: same_place(each) for rank, each in enumerate(drawn) if each is not None}
     statements = [None if each is None else stated(each, rank) for rank, each in enumerate(drawn)]
     if len(set(known.values())) <= 1:
@@ -256,7 +254,7 @@ def test_statements_are_refused_exactly_where_two_ranks_say_different_things(dra
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_statement_is_small_and_quotes_no_secret() -> None:
+def test_keeps_a_statement_small_and_quotes_no_secret() -> None:
     url = "memory://" + "long/" * 60 + "run?token=very-secret"
     packed = pickle.dumps(make_statement(*open_store(url), url, options=(), world=8, rank=7))
     assert len(packed) < 150

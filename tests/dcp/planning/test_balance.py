@@ -58,7 +58,7 @@ def shard(item: WriteItem, number: int) -> WriteItem:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_ranks_write_the_same_within_five_percent(sharded: bool) -> None:
+def test_writes_the_same_on_each_rank_within_five_percent(sharded: bool) -> None:
     model = llama(8, 1024)
     written = balanced([[shard(item, rank % 4) for item in model] if sharded else model for rank in range(8)])
     assert max(totals(written)) <= 1.05 * sum(totals(written)) / 8
@@ -70,11 +70,11 @@ def test_counts_first_what_a_rank_must_write_anyway() -> None:
     assert {item.index.fqn for item in balanced([[alone, *shared], shared])[0]} == {"alone"}
 
 
-def test_ranks_of_one_node_share_its_card() -> None:
+def test_shares_the_card_of_a_node_among_its_ranks() -> None:
     shared = [tensor_item(f"shared{number}", (64, 1024)) for number in range(120)]
     written = totals(balanced([shared] * 4, nodes=["a", "a", "a", "b"]))
     assert abs(sum(written[:3]) - written[3]) / written[3] < 0.02
 
 
-def test_a_rank_that_holds_nothing_writes_nothing() -> None:
+def test_writes_nothing_on_a_rank_that_holds_nothing() -> None:
     assert totals(balanced([[tensor_item("w", (8, 8))], []])) == [256, 0]

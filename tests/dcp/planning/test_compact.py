@@ -130,7 +130,7 @@ def test_sends_few_bytes_for_each_item_at_every_save(four_ranks: Ranks, tmp_path
         assert sent < RANK_BYTES + ITEM_BYTES * items
 
 
-def test_items_of_many_blocks_send_no_more_than_small_ones(tmp_path: Path) -> None:
+def test_sends_no_more_for_items_of_many_blocks_than_for_small_ones(tmp_path: Path) -> None:
     # 64 MiB is what replicas' tensors are cut into: 32 blocks. A shard of 8 MiB has 32 too.
     sent = {}
     for elements in (2 << 20, 2 << 10):
@@ -146,7 +146,9 @@ def test_items_of_many_blocks_send_no_more_than_small_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["ours, stock planner", "ours, stock writer"])
-def test_either_half_of_ours_sends_less_than_both_halves_of_stock(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_sends_less_with_either_half_of_ours_than_with_both_of_stock(
+    four_ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
     ours, stock = (crossing(four_ranks, tmp_path / which, which, 50) for which in (kind, "stock"))
     assert ours[1] < stock[1]
 
@@ -157,9 +159,7 @@ def crossing(ranks: Ranks, root: Path, kind: str, items: int) -> list[int]:
     return [max(sum(answer[save].get(rank, 0) for answer in answers) for rank in range(4)) for save in range(2)]
 
 
-def test_the_coordinator_alone_gets_the_metadata_and_the_others_are_told_where_it_is(
-    four_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_gives_the_metadata_to_the_coordinator_and_its_place_to_the_others(four_ranks: Ranks, tmp_path: Path) -> None:
     first, *others = four_ranks.run(scenarios.metadata_by_rank, str(tmp_path))
     assert first == ("PlannedMetadata", ",".join(f"model.layers.{number}.weight" for number in range(3)))
     for kind, said in others:
@@ -171,7 +171,7 @@ def test_the_coordinator_alone_gets_the_metadata_and_the_others_are_told_where_i
 # -- that all of it arrives -------------------------------------------------------------------------------------------
 
 
-def test_saves_are_whole_while_sizes_of_values_change(tmp_path: Path) -> None:
+def test_saves_whole_while_sizes_of_values_change(tmp_path: Path) -> None:
     job = Job(3)
     notes = ["a", "b", "longer" * 50, "LONGER" * 50, "a"]
     for save, note in enumerate(notes):
@@ -181,7 +181,7 @@ def test_saves_are_whole_while_sizes_of_values_change(tmp_path: Path) -> None:
         assert_holds(f"file://{tmp_path}/{save}", states(3, float(save), note=note))
 
 
-def test_the_committed_metadata_says_what_plain_lists_of_results_would(
+def test_commits_metadata_that_says_what_plain_lists_of_results_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compact, plain = Job(3), Job(3)
@@ -244,7 +244,7 @@ class Annotating(SavePlanner):
         return self.made
 
 
-def test_metadata_that_a_planner_altered_is_committed_as_it_is(tmp_path: Path) -> None:
+def test_commits_metadata_that_a_planner_altered_as_it_is(tmp_path: Path) -> None:
     job = Job(2, Annotating)
     for save in range(1, 4):
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
@@ -254,7 +254,7 @@ def test_metadata_that_a_planner_altered_is_committed_as_it_is(tmp_path: Path) -
         assert metadata.planner_data["saves"] == save
 
 
-def test_results_of_a_stock_planner_arrive_as_lists(tmp_path: Path) -> None:
+def test_receives_results_of_a_stock_planner_as_lists(tmp_path: Path) -> None:
     job = Job(2, DefaultSavePlanner)
     job.save(states(2, 3.0), f"file://{tmp_path}")
     assert job.in_columns() == [False] * 2
@@ -269,7 +269,7 @@ class Trimming(SavePlanner):
         return SavePlan(list(reversed(plan.items)), planner_data=plan.planner_data)
 
 
-def test_a_plan_that_was_altered_on_its_rank_names_its_items_itself(tmp_path: Path) -> None:
+def test_names_items_of_a_plan_that_was_altered_on_its_rank(tmp_path: Path) -> None:
     job = Job(2, Trimming)
     for save in range(2):
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
@@ -283,7 +283,7 @@ class Forgetful(DefaultSavePlanner):
         return dataclasses.replace(plan, items=plan.items[1:])
 
 
-def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(tmp_path: Path) -> None:
+def test_refuses_to_commit_a_plan_with_an_item_that_nobody_wrote(tmp_path: Path) -> None:
     with pytest.raises(IncompleteSaveError, match=r"not written .*\(a\)"):
         Job(1, Forgetful).save([{"a": torch.ones(2), "b": torch.ones(2)}], f"file://{tmp_path}")
     assert not (tmp_path / ".metadata").exists()
@@ -347,7 +347,7 @@ def replaced(plan: SavePlan, items: list[Any]) -> SavePlan:
 
 
 @pytest.mark.parametrize("kind", [SavePlanner, LooksEverywhere, AddsItem, AddsInPlace, DealsToTheFirst])
-def test_planners_that_look_into_plans_or_alter_them_save_all_of_it(tmp_path: Path, kind: type[SavePlanner]) -> None:
+def test_saves_all_under_planners_that_look_into_plans_or_alter_them(tmp_path: Path, kind: type[SavePlanner]) -> None:
     job = Job(3, kind)
     for save in range(3):
         job.save(states(3, float(save)), f"file://{tmp_path}/{save}")
@@ -372,7 +372,7 @@ class LooksAtPlans(FileSystemWriter):
 
 
 @pytest.mark.parametrize("kind", [FileSystemWriter, LooksAtPlans])
-def test_writers_of_others_get_their_plans_and_see_items_if_they_look(
+def test_gives_writers_of_others_their_plans_and_items_if_they_look(
     tmp_path: Path, kind: type[FileSystemWriter]
 ) -> None:
     job = Job(3)
@@ -385,7 +385,7 @@ def test_writers_of_others_get_their_plans_and_see_items_if_they_look(
             assert sum(job.writers[0].seen) > 9  # type: ignore[attr-defined]
 
 
-def test_a_list_of_results_that_was_altered_crosses_as_it_is(tmp_path: Path) -> None:
+def test_sends_a_list_of_results_that_was_altered_as_it_is(tmp_path: Path) -> None:
     job = Job(1)
     job.save(states(1, 1.0), f"file://{tmp_path}")
     plan = job.planners[0].plan
@@ -407,7 +407,7 @@ def test_a_list_of_results_that_was_altered_crosses_as_it_is(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("stop", ["write", "finish"])
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_save_that_fails_confuses_none_after_it(tmp_path: Path, before: int, stop: str) -> None:
+def test_confuses_no_save_after_one_that_fails(tmp_path: Path, before: int, stop: str) -> None:
     job = Job(2)
     for save in range(before):
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
@@ -438,7 +438,7 @@ def test_refuses_results_of_items_that_were_not_assigned(tmp_path: Path, name: s
     assert_holds(f"file://{tmp_path}/3", states(2, 3.0))
 
 
-def test_metadata_that_lost_its_plan_fails_the_save_by_name(tmp_path: Path) -> None:
+def test_fails_the_save_by_name_for_metadata_that_lost_its_plan(tmp_path: Path) -> None:
     class Plain(SavePlanner):
         def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             plans, metadata = super().create_global_plan(all_plans)
@@ -451,7 +451,7 @@ def test_metadata_that_lost_its_plan_fails_the_save_by_name(tmp_path: Path) -> N
 # -- metadata ---------------------------------------------------------------------------------------------------------
 
 
-def test_metadata_is_whole_until_it_is_committed_and_small_from_then_on(tmp_path: Path) -> None:
+def test_keeps_metadata_whole_until_it_is_committed_and_small_from_then_on(tmp_path: Path) -> None:
     job = Job(2)
     metadata = job.save(states(2, 1.0), f"file://{tmp_path}")
     assert set(metadata.state_dict_metadata) > {"model.w", "model.b"}
@@ -465,7 +465,7 @@ def test_metadata_is_whole_until_it_is_committed_and_small_from_then_on(tmp_path
     assert arrived.state_dict_metadata == metadata.state_dict_metadata
 
 
-def test_metadata_from_afar_says_where_it_is_and_survives_what_does_not_look_into_it() -> None:
+def test_tells_where_metadata_from_afar_is_when_somebody_looks_into_it() -> None:
     remote = crossed([crossed([RemoteMetadata("s3://bucket/run")])[0]])[0]
     assert isinstance(remote, Metadata)
     assert repr(remote) == "RemoteMetadata('s3://bucket/run')"
@@ -476,14 +476,14 @@ def test_metadata_from_afar_says_where_it_is_and_survives_what_does_not_look_int
             getattr(remote, name)
 
 
-def test_a_save_of_one_process_returns_whole_metadata(tmp_path: Path) -> None:
+def test_returns_whole_metadata_from_a_save_of_one_process(tmp_path: Path) -> None:
     metadata = dcp.save(
         states(1, 1.0)[0], storage_writer=BucketWriter(f"file://{tmp_path}"), planner=SavePlanner(), no_dist=True
     )
     assert "model.w" in crossed([metadata])[0].state_dict_metadata
 
 
-def test_a_stock_writer_commits_stock_metadata(tmp_path: Path) -> None:
+def test_commits_stock_metadata_by_a_stock_writer(tmp_path: Path) -> None:
     planner = SavePlanner()
     for save in range(2):
         writer = FileSystemWriter(tmp_path / str(save))
@@ -492,7 +492,7 @@ def test_a_stock_writer_commits_stock_metadata(tmp_path: Path) -> None:
         assert_holds(f"file://{tmp_path}/{save}", states(1, float(save)))
 
 
-def test_a_planner_is_sent_as_configuration_and_without_the_state(tmp_path: Path) -> None:
+def test_sends_a_planner_as_configuration_without_the_state(tmp_path: Path) -> None:
     job = Job(1)
     empty = len(pickle.dumps(SavePlanner()))
     job.save(states(1, 1.0), f"file://{tmp_path}")
@@ -515,7 +515,7 @@ infos = st.builds(
 
 @given(st.lists(infos, max_size=8), st.none() | st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=2))
 @settings(max_examples=60, deadline=None)
-def test_columns_give_back_what_was_packed(drawn: list[Any], transforms: list[str] | None) -> None:
+def test_unpacks_from_columns_what_was_packed(drawn: list[Any], transforms: list[str] | None) -> None:
     given, told = [], set()
     for path, offset, length, payload, block, crc, facts in drawn:
         info = make_storage_info(
@@ -539,7 +539,7 @@ def test_columns_give_back_what_was_packed(drawn: list[Any], transforms: list[st
     assert crossed([packed.layout])[0] == packed.layout
 
 
-def test_what_columns_cannot_hold_is_not_packed() -> None:
+def test_packs_nothing_that_columns_cannot_hold() -> None:
     strange = make_storage_info("data/a", 0, 5, crc32c=1)
     strange.bp_new = 1
     assert pack([strange]) is None

@@ -213,7 +213,7 @@ def hold(held: list[list[WriteItem]], name: str, tensor: Any) -> None:
 
 @given(st.lists(tensors, max_size=8), st.lists(st.sets(st.integers(0, RANKS - 1), min_size=1), max_size=3), st.data())
 @settings(max_examples=100, deadline=None)
-def test_columns_are_dealt_as_items_are(drawn: list[Any], values: list[set[int]], data: st.DataObject) -> None:
+def test_deals_columns_as_items(drawn: list[Any], values: list[set[int]], data: st.DataObject) -> None:
     held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
     for number, tensor in enumerate(drawn):
         hold(held, f"{'model' if number % 2 else 'optim'}.t{number}", tensor)
@@ -230,7 +230,7 @@ broken = st.sampled_from(["gap", "overlap", "outside", "sizes", "dtypes", "shape
 
 @given(tensors.filter(lambda tensor: bool(tensor[0])), broken, st.integers(0, RANKS - 1), st.integers(0, 20))
 @settings(max_examples=100, deadline=None)
-def test_what_does_not_fit_together_is_judged_as_dcp_judges_it(tensor: Any, fault: str, rank: int, which: int) -> None:
+def test_judges_what_does_not_fit_together_as_dcp_does(tensor: Any, fault: str, rank: int, which: int) -> None:
     held: list[list[WriteItem]] = [[whole_item("before", (3, 4))] for _ in range(RANKS)]
     hold(held, "t", tensor)
     mine = [at for at, item in enumerate(held[rank]) if item.index.fqn == "t"]
@@ -274,7 +274,7 @@ def test_what_does_not_fit_together_is_judged_as_dcp_judges_it(tensor: Any, faul
 
 @pytest.mark.parametrize("layout", ["replicated", "rows", "columns", "grid", "hybrid", "several", "alone"])
 @pytest.mark.parametrize("whole", [(3000, 300), (5, 4), (7, 3, 2)])
-def test_regular_states_are_dealt_over_columns(layout: str, whole: Shape) -> None:
+def test_deals_regular_states_over_columns(layout: str, whole: Shape) -> None:
     held: list[list[WriteItem]] = [[bytes_item("note")] for _ in range(RANKS)]
     # Of uneven shards several may be empty, at one offset and in one tensor.
     hold(held, "model.t", (whole, layout, set(range(RANKS)), torch.float32))
@@ -282,21 +282,21 @@ def test_regular_states_are_dealt_over_columns(layout: str, whole: Shape) -> Non
     assert_same(held, list("aabbcc"), columns=True)
 
 
-def test_a_rank_that_writes_nothing_reads_its_assignment_on_any_default_device() -> None:
+def test_reads_an_assignment_of_nothing_on_any_default_device() -> None:
     held = [whole_item("w", (1,))]
     sent = pickle.loads(pickle.dumps(planned([held] * 2, range(2)).lists()))
     with torch.device("meta"):
         assert sorted(len(items_of(items.columns.encoded, held)) for items in sent) == [0, 1]
 
 
-def test_the_default_device_of_a_script_is_not_planned_on() -> None:
+def test_plans_on_no_default_device_of_a_script() -> None:
     held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
     hold(held, "model.t", ((3000, 300), "hybrid", {0}, torch.float32))
     with torch.device("meta"):
         assert_same(held, range(RANKS), columns=True)
 
 
-def test_chunks_side_by_side_in_another_order_are_looked_at_one_by_one() -> None:
+def test_checks_chunks_side_by_side_in_another_order_one_by_one() -> None:
     # Columns of different heights: no neighbours prove that nothing overlaps, and nothing does.
     boxes = [((0, 0), (2, 2)), ((2, 0), (4, 2)), ((0, 2), (5, 2)), ((5, 2), (1, 2))]
     held = [[chunk_item("t", (6, 4), *box)] for box in boxes]
@@ -307,14 +307,14 @@ def test_chunks_side_by_side_in_another_order_are_looked_at_one_by_one() -> None
         by_columns(held, range(4))
 
 
-def test_a_rank_whose_items_are_unusual_sends_them_as_they_are_and_all_are_planned() -> None:
+def test_plans_all_though_one_rank_sends_unusual_items_as_they_are() -> None:
     held = [[whole_item("w", (30, 3))] for _ in range(2)]
     held[1].append(dataclasses.replace(whole_item("own", (2,)), index=MetadataIndex("own")))
     assert [type(plan.items) for plan in arrived(held)] == [PlanItems, list]
     assert_same(held, range(2), columns=False)
 
 
-def test_a_list_of_items_is_a_list_for_whoever_looks_into_it() -> None:
+def test_shows_a_list_of_items_as_a_list_to_whoever_looks_into_it() -> None:
     items = [whole_item("w", (30, 3)), bytes_item("b"), chunk_item("s", (4, 4), (2, 0), (2, 4), hint=3)]
     crossed: Any = arrived([items])[0].items
     assert packed_items(crossed) is not None
@@ -327,13 +327,13 @@ def test_a_list_of_items_is_a_list_for_whoever_looks_into_it() -> None:
     assert [*crossed[:2], *crossed.copy()] == [*items[:2], *items, bytes_item("more")]
 
 
-def test_local_items_that_were_altered_cross_as_they_are() -> None:
+def test_sends_local_items_that_were_altered_as_they_are() -> None:
     local = PlanItems.packed([whole_item("w", (30, 3))])
     local[0] = whole_item("other", (2,))
     assert pickle.loads(pickle.dumps(local)) == [whole_item("other", (2,))]
 
 
-def test_an_answer_that_nobody_has_put_together_is_no_empty_list() -> None:
+def test_distinguishes_an_answer_that_nobody_put_together_from_an_empty_list() -> None:
     crossed = pickle.loads(pickle.dumps(planned([[whole_item("w", (30, 3))]] * 2, range(2)).lists()[0]))
     for look in (len, list, bool):
         with pytest.raises(BucketpointError, match="finish_plan"):
@@ -341,7 +341,7 @@ def test_an_answer_that_nobody_has_put_together_is_no_empty_list() -> None:
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3), max_size=5), min_size=1, max_size=5))
-def test_mappings_of_all_ranks_merge_as_those_of_dcp_do(drawn: list[dict[str, int]]) -> None:
+def test_merges_mappings_of_all_ranks_as_dcp_does(drawn: list[dict[str, int]]) -> None:
     from collections import ChainMap
 
     mappings = [{name: (name if number else "top", number) for name, number in each.items()} for each in drawn]

@@ -123,7 +123,7 @@ def resharding(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple
 
 @pytest.mark.contract
 @given(resharding())
-def test_every_item_is_narrowed_to_its_place_in_its_chunk(
+def test_narrows_every_item_to_its_place_in_its_chunk(
     case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], list[int], int],
 ) -> None:
     shape, saved, loaded, held, gap = case
@@ -155,7 +155,7 @@ def pieced(whole: torch.Tensor, parts: tuple[int, ...]) -> PiecedTensor:
 
 @pytest.mark.contract
 @pytest.mark.parametrize(("saved", "items"), [((4, 4), 16), ((4, 1), 8), ((1, 1), 4), ((2, 2), 4)])
-def test_four_chunks_of_a_tensor_are_read_from_those_of_another_mesh(
+def test_reads_four_chunks_of_a_tensor_from_those_of_another_mesh(
     saved: tuple[int, int], items: int, tmp_path: Path
 ) -> None:
     source = {"w": numbered((16, 24)), "uneven": -numbered((13, 7))}
@@ -176,7 +176,7 @@ def test_four_chunks_of_a_tensor_are_read_from_those_of_another_mesh(
 
 
 @pytest.mark.contract
-def test_all_that_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) -> None:
+def test_names_all_that_does_not_fit_before_anything_is_read(tmp_path: Path) -> None:
     class Unread(bp.BucketReader):
         def read_data(self, plan: LoadPlan, planner: Any) -> Any:
             raise AssertionError("something was read")
@@ -220,7 +220,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) 
         ({"local_sizes": ((2, 4), (2, 5))}, "a chunk 1 of [2, 5] at [2, 0]"),
     ],
 )
-def test_chunks_that_are_described_wrongly_are_refused(change: dict[str, Any], said: str) -> None:
+def test_refuses_chunks_that_are_described_wrongly(change: dict[str, Any], said: str) -> None:
     target = side_by_side((4, 4), grid((4, 4), (2, 1)))
     for name, value in change.items():
         setattr(target, name, value)
@@ -229,7 +229,7 @@ def test_chunks_that_are_described_wrongly_are_refused(change: dict[str, Any], s
 
 @pytest.mark.contract
 @pytest.mark.parametrize("parts", [(1, 1), (2, 2)])
-def test_a_part_that_no_chunk_of_the_checkpoint_covers_is_named(parts: tuple[int, int]) -> None:
+def test_names_a_part_that_no_chunk_of_the_checkpoint_covers(parts: tuple[int, int]) -> None:
     metadata = metadata_of(w=((4, 4), grid((4, 4), (2, 2))[:-1]), v=((2,), grid((2,), (1,))))
     target = side_by_side((4, 4), grid((4, 4), parts))
     said = refusal({"w": target, "v": torch.zeros(2)}, metadata)
@@ -241,14 +241,14 @@ def test_a_part_that_no_chunk_of_the_checkpoint_covers_is_named(parts: tuple[int
     assert "absent is not in the checkpoint" in said
 
 
-def test_a_chunk_beside_the_hole_is_loaded() -> None:
+def test_loads_a_chunk_beside_the_hole() -> None:
     metadata = metadata_of(w=((4, 4), grid((4, 4), (2, 2))[:-1]))
     target = side_by_side((4, 4), grid((4, 4), (2, 2))[:-1])
     assert len(planned(bp.LoadPlanner(), {"w": target}, metadata)) == 3
 
 
 @pytest.mark.contract
-def test_a_partial_load_leaves_what_the_checkpoint_lacks_and_says_what(tmp_path: Path) -> None:
+def test_leaves_what_the_checkpoint_lacks_in_a_partial_load_and_names_it(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(4), "step": 3}, storage_writer=bp.BucketWriter(tmp_path.as_uri()), no_dist=True)
     seen, when = deque([1]), datetime.date(2020, 2, 2)
     state = {
@@ -273,14 +273,14 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks_and_says_what(tmp_path:
     assert not planner.pending
 
 
-def test_a_partial_load_still_refuses_what_is_there_and_does_not_fit() -> None:
+def test_refuses_in_a_partial_load_what_is_there_and_does_not_fit() -> None:
     metadata = metadata_of(w=((4,), grid((4,), (1,))))
     said = refusal({"w": torch.zeros(5), "absent": torch.zeros(2)}, metadata, allow_partial_load=True)
     assert "w is [4] in the checkpoint and [5] in the state" in said
     assert "absent" not in said
 
 
-def test_what_has_yet_to_arrive_is_counted_by_key() -> None:
+def test_counts_by_key_what_has_yet_to_arrive() -> None:
     metadata = metadata_of(w=((4, 4), grid((4, 4), (2, 1))), scalar=((), [((), ())]))
     metadata.state_dict_metadata["step"] = BytesStorageMetadata()
     planner = bp.LoadPlanner()
@@ -294,7 +294,7 @@ def test_what_has_yet_to_arrive_is_counted_by_key() -> None:
     assert planner.pending == {"scalar": 1}
 
 
-def test_an_item_that_is_handed_over_twice_is_an_error() -> None:
+def test_raises_for_an_item_that_is_handed_over_twice() -> None:
     planner = bp.LoadPlanner()
     [item] = planned(planner, {"w": torch.zeros(4)}, metadata_of(w=((4,), grid((4,), (1,)))))
     planner.commit_tensor(item, planner.resolve_tensor(item))
@@ -304,7 +304,7 @@ def test_an_item_that_is_handed_over_twice_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_hooks_and_options_of_the_default_planner_stay(flatten: bool, tmp_path: Path) -> None:
+def test_keeps_hooks_and_options_of_the_default_planner(flatten: bool, tmp_path: Path) -> None:
     class Halved(bp.LoadPlanner):
         def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
             seen.append(tuple(tensor.shape))

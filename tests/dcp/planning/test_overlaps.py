@@ -71,7 +71,7 @@ def cases(draw: Any) -> tuple[dict[str, Any], dict[str, list[Box]]]:
 
 
 @given(cases(), st.sampled_from([1, 5, 1 << 20]), st.sampled_from([0, 64]))
-def test_the_items_are_those_of_dcps_own_planner(case: tuple[Any, Any], pairs: int, many: int) -> None:
+def test_makes_the_items_of_dcps_own_planner(case: tuple[Any, Any], pairs: int, many: int) -> None:
     layouts, local = case
     if not layouts:
         return
@@ -104,7 +104,7 @@ def state(**changed: Any) -> dict[str, Any]:
     return {"a": torch.zeros(200, 3), "b": torch.zeros(13, 2), "c": torch.zeros(()), **changed}
 
 
-def test_our_planner_plans_what_dcps_does_without_an_object_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_as_dcp_does_without_an_object_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, indexed = two()
     expected = plan(DefaultLoadPlanner(), stock, state())
     assert told(plan(DefaultLoadPlanner(), indexed, state())) == told(expected)
@@ -132,7 +132,7 @@ def test_our_planner_plans_what_dcps_does_without_an_object_a_chunk(monkeypatch:
     ],
     ids=["missing", "shapes", "hole", "all"],
 )
-def test_what_does_not_fit_is_told_in_the_same_words(hole: bool, target: dict[str, Any]) -> None:
+def test_tells_what_does_not_fit_in_the_same_words(hole: bool, target: dict[str, Any]) -> None:
     chunks = rows([4] * 50, 3)[1]
     layouts = {"a": ((200, 3), chunks[:20] + chunks[21:] if hole else chunks), "b": rows([3, 1, 9], 2), "c": ((), [((), ())])}  # fmt: skip # noqa: E501
     said = []
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_told_in_the_same_words(hole: bool, target: dict[st
         assert "a has only 588 of the 600 elements" in said[1]
 
 
-def test_entries_are_made_for_what_is_asked_for_and_forgotten() -> None:
+def test_makes_entries_for_what_is_asked_for_and_forgets_them() -> None:
     _, indexed = two()
     entries = indexed.state_dict_metadata
     assert isinstance(entries, Entries)

@@ -38,7 +38,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_values_that_differ_between_ranks_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_values_that_differ_between_ranks_once(caplog: pytest.LogCaptureFixture) -> None:
     states = [{"loader": {"position": rank, "epoch": 3}, "lr": 0.1, "w": torch.ones(3)} for rank in range(3)]
     planners = planned(states)
     (said,) = warnings(caplog)
@@ -52,7 +52,7 @@ def test_values_that_differ_between_ranks_are_named_once(caplog: pytest.LogCaptu
     assert "loader" not in warnings(caplog)[1]
 
 
-def test_five_of_many_keys_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_five_of_many_keys(caplog: pytest.LogCaptureFixture) -> None:
     planned([{f"key{number}": rank for number in range(9)} for rank in range(2)])
     (said,) = warnings(caplog)
     assert "key4 and 4 more. " in said
@@ -116,14 +116,14 @@ def generator_state(seed: int) -> torch.Tensor:
     ],
     ids=["torch generator", "random", "numpy", "numpy generator", "nested", "bytes", "huge"],
 )
-def test_states_of_random_generators_and_loaders_are_compared(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_compares_states_of_random_generators_and_loaders(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     planned([{"state": make(1)} for _ in range(3)])
     assert warnings(caplog) == []
     planned([{"state": make(rank // 2)} for rank in range(3)])
     assert len(warnings(caplog)) == 1
 
 
-def test_equal_values_that_pickle_differently_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+def test_treats_equal_values_that_pickle_differently_as_equal(caplog: pytest.LogCaptureFixture) -> None:
     one, other = "same", "".join(["sa", "me"])
     values: list[tuple[Any, Any]] = [
         ([one, one], [one, other]),
@@ -136,7 +136,7 @@ def test_equal_values_that_pickle_differently_are_equal(caplog: pytest.LogCaptur
     assert warnings(caplog) == []
 
 
-def test_what_cannot_be_compared_is_not_reported_and_does_not_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_nothing_that_cannot_be_compared_and_does_not_fail(caplog: pytest.LogCaptureFixture) -> None:
     class Own:
         def __init__(self, number: int) -> None:
             self.number = number
@@ -164,25 +164,25 @@ def test_what_cannot_be_compared_is_not_reported_and_does_not_fail(caplog: pytes
     assert warnings(caplog) == []
 
 
-def test_values_of_one_rank_alone_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+def test_compares_no_values_of_one_rank_alone(caplog: pytest.LogCaptureFixture) -> None:
     planned([rank_state({"position": rank}, rank) for rank in range(3)])
     assert warnings(caplog) == []
 
 
-def test_digests_take_four_bytes_an_item() -> None:
+def test_takes_four_bytes_an_item_for_digests() -> None:
     states = [{f"key{number}": "x" * 1000 for number in range(50)} for _ in range(2)]
     planners = planned(states)
     assert len(compared_digests(planners[0].plan.items, planners[0].state_dict)) == 50 * DIGEST_BYTES
 
 
-def test_a_value_is_keyed_by_its_rank() -> None:
+def test_keys_a_value_by_its_rank() -> None:
     assert rank_state({"position": 3}, 2) == {"rank-2": {"position": 3}}
     assert rank_state(7) == {"rank-0": 7}
     with pytest.raises(BucketpointError, match="-1"):
         rank_state(7, -1)
 
 
-def test_the_ranks_that_saved_are_found_by_name(tmp_path: Path) -> None:
+def test_finds_the_ranks_that_saved_by_name(tmp_path: Path) -> None:
     state = {
         "train": {"loader": {**rank_state({"a": 1}, 10), **rank_state({"a": 1}, 2)}},
         "rng": rank_state(1, 3),
@@ -196,7 +196,7 @@ def test_the_ranks_that_saved_are_found_by_name(tmp_path: Path) -> None:
     assert saved_ranks(metadata, "train") == []
 
 
-def test_each_rank_gets_its_own_value_back_and_other_worlds_get_all(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_returns_to_each_rank_its_own_value_and_all_to_other_worlds(four_ranks: Ranks, tmp_path: Path) -> None:
     assert four_ranks.run(scenarios.own_state_comes_back, str(tmp_path)) == [0, 10, 20, 30]
     reader = BucketReader(f"file://{tmp_path}", progress=False)
     saved = saved_ranks(reader.read_metadata(), "loader")

@@ -273,7 +273,7 @@ def any_layout_is_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any
 @pytest.mark.timeout(600)
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(which=jobs(), pair=pairs())
-def test_any_saved_layout_is_loaded_into_any_other(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
+def test_loads_any_saved_layout_into_any_other(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
     any_layout_is_loaded(which, pair)
 
 
@@ -281,5 +281,5 @@ def test_any_saved_layout_is_loaded_into_any_other(which: tuple[list[Case], int,
 @pytest.mark.timeout(1200)
 @settings(max_examples=3000, suppress_health_check=[HealthCheck.too_slow])
 @given(which=jobs(), pair=pairs())
-def test_many_more_layouts_are_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
+def test_loads_many_more_layouts(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
     any_layout_is_loaded(which, pair)

@@ -111,7 +111,7 @@ def test_asks_for_an_unchanged_structure_with_the_items_of_the_last_save() -> No
 
 
 @pytest.mark.parametrize("without_plans", [[0], [1], [0, 2]])
-def test_no_rank_needs_what_another_has_kept(without_plans: list[int]) -> None:
+def test_needs_on_no_rank_what_another_has_kept(without_plans: list[int]) -> None:
     job = Job(3)
     states = [model(rank) for rank in range(3)]
     first, metadata = job.plan(states)
@@ -173,7 +173,7 @@ def test_keeps_a_plan_each_of_states_that_are_saved_in_turn() -> None:
     assert job.planned == 2
 
 
-def test_structures_that_keep_changing_do_not_pile_up() -> None:
+def test_limits_the_plans_kept_of_structures_that_keep_changing() -> None:
     job = Job(2)
     for rows in range(1, 20):
         job.plan([{"w": torch.ones(rows)}] * 2)
@@ -182,7 +182,7 @@ def test_structures_that_keep_changing_do_not_pile_up() -> None:
     assert len(job.planners[0]._cache.agreed) == KEPT_PLANS
 
 
-def test_one_planner_serves_several_process_groups() -> None:
+def test_serves_several_process_groups_by_one_planner() -> None:
     job, part = Job(3), Job(0)
     part.planners = job.planners[1:]
     halves, brains = ([{"a": torch.ones(5)}, *[{"w": torch.ones(9, dtype=dtype)}] * 2] for dtype in (HALF, BRAIN))
@@ -197,7 +197,7 @@ def test_one_planner_serves_several_process_groups() -> None:
     assert (job.planned, part.planned) == (2, 2)
 
 
-def test_without_caching_every_save_is_planned() -> None:
+def test_plans_every_save_without_caching() -> None:
     job = Job(2)
     for planner in job.planners:
         planner._keep_plans = False
@@ -206,7 +206,7 @@ def test_without_caching_every_save_is_planned() -> None:
     assert job.planned == 2
 
 
-def test_slices_of_a_replicated_tensor_are_its_rows_without_a_copy() -> None:
+def test_slices_rows_of_a_replicated_tensor_without_a_copy() -> None:
     job = Job(4)
     states = [{"w": torch.arange(8000.0 * 300).reshape(8000, 300)} for _ in range(4)]
     plans, _ = job.plan(states)
@@ -227,7 +227,7 @@ def test_slices_of_a_replicated_tensor_are_its_rows_without_a_copy() -> None:
     assert max(totals) <= 1.05 * sum(totals) / 4
 
 
-def test_a_planner_that_is_sent_to_a_process_again_finds_what_it_had_planned_there() -> None:
+def test_finds_its_plan_in_a_process_that_a_planner_is_sent_to_again() -> None:
     sent = pickle.dumps([SavePlanner() for _ in range(2)])
     counts = []
     for _ in range(2):
@@ -238,7 +238,7 @@ def test_a_planner_that_is_sent_to_a_process_again_finds_what_it_had_planned_the
     assert counts == [1, 0]
 
 
-def test_partial_sums_are_refused_by_name() -> None:
+def test_refuses_partial_sums_by_name() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         partial = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
@@ -250,7 +250,7 @@ def test_partial_sums_are_refused_by_name() -> None:
         dist.destroy_process_group()
 
 
-def test_plain_tensors_are_found_without_asking_dcp_whether_they_are_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_plain_tensors_without_asking_dcp_whether_they_are_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     find = default_planner.find_state_dict_object
 

@@ -34,7 +34,7 @@ def rank_to_break() -> Iterator[Ranks]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
-def test_staged_memory_is_the_checkpoint_processs_own_and_kept_between_saves(one_rank: Ranks, tmp_path: Any) -> None:
+def test_keeps_staged_memory_of_the_checkpoint_process_between_saves(one_rank: Ranks, tmp_path: Any) -> None:
     saves = one_rank.run(scenarios.shared_memory_crosses_without_a_copy, str(tmp_path))[0]
     for here, there in saves:
         assert here == there
@@ -43,7 +43,7 @@ def test_staged_memory_is_the_checkpoint_processs_own_and_kept_between_saves(one
     assert all(inode for _, inode in files)
 
 
-def test_a_staged_state_stays_where_it_is_when_it_is_pickled() -> None:
+def test_leaves_a_staged_state_in_place_when_it_is_pickled() -> None:
     with Stager() as stager:
         staged: Any = stager.stage({"a": torch.ones(1000), "b": {"c": torch.ones(10)}})
         before = staged["a"].data_ptr(), staged["b"]["c"].data_ptr()
@@ -54,45 +54,41 @@ def test_a_staged_state_stays_where_it_is_when_it_is_pickled() -> None:
         del staged
 
 
-def test_private_memory_is_saved_too_and_never_staged_into_again(one_rank: Ranks, tmp_path: Any) -> None:
+def test_saves_private_memory_and_never_stages_into_it_again(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.private_memory_crosses_too, str(tmp_path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's own on Linux only")
-def test_uploads_stand_back_in_the_checkpoint_process_and_not_on_threads_that_share_the_lock(
-    one_rank: Ranks, tmp_path: Any
-) -> None:
+def test_lowers_the_priority_of_uploads_in_the_checkpoint_process_only(one_rank: Ranks, tmp_path: Any) -> None:
     here, thread, process = one_rank.run(scenarios.uploads_stand_back, str(tmp_path))[0]
     assert here == thread < process == 19
 
 
-def test_no_other_process_uploads_beside_the_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
+def test_uploads_in_no_other_process_beside_the_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
     assert one_rank.run(scenarios.no_helper_beside_a_checkpoint_process, str(tmp_path)) == [[None, None]]
 
 
-def test_dtensors_are_saved_too(one_rank: Ranks, tmp_path: Any) -> None:
+def test_saves_dtensors_in_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.dtensors_cross_too, str(tmp_path))
 
 
-def test_a_handle_looks_the_same_by_every_way_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
+def test_returns_alike_handles_by_every_way_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.handles_of_a_checkpoint_process, str(tmp_path))
 
 
-def test_an_object_that_cannot_be_pickled_is_named_by_its_key(one_rank: Ranks, tmp_path: Any) -> None:
+def test_names_an_object_that_cannot_be_pickled_by_its_key(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.what_cannot_be_pickled_is_named, str(tmp_path))
 
 
 @pytest.mark.parametrize("where", ["plan", "upload"])
 @pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
-def test_three_saves_go_well_before_and_after_two_that_fail(
+def test_saves_three_times_before_and_after_two_that_fail(
     two_ranks: Ranks, tmp_path: Any, executor: str, where: str
 ) -> None:
     two_ranks.run(scenarios.three_saves_before_and_after_failures, str(tmp_path), executor, where)
 
 
-def test_a_checkpoint_process_that_was_killed_is_named_by_its_save_and_by_the_next(
-    rank_to_break: Ranks, tmp_path: Any
-) -> None:
+def test_names_a_killed_checkpoint_process_in_its_save_and_in_the_next(rank_to_break: Ranks, tmp_path: Any) -> None:
     rank_to_break.run(scenarios.a_killed_checkpoint_process_is_named, str(tmp_path))
 
 

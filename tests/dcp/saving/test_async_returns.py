@@ -74,7 +74,7 @@ def fail_to_copy(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("own_stager", [False, True])
-def test_synchronous_staging_returns_a_future(root: str, own_stager: bool) -> None:
+def test_returns_a_future_from_synchronous_staging(root: str, own_stager: bool) -> None:
     training = Training()
     given = {"async_stager": Stager()} if own_stager else {}
     begun = dcp.async_save(training.run(1), checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True, **given)
@@ -86,7 +86,7 @@ def test_synchronous_staging_returns_a_future(root: str, own_stager: bool) -> No
 
 @pytest.mark.parametrize("options", [BESIDE, torch_staging.StagingOptions(use_async_staging=True)])
 @pytest.mark.parametrize("own_stager", [False, True])
-def test_asynchronous_staging_returns_two_futures(
+def test_returns_two_futures_from_asynchronous_staging(
     root: str, gated: GatedFileSystem, copies: threading.Event, own_stager: bool, options: Any
 ) -> None:
     training = Training()
@@ -108,7 +108,7 @@ def test_asynchronous_staging_returns_two_futures(
 
 
 @pytest.mark.parametrize("own_stager", [False, True])
-def test_a_copy_that_fails_beside_training_fails_both_futures_and_the_handle(
+def test_fails_both_futures_and_the_handle_if_a_copy_beside_training_fails(
     root: str, monkeypatch: pytest.MonkeyPatch, own_stager: bool
 ) -> None:
     stager = Stager(BESIDE) if own_stager else None
@@ -130,9 +130,7 @@ def test_a_copy_that_fails_beside_training_fails_both_futures_and_the_handle(
     assert_holds(root, 2)
 
 
-def test_a_copy_that_fails_before_async_save_returns_is_raised_by_it(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raises_from_async_save_if_a_copy_fails_before_it_returns(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stager_module, "run_copies", fail_to_copy)
     for save in (dcp.async_save, bucketpoint.async_save):
         with pytest.raises(StagingError, match="illegal memory access"):
@@ -143,18 +141,18 @@ def test_a_copy_that_fails_before_async_save_returns_is_raised_by_it(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_handle_looks_the_same_by_every_way(root: str, way: str) -> None:
+def test_returns_alike_handles_by_every_way(root: str, way: str) -> None:
     assert_one_shape(way, root, THREAD, no_dist=True)
 
 
 @pytest.mark.parametrize("where", ["plan", "upload"])
 @pytest.mark.parametrize("way", WAYS)
-def test_errors_are_ours_by_every_way(root: str, way: str, where: str) -> None:
+def test_raises_our_errors_by_every_way(root: str, way: str, where: str) -> None:
     assert_errors_of_ours(way, root, THREAD, where, no_dist=True)
 
 
 @pytest.mark.parametrize("staging", [None, BESIDE])
-def test_a_handle_tells_staged_from_committed(
+def test_distinguishes_staged_from_committed_in_a_handle(
     root: str, gated: GatedFileSystem, copies: threading.Event, staging: StagingOptions | None
 ) -> None:
     writer = BucketWriter(fs=gated, staging=staging)
@@ -178,7 +176,7 @@ def test_a_handle_tells_staged_from_committed(
     assert "committed" in repr(handle)
 
 
-def test_progress_is_the_uploads(root: str) -> None:
+def test_shows_the_uploads_progress(root: str) -> None:
     seen = []
 
     def note(event: Any) -> None:
@@ -208,7 +206,7 @@ def test_progress_is_the_uploads(root: str) -> None:
 
 @pytest.mark.parametrize("where", ["plan", "upload"])
 @either_save
-def test_a_failed_save_returns_its_memory_although_its_error_is_kept(root: str, save: Any, where: str) -> None:
+def test_returns_the_memory_of_a_failed_save_although_its_error_is_kept(root: str, save: Any, where: str) -> None:
     """`when_busy="error"` would refuse the next state if the memory were still leased."""
     writer = BucketWriter(staging=StagingOptions(when_busy="error"))
     kept = []
@@ -237,7 +235,7 @@ class UnreachableWriter(FileSystemWriter):
 
 
 @either_save
-def test_a_save_that_fails_before_the_state_is_read_returns_its_memory(root: str, save: Any) -> None:
+def test_returns_the_memory_of_a_save_that_fails_before_the_state_is_read(root: str, save: Any) -> None:
     """Nothing tells of such a save, so plain DCP's is given up after `unread_timeout_s`."""
     kept = []
     with Stager(StagingOptions(unread_timeout_s=0.5)) as stager:
@@ -269,7 +267,7 @@ def test_a_save_that_fails_before_the_state_is_read_returns_its_memory(root: str
     ids=["upload", "commit"],
 )
 @either_save
-def test_a_failed_save_is_logged_although_its_future_is_dropped(
+def test_logs_a_failed_save_although_its_future_is_dropped(
     root: str, save: Any, planner: Any, overwrite: bool, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dcp.save(Training().run(1), checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True)
@@ -287,7 +285,7 @@ def test_a_failed_save_is_logged_although_its_future_is_dropped(
 
 
 @either_save
-def test_a_save_that_would_overlap_is_refused_by_policy(root: str, gated: GatedFileSystem, save: Any) -> None:
+def test_refuses_a_save_that_would_overlap_by_policy(root: str, gated: GatedFileSystem, save: Any) -> None:
     writer = BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))
     first = save(Training().run(1), checkpoint_id=f"{root}/first", storage_writer=writer, no_dist=True)
     assert gated.arrived.wait(WAIT_S)
@@ -306,7 +304,7 @@ def test_a_save_that_would_overlap_is_refused_by_policy(root: str, gated: GatedF
 # -- writers and stagers ----------------------------------------------------------------------------------------------
 
 
-def test_a_writer_crosses_without_its_staging_memory(root: str, gated: GatedFileSystem) -> None:
+def test_sends_a_writer_without_its_staging_memory(root: str, gated: GatedFileSystem) -> None:
     writer = BucketWriter(staging=BESIDE)
     wait(dcp.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True))
     assert writer._own_stager().staged_bytes > 0
@@ -321,7 +319,7 @@ def test_a_writer_crosses_without_its_staging_memory(root: str, gated: GatedFile
     assert_holds(root, 2)
 
 
-def test_a_closed_writer_has_no_memory_and_saves_on(root: str, gated: GatedFileSystem) -> None:
+def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFileSystem) -> None:
     writer = BucketWriter(fs=gated)
     handle = bucketpoint.async_save(Training().run(1), checkpoint_id=f"{root}/1", storage_writer=writer, no_dist=True)
     stager = writer._own_stager()
@@ -352,7 +350,7 @@ STAGERS = [Stager] if torch.__version__.startswith(("2.11.", "2.12.")) else [tor
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("kind", STAGERS)
-def test_code_written_for_torchs_stager_works_with_ours(root: str, kind: Any, beside: bool) -> None:
+def test_works_with_code_written_for_torchs_stager(root: str, kind: Any, beside: bool) -> None:
     options = torch_staging.StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=beside, use_non_blocking_copy=False
     )
@@ -389,9 +387,7 @@ def test_code_written_for_torchs_stager_works_with_ours(root: str, kind: Any, be
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
 @pytest.mark.parametrize("nice", [None, 7])
-def test_threads_beside_training_stand_back_if_they_are_told_to_and_blocking_ones_never(
-    root: str, nice: int | None
-) -> None:
+def test_lowers_the_priority_of_threads_beside_training_only_if_told_to(root: str, nice: int | None) -> None:
     niceness: list[int] = []
     real = LocalStore.put
 

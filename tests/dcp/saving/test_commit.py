@@ -78,14 +78,14 @@ def error_of(caught: pytest.ExceptionInfo[BaseException]) -> BaseException:
     return caught.value.failures[0][0]
 
 
-def test_a_fresh_save_costs_three_requests_besides_its_data(service: Service, proxy: FaultProxy) -> None:
+def test_takes_three_requests_besides_its_data_for_a_fresh_save(service: Service, proxy: FaultProxy) -> None:
     save(service.at(proxy.url), service.url("a"))
     # One PUT each for the small group, .metadata and the record, and one look at what is there.
     besides = Counter(service.requests_of_a_miss()) + Counter(PutObject=3 + 1)
     assert asked(proxy) == besides + Counter(service.requests_of_parts(2))
 
 
-def test_an_overwrite_adds_one_get_and_its_clean_up(service: Service, proxy: FaultProxy) -> None:
+def test_adds_one_get_and_its_clean_up_for_an_overwrite(service: Service, proxy: FaultProxy) -> None:
     save(service, service.url("a"))
     save(service.at(proxy.url), service.url("a"), 2.0)
     besides = Counter(PutObject=3 + 1, GetObject=2, DeleteObjects=1)
@@ -93,9 +93,7 @@ def test_an_overwrite_adds_one_get_and_its_clean_up(service: Service, proxy: Fau
     assert loaded(service, service.url("a")) == 2.0
 
 
-def test_a_load_reads_the_metadata_and_its_ranges_and_nothing_else(
-    service: Service, wrap: Callable[[Wrap], list[Any]]
-) -> None:
+def test_reads_only_the_metadata_and_its_ranges_in_a_load(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
     save(service, service.url("a"))
     stores = wrap(CountingStore)
     loaded(service, service.url("a"))
@@ -105,7 +103,7 @@ def test_a_load_reads_the_metadata_and_its_ranges_and_nothing_else(
 
 
 @pytest.mark.parametrize("first", [1.0, None], ids=["over an old one", "fresh"])
-def test_a_lost_answer_to_the_commit_is_no_failure(
+def test_accepts_a_lost_answer_to_the_commit(
     service: Service, first: float | None, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
     url = service.url("a")
@@ -126,7 +124,7 @@ def test_a_lost_answer_to_the_commit_is_no_failure(
     assert loaded(service, url) == 2.0
 
 
-def test_a_commit_by_another_job_in_between_is_told_and_stands(
+def test_reports_a_commit_by_another_job_in_between_and_leaves_it(
     service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
     url = service.url("a")
@@ -155,7 +153,7 @@ def test_a_commit_by_another_job_in_between_is_told_and_stands(
     assert loaded(service, url) == 3.0
 
 
-def test_overwrite_false_is_told_before_anything_is_uploaded(
+def test_reports_overwrite_false_before_anything_is_uploaded(
     service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
     save(service, service.url("a"))
@@ -166,9 +164,7 @@ def test_overwrite_false_is_told_before_anything_is_uploaded(
     assert loaded(service, service.url("a")) == 1.0
 
 
-def test_overwrite_false_is_refused_by_the_commit_itself_too(
-    service: Service, wrap: Callable[[Wrap], list[Any]]
-) -> None:
+def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
     url = service.url("a")
     save(service, url, 1.0)
 
@@ -183,7 +179,7 @@ def test_overwrite_false_is_refused_by_the_commit_itself_too(
 
 @in_parts
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
-def test_an_overwrite_that_fails_anywhere_leaves_the_old_checkpoint_loadable(
+def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
     service: Service,
     operation: str,
     wrap: Callable[[Wrap], list[Any]],
@@ -204,7 +200,7 @@ def test_an_overwrite_that_fails_anywhere_leaves_the_old_checkpoint_loadable(
     assert loaded(service, url) == 1.0
 
 
-def test_a_missing_right_to_delete_does_not_fail_an_overwrite(
+def test_overwrites_without_the_right_to_delete(
     service: Service, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     url = service.url("a")
@@ -215,7 +211,7 @@ def test_a_missing_right_to_delete_does_not_fail_an_overwrite(
     assert loaded(service, url) == 2.0
 
 
-def test_a_missing_record_does_not_fail_a_save(
+def test_saves_without_a_record(
     service: Service, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     class NoRecord(CountingStore):
@@ -242,7 +238,7 @@ def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("deleted_before", ["get", "put"])
-def test_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile_commits(
+def test_commits_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile(
     service: Service, deleted_before: str, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
     """A pruner deletes the old one after the create-only PUT was refused, or after it was read to be replaced."""
@@ -271,7 +267,7 @@ def test_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile_commits(
     assert loaded(service, url) == 2.0
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_replaced(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
+def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
     url = service.url("a")
     save(service, url, 1.0)
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get", lambda: AccessDeniedError("no")))
@@ -281,7 +277,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_replaced(service: Service, wra
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["answered at once", "sent again"])
-def test_a_commit_that_was_sent_again_leaves_its_intent(
+def test_leaves_the_intent_of_a_commit_that_was_sent_again(
     tmp_path: Path, wrap: Callable[[Wrap], list[Any]], lost: bool
 ) -> None:
     """The first request may still arrive: a prune that finds the intent leaves the checkpoint alone."""

@@ -50,7 +50,7 @@ def run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Run:
 
 @pytest.mark.parametrize("planner", [bp.SavePlanner, DefaultSavePlanner, lambda: DefaultSavePlanner(True, True)])
 @pytest.mark.parametrize("unchanged", ["send", "copy"])
-def test_moments_that_stop_are_told_once_until_they_move_again(
+def test_reports_moments_that_stop_once_until_they_move_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, planner: Any, unchanged: Any
 ) -> None:
     run, kept = Run(tmp_path, caplog, unchanged=unchanged), planner()
@@ -61,12 +61,12 @@ def test_moments_that_stop_are_told_once_until_they_move_again(
     assert {record.levelname for record in caplog.records if "although" in record.getMessage()} == {"WARNING"}
 
 
-def test_a_state_that_was_copied_once_is_told_at_the_second_save(run: Run) -> None:
+def test_reports_a_state_that_was_copied_once_at_the_second_save(run: Run) -> None:
     assert [run.save(step, state(1.0)) for step in range(3)] == [0, 1, 0]
     assert "since the first save of this process" in alarms(run.caplog)[0]
 
 
-def test_training_with_adam_is_silent_and_an_optimizer_that_nothing_steps_is_told(run: Run) -> None:
+def test_reports_an_optimizer_that_nothing_steps_and_no_training_with_adam(run: Run) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters())
     told = []
@@ -78,7 +78,7 @@ def test_training_with_adam_is_silent_and_an_optimizer_that_nothing_steps_is_tol
     assert told == [0, 0, 0, 1]
 
 
-def test_only_moments_count_and_an_empty_state_is_no_error(run: Run) -> None:
+def test_counts_moments_only_and_accepts_an_empty_state(run: Run) -> None:
     # Without moments, as with SGD, an optimizer has settings that may stand still, and counts that may not hide them.
     counts = {"model": torch.ones(9), "optim": {"step": torch.tensor(1), "lr": 0.1}}
     assert [run.save(step, {**counts, "step": step}) for step in range(3)] == [0, 0, 0]
@@ -88,7 +88,7 @@ def test_only_moments_count_and_an_empty_state_is_no_error(run: Run) -> None:
 
 
 @pytest.mark.parametrize("planner", [bp.SavePlanner(), None])
-def test_each_group_of_an_optimizer_is_watched_by_itself(
+def test_watches_each_group_of_an_optimizer_by_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, planner: Any
 ) -> None:
     run = Run(tmp_path, caplog, groups=[GroupRule("optim_critic", ["critic"]), *DEFAULT_RULES])
@@ -98,7 +98,7 @@ def test_each_group_of_an_optimizer_is_watched_by_itself(
 
 
 @pytest.mark.parametrize("kinds", ["FWFWF", "WFFF", "FFWWFF"])
-def test_saves_of_weights_in_between_raise_no_false_alarm_and_hide_none(run: Run, kinds: str) -> None:
+def test_raises_and_hides_no_alarm_for_saves_of_weights_in_between(run: Run, kinds: str) -> None:
     for step, kind in enumerate(kinds):
         whole = state(float(step), step)
         assert run.save(step, whole if kind == "F" else {"model": whole["model"]}) == 0
@@ -123,7 +123,7 @@ def test_saves_of_weights_in_between_raise_no_false_alarm_and_hide_none(run: Run
         ("last", "best", False),
     ],
 )
-def test_numbers_of_the_folders_or_other_changes_tell_whether_training_went_on(
+def test_tells_from_folder_numbers_or_other_changes_whether_training_went_on(
     run: Run, last: str, now: str, went_on: bool
 ) -> None:
     assert run.save(last, state(1.0)) == 0
@@ -131,18 +131,18 @@ def test_numbers_of_the_folders_or_other_changes_tell_whether_training_went_on(
     assert run.save(now, state(1.0, step=1)) == (not went_on)
 
 
-def test_a_save_without_progress_only_delays_the_alarm(run: Run) -> None:
+def test_delays_the_alarm_only_for_a_save_without_progress(run: Run) -> None:
     assert [run.save(step, state(1.0)) for step in (500, 400, 400, 500)] == [0, 0, 0, 1]
 
 
-def test_moments_behind_a_stream_transform_are_not_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_watches_no_moments_behind_a_stream_transform(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("zstandard")
     run = Run(tmp_path, caplog, _extensions=[ZStandard()])
     assert [run.save(step, state(1.0, step)) for step in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_change_on_any_rank_is_a_change(
+def test_counts_a_change_on_any_rank_as_a_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
     if not packed:

@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_on_commit_can_load_the_checkpoint_before_the_handle_is_done(root: str) -> None:
+def test_loads_the_checkpoint_in_on_commit_before_the_handle_is_done(root: str) -> None:
     told: list[tuple[CommitInfo, float, bool]] = []
 
     def on_commit(info: CommitInfo) -> None:
@@ -41,7 +41,7 @@ def test_on_commit_can_load_the_checkpoint_before_the_handle_is_done(root: str) 
     assert 0 < info.blocked_s <= info.commit_s
 
 
-def test_a_manager_tells_the_step_and_its_metrics(root: str) -> None:
+def test_tells_step_and_metrics_from_a_manager(root: str) -> None:
     told: list[CommitInfo] = []
     policy = RetentionPolicy(Keep(latest=2))
     with CheckpointManager(f"{root}/run", policy=policy, on_commit=told.append) as manager:
@@ -54,7 +54,7 @@ def test_a_manager_tells_the_step_and_its_metrics(root: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["thread", "process"])
-def test_the_coordinator_alone_is_told_of_the_bytes_of_all_ranks(two_ranks: Ranks, root: str, executor: str) -> None:
+def test_tells_the_coordinator_alone_of_the_bytes_of_all_ranks(two_ranks: Ranks, root: str, executor: str) -> None:
     first, second = two_ranks.run(told_of_commits, root, executor)
     ((url, nbytes),) = first
     assert url == f"{root}/step-1"
@@ -63,7 +63,7 @@ def test_the_coordinator_alone_is_told_of_the_bytes_of_all_ranks(two_ranks: Rank
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, SystemExit, CheckpointException])
-def test_an_error_of_on_commit_is_logged_and_the_save_has_not_failed(
+def test_logs_an_error_of_on_commit_without_failing_the_save(
     root: str, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     def on_commit(info: CommitInfo) -> None:
@@ -75,7 +75,7 @@ def test_an_error_of_on_commit_is_logged_and_the_save_has_not_failed(
     assert "the tracker is away" in caplog.text
 
 
-def test_a_save_that_failed_is_not_told(root: str) -> None:
+def test_tells_nothing_of_a_save_that_failed(root: str) -> None:
     told: list[CommitInfo] = []
     save = bucketpoint.async_save(
         {"weight": torch.ones(3)}, f"{root}/step-1", planner=FailingPlanner("upload"), on_commit=told.append
@@ -85,7 +85,7 @@ def test_a_save_that_failed_is_not_told(root: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["a name", FileSystemWriter])
-def test_what_cannot_be_told_is_refused(root: str, given: object) -> None:
+def test_refuses_what_cannot_be_told(root: str, given: object) -> None:
     foreign = given is FileSystemWriter
     with pytest.raises(BucketpointError, match="function of one argument"):
         bucketpoint.async_save(

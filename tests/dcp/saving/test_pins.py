@@ -60,7 +60,7 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     return seen
 
 
-def test_every_range_is_asked_of_the_object_that_was_committed(
+def test_asks_every_range_of_the_object_that_was_committed(
     service: Service, saved: str, pins: list[tuple[str, str | None]]
 ) -> None:
     options = TransferOptions(part_bytes=256 << 10)
@@ -76,7 +76,7 @@ def test_every_range_is_asked_of_the_object_that_was_committed(
     assert all(etag == etags[key] for key, etag in ranges)
 
 
-def test_an_object_that_is_replaced_between_two_ranges_is_an_error(
+def test_raises_for_an_object_that_is_replaced_between_two_ranges(
     service: Service, saved: str, pins: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, body = max(((key, bytearray(service.read(key))) for key in data_keys(service)), key=lambda one: len(one[1]))
@@ -98,7 +98,7 @@ def test_an_object_that_is_replaced_between_two_ranges_is_an_error(
     assert "replaced" in str(error)
 
 
-def test_a_checkpoint_that_was_replicated_byte_by_byte_is_no_error(
+def test_accepts_a_checkpoint_that_was_replicated_byte_by_byte(
     service: Service, saved: str, pins: list[tuple[str, str | None]]
 ) -> None:
     other = Service.on(service.server)

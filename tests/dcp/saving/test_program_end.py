@@ -51,7 +51,7 @@ def run(programs: Programs, root: Path, saver: str, *arguments: str, ranks: int 
 
 @pytest.mark.parametrize("saver", ["dcp", "async_save", "manager"])
 @pytest.mark.parametrize(("end", "status"), [("falls", 0), ("exit-3", 3), ("raises", 1), ("ctrl-c", -2)])
-def test_a_save_that_has_begun_is_committed_however_the_program_ends(
+def test_commits_a_save_that_has_begun_however_the_program_ends(
     programs: Programs, tmp_path: Path, saver: str, end: str, status: int
 ) -> None:
     (ended,), found = run(programs, tmp_path, saver, f"--end={end}")
@@ -62,13 +62,13 @@ def test_a_save_that_has_begun_is_committed_however_the_program_ends(
 
 
 @pytest.mark.parametrize("end", ["falls", "raises"])
-def test_so_it_is_with_asynchronous_staging(programs: Programs, tmp_path: Path, end: str) -> None:
+def test_commits_with_asynchronous_staging_as_the_program_ends(programs: Programs, tmp_path: Path, end: str) -> None:
     (ended,), found = run(programs, tmp_path, "async_save", f"--end={end}", "--async-staging")
     assert (ended.status, found) == (int(end == "raises"), NEW), ended.output
 
 
 @pytest.mark.parametrize("end", ["falls", "raises"])
-def test_so_it_is_with_a_checkpoint_process_where_threads_can_be_started(
+def test_commits_with_a_checkpoint_process_where_threads_can_be_started(
     programs: Programs, tmp_path: Path, end: str
 ) -> None:
     (ended,), found = run(programs, tmp_path, "async_save", f"--end={end}", "--process")
@@ -78,25 +78,27 @@ def test_so_it_is_with_a_checkpoint_process_where_threads_can_be_started(
         assert (ended.status, found) == (int(end == "raises"), NEW), ended.output
 
 
-def test_so_it_is_with_two_ranks(programs: Programs, tmp_path: Path) -> None:
+def test_commits_with_two_ranks_as_the_program_ends(programs: Programs, tmp_path: Path) -> None:
     ended, found = run(programs, tmp_path, "async_save", "--end=falls", ranks=2)
     assert ([one.status for one in ended], found) == ([0, 0], NEW), [one.output for one in ended]
 
 
 @pytest.mark.parametrize("end", ["close", "sigterm-noted"])
-def test_a_manager_that_is_closed_has_committed(programs: Programs, tmp_path: Path, end: str) -> None:
+def test_commits_before_a_manager_is_closed(programs: Programs, tmp_path: Path, end: str) -> None:
     (ended,), found = run(programs, tmp_path, "manager", f"--end={end}")
     assert (ended.status, found) == (0, NEW), ended.output
 
 
 @pytest.mark.parametrize("saver", ["dcp", "async_save", "manager"])
-def test_sigterm_that_nobody_handles_leaves_the_old_checkpoint(programs: Programs, tmp_path: Path, saver: str) -> None:
+def test_leaves_the_old_checkpoint_after_sigterm_that_nobody_handles(
+    programs: Programs, tmp_path: Path, saver: str
+) -> None:
     (ended,), found = run(programs, tmp_path, saver, "--end=sigterm")
     assert (ended.status, found) == (-15, OLD), ended.output
 
 
 @pytest.mark.parametrize("saver", ["dcp", "async_save", "manager"])
-def test_a_last_save_that_fails_once_the_program_is_through_is_in_its_exit_status(
+def test_fails_the_exit_status_for_a_last_save_that_fails_after_the_program(
     programs: Programs, tmp_path: Path, saver: str
 ) -> None:
     (ended,), found = run(programs, tmp_path, saver, "--end=falls", "--store-fails")
@@ -105,17 +107,17 @@ def test_a_last_save_that_fails_once_the_program_is_through_is_in_its_exit_statu
     assert "there is no room left" in ended.output
 
 
-def test_a_failure_that_the_program_was_told_is_its_own_affair(programs: Programs, tmp_path: Path) -> None:
+def test_leaves_a_failure_that_the_program_was_told_to_the_program(programs: Programs, tmp_path: Path) -> None:
     (ended,), found = run(programs, tmp_path, "async_save", "--end=told", "--store-fails")
     assert (ended.status, found) == (0, OLD), ended.output
 
 
-def test_a_ctrl_c_while_the_last_save_is_waited_for_gives_it_up_and_says_so(programs: Programs, tmp_path: Path) -> None:
+def test_gives_up_the_last_save_by_ctrl_c_and_says_so(programs: Programs, tmp_path: Path) -> None:
     (ended,), found = run(programs, tmp_path, "async_save", "--end=ctrl-c-at-the-end")
     # Torch's own threads may abort the process.
     assert ended.status != 0 or found == NEW, ended.output
 
 
-def test_a_manager_waits_on_after_a_first_ctrl_c(programs: Programs, tmp_path: Path) -> None:
+def test_waits_on_in_a_manager_after_a_first_ctrl_c(programs: Programs, tmp_path: Path) -> None:
     (ended,), found = run(programs, tmp_path, "manager", "--end=ctrl-c-at-the-end")
     assert (ended.status, found) == (0, NEW), ended.output

@@ -29,7 +29,7 @@ def state(mib: int = 12) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("background", ["thread", "process"])
-def test_a_save_counts_each_request_that_the_store_receives(minio: S3Server, background: str) -> None:
+def test_counts_each_request_of_a_save_that_the_store_receives(minio: S3Server, background: str) -> None:
     options = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, background=background)  # type: ignore[arg-type]
     bucket = minio.make_bucket()
     with FaultProxy(minio.endpoint) as proxy:
@@ -48,7 +48,7 @@ def test_a_save_counts_each_request_that_the_store_receives(minio: S3Server, bac
     assert (stats.retried, stats.throttled) == (0, 0)
 
 
-def test_a_save_counts_retries_and_throttled_answers(minio: S3Server) -> None:
+def test_counts_retries_and_throttled_answers_of_a_save(minio: S3Server) -> None:
     with FaultProxy(minio.endpoint) as proxy:
         writer = BucketWriter(storage_options=minio.at(proxy.url).options)
         url = f"s3://{minio.make_bucket()}/run/step-1"
@@ -65,7 +65,7 @@ def test_a_save_counts_retries_and_throttled_answers(minio: S3Server) -> None:
     assert stats.requests["put"] == proxy.counts.requests["PutObject"]
 
 
-def test_the_seconds_of_a_save_add_up(tmp_path: Path) -> None:
+def test_adds_up_the_seconds_of_a_save(tmp_path: Path) -> None:
     began = time.monotonic()
     told: list[CommitInfo] = []
     handle = bucketpoint.async_save(state(4), str(tmp_path / "step-1"), on_commit=told.append)
@@ -91,7 +91,7 @@ def test_the_seconds_of_a_save_add_up(tmp_path: Path) -> None:
     assert sum(phases) - stats.commit_s - 1e-3 <= record.seconds <= stats.total_s + 1e-3
 
 
-def test_a_save_that_waited_for_the_one_before_says_so(tmp_path: Path) -> None:
+def test_says_that_a_save_waited_for_the_one_before(tmp_path: Path) -> None:
     gated = GatedFileSystem()
     writer = BucketWriter(fs=gated)
     first = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), storage_writer=writer)
@@ -111,7 +111,7 @@ def test_a_save_that_waited_for_the_one_before_says_so(tmp_path: Path) -> None:
     assert second.stats.queued_s > 0.05
 
 
-def test_what_a_save_copies_is_counted_apart_from_what_it_sends(tmp_path: Path) -> None:
+def test_counts_what_a_save_copies_apart_from_what_it_sends(tmp_path: Path) -> None:
     writer = BucketWriter(unchanged="copy")
     for step in (1, 2):
         handle = bucketpoint.async_save(
@@ -124,7 +124,7 @@ def test_what_a_save_copies_is_counted_apart_from_what_it_sends(tmp_path: Path) 
     assert handle.stats.sent_bytes < MIB
 
 
-def test_a_save_that_failed_has_figures_as_far_as_it_came(tmp_path: Path) -> None:
+def test_keeps_figures_of_a_failed_save_as_far_as_it_came(tmp_path: Path) -> None:
     handle = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), planner=FailingPlanner("upload"))
     assert handle.exception() is not None
     assert handle.stats is not None
@@ -132,7 +132,7 @@ def test_a_save_that_failed_has_figures_as_far_as_it_came(tmp_path: Path) -> Non
     assert handle.stats.planning_s > 0
 
 
-def test_a_save_in_the_foreground_leaves_its_figures_with_the_writer(tmp_path: Path) -> None:
+def test_leaves_figures_of_a_save_in_the_foreground_with_the_writer(tmp_path: Path) -> None:
     writer = BucketWriter()
     assert writer.stats is None
     dcp.save(state(1), checkpoint_id=str(tmp_path / "step-1"), storage_writer=writer, no_dist=True)
@@ -143,7 +143,7 @@ def test_a_save_in_the_foreground_leaves_its_figures_with_the_writer(tmp_path: P
     assert min(stats.planning_s, stats.upload_s, stats.commit_s) > 0
 
 
-def test_what_is_requested_after_a_save_or_a_load_is_not_counted_as_theirs() -> None:
+def test_counts_no_request_after_a_save_or_a_load_as_theirs() -> None:
     url = "memory://bucket/run of test_stats/step-1"
     writer, reader = BucketWriter(), BucketReader(url)
     dcp.save(state(1), checkpoint_id=url, storage_writer=writer, no_dist=True)
@@ -169,7 +169,7 @@ class LoadingPlanner(SavePlanner):
         return super().finish_plan(new_plan)
 
 
-def test_a_load_within_a_save_leaves_the_requests_of_the_save_with_the_save() -> None:
+def test_leaves_requests_of_a_save_with_it_during_a_load_within() -> None:
     run = "memory://bucket/loading run of test_stats"
     plain, loading = BucketWriter(), BucketWriter()
     dcp.save(state(1), checkpoint_id=f"{run}/step-1", storage_writer=plain, no_dist=True)
@@ -191,7 +191,7 @@ def figures_of_ranks(rank: int, world: int, root: str, executor: str) -> Any:
     return handle.stats
 
 
-def test_the_coordinator_knows_the_spread_over_the_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_gives_the_coordinator_the_spread_over_the_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
     stats = four_ranks.run(figures_of_ranks, str(tmp_path), "thread")
     assert [each.rank for each in stats] == [0, 1, 2, 3]
     sent = [each.sent_bytes for each in stats]
@@ -203,11 +203,11 @@ def test_the_coordinator_knows_the_spread_over_the_ranks(four_ranks: Ranks, tmp_
     assert [each.commit_s > 0 for each in stats] == [True, False, False, False]
 
 
-def test_a_checkpoint_process_keeps_its_figures(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_keeps_the_figures_of_a_checkpoint_process(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run(figures_of_ranks, str(tmp_path), "process") == [None, None]
 
 
-def test_a_load_counts_its_bytes_and_requests(minio: S3Server) -> None:
+def test_counts_bytes_and_requests_of_a_load(minio: S3Server) -> None:
     url = f"s3://{minio.make_bucket()}/run/step-1"
     bucketpoint.save(state(), url, storage_options=minio.options)
     with FaultProxy(minio.endpoint) as proxy:

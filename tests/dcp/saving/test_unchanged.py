@@ -34,7 +34,7 @@ on_every_store = pytest.mark.parametrize("run", STORES, indirect=True)
 
 
 @on_every_store
-def test_a_save_of_mostly_frozen_weights_sends_little_and_stands_alone(run: Run, tmp_path: Path) -> None:
+def test_sends_little_of_mostly_frozen_weights_and_stands_alone(run: Run, tmp_path: Path) -> None:
     writer = run.writer()
     run.save(lora(1), 1, writer)
     watch = Watch(writer)
@@ -60,7 +60,7 @@ def test_a_save_of_mostly_frozen_weights_sends_little_and_stands_alone(run: Run,
     assert run.verified(3).damage == []
 
 
-def test_a_chain_of_copies_never_grows(run: Run) -> None:
+def test_never_grows_in_a_chain_of_copies(run: Run) -> None:
     writer = run.writer()
     sizes = []
     for step in range(1, 6):
@@ -76,7 +76,7 @@ def test_a_chain_of_copies_never_grows(run: Run) -> None:
     assert len(set(sizes[1:])) == 1
 
 
-def test_a_writer_sends_everything_unless_it_is_told_to_copy(run: Run) -> None:
+def test_sends_everything_unless_a_writer_is_told_to_copy(run: Run) -> None:
     writer = run.writer(unchanged="send")
     run.save(lora(1), 1, writer)
     watch = Watch(writer)
@@ -121,7 +121,7 @@ LOST: dict[str, Callable[[Run], None]] = {
 @pytest.mark.parametrize(
     ("run", "restarted"), [*[(store, False) for store in STORES], ("path", True), ("minio", True)], indirect=["run"]
 )
-def test_a_source_that_is_gone_when_it_is_to_be_copied_is_sent(
+def test_sends_an_item_whose_source_is_gone_when_it_is_to_be_copied(
     run: Run, lost: str, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = run.writer()
@@ -159,7 +159,7 @@ def test_a_source_that_is_gone_when_it_is_to_be_copied_is_sent(
     ],
     ids=["403", "500 for ever", "no copies", "another size"],
 )
-def test_a_store_that_does_not_copy_is_sent_everything(
+def test_sends_everything_to_a_store_that_does_not_copy(
     run: Run, error: Callable[[], Exception], acts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry_module, "pause", lambda seconds: None)
@@ -172,7 +172,7 @@ def test_a_store_that_does_not_copy_is_sent_everything(
     assert watch.calls["copy"] >= 2
 
 
-def test_a_filesystem_without_copies_is_sent_everything(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_sends_everything_to_a_filesystem_without_copies(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with run_on("memory", request, tmp_path) as run:
 
         def no_copies(*args: Any, **kwargs: Any) -> None:
@@ -198,7 +198,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("restarted", [False, True], ids=["same process", "restarted"])
-def test_every_kind_of_item_is_copied_and_comes_back(run: Run, restarted: bool, tmp_path: Path) -> None:
+def test_copies_every_kind_of_item_and_loads_it_back(run: Run, restarted: bool, tmp_path: Path) -> None:
     writer = run.writer()
     for step in (1, 2, 3):
         writer = run.writer() if restarted else writer
@@ -231,7 +231,7 @@ def test_every_kind_of_item_is_copied_and_comes_back(run: Run, restarted: bool, 
     ],
     ids=["empty", "scalar", "bytes", "transposed", "sparse", "small dtypes", "nothing"],
 )
-def test_a_state_of_one_kind_is_saved_again_and_again(run: Run, state: dict[str, Any]) -> None:
+def test_saves_a_state_of_one_kind_again_and_again(run: Run, state: dict[str, Any]) -> None:
     writer = run.writer()
     for step in (1, 2, 3):
         run.save(state, step, writer if step < 3 else run.writer())
@@ -254,7 +254,7 @@ def run_load(run: Run, step: int, target: dict[str, Any]) -> None:
     dcp.load(target, checkpoint_id=run.url(step), storage_reader=BucketReader(progress=False), no_dist=True)
 
 
-def test_a_rank_has_few_copies_under_way_however_many_connections_it_may_use(
+def test_limits_the_copies_under_way_on_a_rank_whatever_its_connections(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"model": {f"layer.{number}": torch.rand(MIB // 2) for number in range(12)}}

@@ -99,7 +99,7 @@ def assert_holds(url: str, state: State) -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_history_of_one_process(data: st.DataObject) -> None:
+def test_keeps_any_history_of_one_process(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(f"{folder}/run")
         writer = run.writer(target_object_bytes=data.draw(st.sampled_from([None, 3000])))
@@ -180,7 +180,7 @@ def whole(parts: list[State]) -> State:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_history_of_several_ranks(data: st.DataObject) -> None:
+def test_keeps_any_history_of_several_ranks(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make = data.draw(st.sampled_from([SavePlanner, DefaultSavePlanner]))
         job = CopyingJob(data.draw(st.integers(2, 3)), make)
@@ -219,7 +219,7 @@ def frozen(count: int = 8) -> State:
 
 
 @pytest.mark.parametrize("restarted", [(), (1,), (0,), (0, 1, 2)], ids=["none", "a rank", "coordinator", "all"])
-def test_each_rank_copies_its_share_whoever_was_made_anew(tmp_path: Path, restarted: tuple[int, ...]) -> None:
+def test_copies_the_share_of_each_rank_whoever_was_made_anew(tmp_path: Path, restarted: tuple[int, ...]) -> None:
     job = CopyingJob(3)
     for step in (1, 2, 3):
         for rank in restarted:
@@ -234,9 +234,7 @@ def test_each_rank_copies_its_share_whoever_was_made_anew(tmp_path: Path, restar
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (4, 3)])
-def test_another_world_copies_what_lies_as_it_needs_it_and_sends_the_rest(
-    tmp_path: Path, before: int, after: int
-) -> None:
+def test_copies_what_lies_as_another_world_needs_it_and_sends_the_rest(tmp_path: Path, before: int, after: int) -> None:
     CopyingJob(before).save(of_ranks(before, frozen()), f"{tmp_path}/run/step-1")
     job = CopyingJob(after)
     for step in (2, 3):
@@ -246,7 +244,7 @@ def test_another_world_copies_what_lies_as_it_needs_it_and_sends_the_rest(
     assert all(job.copies)
 
 
-def test_saves_of_one_writer_on_several_threads_and_in_two_runs_hold_what_was_saved(tmp_path: Path) -> None:
+def test_holds_what_was_saved_by_one_writer_on_several_threads_and_in_two_runs(tmp_path: Path) -> None:
     runs = [Run(str(tmp_path / name)) for name in ("one", "two")]
     writer = runs[0].writer()
     failed: list[BaseException] = []
@@ -271,7 +269,7 @@ def test_saves_of_one_writer_on_several_threads_and_in_two_runs_hold_what_was_sa
     assert failed == []
 
 
-def test_a_save_with_a_plan_that_dcp_has_kept_holds_what_was_saved(tmp_path: Path) -> None:
+def test_holds_what_was_saved_with_a_plan_that_dcp_has_kept(tmp_path: Path) -> None:
     # DCP's planner sends no plan if it is the same again, and uses the kept one, with the announcement of that save.
     run, caching = Run(str(tmp_path / "run")), DefaultSavePlanner(enable_plan_caching=True)
     writer = run.writer()
@@ -281,7 +279,7 @@ def test_a_save_with_a_plan_that_dcp_has_kept_holds_what_was_saved(tmp_path: Pat
         run.assert_holds(step, state)
 
 
-def test_a_save_keeps_its_id_when_a_later_one_comes_with_the_same() -> None:
+def test_keeps_the_id_of_a_save_when_a_later_one_comes_with_the_same() -> None:
     saves, said = EarlierSaves(), Announcement("a")
     for step in range(1, 5):
         saves.keep(said, f"s3://bucket/run/step-{step}", Written())

@@ -161,7 +161,7 @@ def loads_or_raises(run: Run, step: int) -> bool:
 
 
 @pytest.mark.parametrize("altered", ALTERED)
-def test_an_altered_checkpoint_is_never_copied_as_something_else(tmp_path: Path, altered: str) -> None:
+def test_copies_no_altered_checkpoint_as_something_else(tmp_path: Path, altered: str) -> None:
     run = Run(str(tmp_path / "run"))
     run.save(lora(1), 1, run.writer())
     last = Last.of(run)
@@ -173,7 +173,7 @@ def test_an_altered_checkpoint_is_never_copied_as_something_else(tmp_path: Path,
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"\x80\x02.", bytes(100)], ids=["empty", "text", "pickle", "zeros"])
-def test_a_checkpoint_without_readable_metadata_is_not_compared_with(tmp_path: Path, data: bytes) -> None:
+def test_compares_with_no_checkpoint_without_readable_metadata(tmp_path: Path, data: bytes) -> None:
     run = Run(str(tmp_path / "run"))
     run.save(lora(1), 1, run.writer())
     Path(run.url(1), ".metadata").write_bytes(data)
@@ -181,14 +181,14 @@ def test_a_checkpoint_without_readable_metadata_is_not_compared_with(tmp_path: P
     assert loads_or_raises(run, 2)
 
 
-def test_a_checkpoint_of_another_writer_is_not_copied(tmp_path: Path) -> None:
+def test_copies_nothing_of_a_checkpoint_of_another_writer(tmp_path: Path) -> None:
     run = Run(str(tmp_path / "run"))
     dcp.save(lora(1), storage_writer=dcp.FileSystemWriter(run.url(1)), no_dist=True)
     run.save(lora(2), 2, run.writer())
     assert loads_or_raises(run, 2)
 
 
-def test_an_item_that_has_the_same_digest_but_other_bytes_is_sent_by_a_restarted_process(
+def test_sends_an_item_of_the_same_digest_but_other_bytes_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Who chooses the bytes can make two items with one digest. Here any two have.

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_a_copy_of_it_elsewhere_loads_and_is_copied_from_again(run: Run, tmp_path: Path) -> None:
+def test_loads_a_copy_of_it_elsewhere_and_copies_from_it_again(run: Run, tmp_path: Path) -> None:
     other = Run(str(tmp_path / "other"))
     copy_checkpoint(plan_copy(open_checkpoint(run.url(2)), other.url(2)))
     other.assert_holds(2, lora(2))
@@ -47,14 +47,14 @@ def test_a_copy_of_it_elsewhere_loads_and_is_copied_from_again(run: Run, tmp_pat
     assert watch.sent < 0.03 * nbytes(lora(3))
 
 
-def test_gc_deletes_nothing_of_it(run: Run) -> None:
+def test_deletes_nothing_of_it_by_gc(run: Run) -> None:
     before = sorted(Path(run.url(2)).rglob("*"))
     assert not sweep(open_catalog(run.root), older_than=3600, deep=True).failures
     assert sorted(Path(run.url(2)).rglob("*")) == before
     run.assert_holds(2, lora(2))
 
 
-def test_gc_deletes_what_a_copy_without_an_answer_left(tmp_path: Path) -> None:
+def test_deletes_what_a_copy_without_an_answer_left_by_gc(tmp_path: Path) -> None:
     run = Run(str(tmp_path / "run"))
     writer = run.writer()
     Watch(writer, lambda store: Refusing(store, lambda: TransientStoreError("no answer"), acts=True))
@@ -69,14 +69,14 @@ def test_gc_deletes_what_a_copy_without_an_answer_left(tmp_path: Path) -> None:
     assert run.verified(2).damage == []
 
 
-def test_its_summary_counts_the_items_and_not_the_dead_bytes(run: Run, tmp_path: Path) -> None:
+def test_counts_the_items_and_not_the_dead_bytes_in_its_summary(run: Run, tmp_path: Path) -> None:
     plain = Run(str(tmp_path / "plain"))
     plain.save(lora(2), 2, plain.writer(unchanged="send"))
     ours, theirs = (summarise(open_checkpoint(each.url(2))) for each in (run, plain))
     assert ours.entries == theirs.entries
 
 
-def test_thinned_to_its_weights_it_keeps_what_was_copied(run: Run) -> None:
+def test_keeps_what_was_copied_when_it_is_thinned_to_its_weights(run: Run) -> None:
     path = Path(run.url(2), ".metadata")
     data = Outline(path.read_bytes()).thinned()
     gone = {info.relative_path for index, info in decode_metadata(path.read_bytes()).storage_data.items()} - {
@@ -102,7 +102,7 @@ def one_rank() -> Iterator[Ranks]:
     ranks.close()
 
 
-def test_a_checkpoint_process_copies_what_the_store_tells_of(run: Run, one_rank: Ranks) -> None:
+def test_copies_what_the_store_names_in_a_checkpoint_process(run: Run, one_rank: Ranks) -> None:
     one_rank.run(_save_by_process, run)
     run.assert_holds(3, lora(3))
     # Dead bytes of the first save tell that it is a copy.

@@ -29,7 +29,7 @@ def ends(command: list[str], text: str | None = None) -> list[dict[str, object]]
 
 @pytest.mark.broad
 @pytest.mark.parametrize("how", ["torchrun", "spawn", "notebook", "small shm"])
-def test_a_process_uploads_and_ends_however_training_was_started(how: str, tmp_path: Path) -> None:
+def test_uploads_by_a_process_that_ends_however_training_was_started(how: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/step-1"
     python = [sys.executable, "-W", "ignore"]
     if how == "torchrun":

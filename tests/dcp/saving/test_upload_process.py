@@ -59,7 +59,7 @@ def closing(writer: BucketWriter) -> Iterator[BucketWriter]:
     writer.close()
 
 
-def test_a_save_by_the_process_is_loaded_bit_for_bit(minio: S3Server) -> None:
+def test_loads_a_save_by_the_process_bit_for_bit(minio: S3Server) -> None:
     url = minio.url(minio.make_bucket(), "run/step-1")
     with closing(S3Writer(storage_options=minio.options, transfer=PROCESS)) as writer:
         save(writer, url)
@@ -71,7 +71,7 @@ def test_a_save_by_the_process_is_loaded_bit_for_bit(minio: S3Server) -> None:
     assert other["step"] == 3
 
 
-def test_what_a_process_cannot_do_is_done_by_threads_and_said_once(
+def test_falls_back_to_threads_for_what_a_process_cannot_do_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
@@ -90,7 +90,7 @@ def test_what_a_process_cannot_do_is_done_by_threads_and_said_once(
         assert words in said
 
 
-def test_threads_upload_if_the_process_dies_time_and_again_and_the_next_save_tries_it_again(
+def test_uploads_by_threads_after_repeated_deaths_and_retries_the_process_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
@@ -109,7 +109,7 @@ def test_threads_upload_if_the_process_dies_time_and_again_and_the_next_save_tri
 
 
 @pytest.mark.parametrize("sent", [0, 100])
-def test_threads_try_what_the_process_cannot_reach_unless_it_has_sent_bytes(
+def test_tries_by_threads_what_the_process_cannot_reach_unless_it_sent_bytes(
     sent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_cut_off(work: Any, meter: Meter) -> Any:
@@ -123,13 +123,13 @@ def test_threads_try_what_the_process_cannot_reach_unless_it_has_sent_bytes(
     assert (tmp_path / "a" / ".metadata").exists() == (not sent)
 
 
-def test_a_destination_shows_no_secret() -> None:
+def test_shows_no_secret_of_a_destination() -> None:
     place = Location.of("s3://bucket/run", {"secret": "abc123secret"})
     assert "abc123secret" not in repr(Destination(place, place.opened[0]))
 
 
 @pytest.mark.parametrize("background", ["auto", "process"])
-def test_a_filesystem_in_the_memory_of_the_trainer_is_never_handed_to_a_process(background: Any) -> None:
+def test_hands_no_filesystem_in_the_trainers_memory_to_a_process(background: Any) -> None:
     writer = BucketWriter(transfer=TransferOptions(background=background))
     big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
     with closing(writer):
@@ -141,7 +141,7 @@ def test_a_filesystem_in_the_memory_of_the_trainer_is_never_handed_to_a_process(
                 save(writer, "memory://uploads/b", big)
 
 
-def test_by_default_a_process_uploads_large_states_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_large_states_only_by_a_process_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Against a run of the tests that chooses otherwise.
     monkeypatch.setattr(uploads, "LEAST_BYTES", 1 << 20)
     with closing(BucketWriter()) as writer:
@@ -151,13 +151,13 @@ def test_by_default_a_process_uploads_large_states_only(tmp_path: Path, monkeypa
         assert helper_of(writer) is not None
 
 
-def test_prefault_starts_the_process_before_the_first_save(tmp_path: Path) -> None:
+def test_starts_the_process_before_the_first_save_by_prefault(tmp_path: Path) -> None:
     with closing(BucketWriter(transfer=PROCESS)) as writer:
         writer.prefault(small())
         wait_until(lambda: helper_of(writer), ENDS_S)
 
 
-def test_a_writer_that_was_closed_starts_another_process(tmp_path: Path) -> None:
+def test_starts_another_process_after_a_writer_was_closed(tmp_path: Path) -> None:
     writer = BucketWriter(transfer=PROCESS)
     seen = set()
     for name in ("a", "b"):
@@ -234,7 +234,7 @@ def open_uploads(minio: S3Server, place: tuple[str, str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("end", ["fork", "stopped"])
-def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
+def test_leaves_no_process_upload_or_checkpoint_of_a_killed_trainer(
     start: StartProgram, minio: S3Server, place: tuple[str, str], end: str
 ) -> None:
     started = start(end)
@@ -253,7 +253,7 @@ def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
             os.kill(started.fork, signal.SIGKILL)
 
 
-def test_a_helper_that_is_killed_costs_no_save(start: StartProgram, minio: S3Server, place: tuple[str, str]) -> None:
+def test_loses_no_save_by_a_killed_helper(start: StartProgram, minio: S3Server, place: tuple[str, str]) -> None:
     started = start("result")
     os.kill(started.helper, signal.SIGKILL)
     started.proxy.play(Script())
@@ -262,7 +262,7 @@ def test_a_helper_that_is_killed_costs_no_save(start: StartProgram, minio: S3Ser
     assert open_uploads(minio, place) == []
 
 
-def test_ctrl_c_that_the_trainer_answers_does_not_end_the_upload(
+def test_continues_the_upload_after_ctrl_c_that_the_trainer_answers(
     start: StartProgram, minio: S3Server, place: tuple[str, str]
 ) -> None:
     started = start("result")
@@ -276,7 +276,7 @@ def test_ctrl_c_that_the_trainer_answers_does_not_end_the_upload(
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-def test_a_helper_that_is_killed_leaves_no_file_in_a_local_folder(tmp_path: Path, over: bool) -> None:
+def test_leaves_no_file_of_a_killed_helper_in_a_local_folder(tmp_path: Path, over: bool) -> None:
     # Objects in parts, and one that is written whole.
     parts = replace(PROCESS, part_bytes=5 << 20, single_put_bytes=1 << 20)
     saved = {"model": {"w": torch.ones(128 << 20, dtype=torch.uint8)}, "optim": {"m": torch.ones(5000)}}
@@ -300,7 +300,7 @@ def test_a_helper_that_is_killed_leaves_no_file_in_a_local_folder(tmp_path: Path
 
 
 @pytest.mark.parametrize(("end", "status"), [("return", 0), ("raise", 1)])
-def test_a_program_that_ends_during_the_upload_still_commits(
+def test_commits_though_the_program_ends_during_the_upload(
     start: StartProgram, minio: S3Server, place: tuple[str, str], end: str, status: int
 ) -> None:
     started = start(end)

@@ -56,7 +56,7 @@ def tensor(values: list[int]) -> torch.Tensor:
 
 
 @given(st.lists(I64, max_size=40))
-def test_a_column_is_what_it_was(values: list[int]) -> None:
+def test_returns_a_column_as_it_was(values: list[int]) -> None:
     try:
         data = encode(tensor(values))
     except UnsuitableError:
@@ -82,7 +82,7 @@ def segmented(draw: Any) -> tuple[list[int], list[int]]:
 
 
 @given(segmented())
-def test_a_column_in_segments_is_what_it_was(case: tuple[list[int], list[int]]) -> None:
+def test_returns_a_column_in_segments_as_it_was(case: tuple[list[int], list[int]]) -> None:
     counts, values = case
     segments = Segments.of(tensor(counts))
     try:
@@ -94,7 +94,7 @@ def test_a_column_in_segments_is_what_it_was(case: tuple[list[int], list[int]]) 
     decoder.end()
 
 
-def test_progressions_take_no_bytes_for_their_values() -> None:
+def test_takes_no_bytes_for_values_of_progressions() -> None:
     segments = Segments.of(tensor([10_000, 7, 10_000]))
     values = torch.cat([torch.arange(10_000) * 3, torch.arange(7) * 5, (1 << 40) - torch.arange(10_000)])
     values[9_999] -= 2
@@ -102,13 +102,13 @@ def test_progressions_take_no_bytes_for_their_values() -> None:
 
 
 @given(st.lists(I64, max_size=20), st.integers(1, 5))
-def test_narrowed_numbers_are_the_same(values: list[int], times: int) -> None:
+def test_returns_narrowed_numbers_unchanged(values: list[int], times: int) -> None:
     assert narrow(tensor(values)).tolist() == values
     assert narrow(tensor(values[:1] * times)).tolist() == values[:1] * times
 
 
 @given(st.binary(max_size=80), st.integers(0, 50), st.booleans())
-def test_garbage_is_no_column(data: bytes, count: int, in_segments: bool) -> None:
+def test_refuses_garbage_as_a_column(data: bytes, count: int, in_segments: bool) -> None:
     decoder = Decoder(data)
     try:
         found = decoder.segmented(Segments.of(tensor([count, count]))) if in_segments else decoder.column(2 * count)
@@ -246,14 +246,14 @@ def assert_equal(indexed: Metadata, stock: Metadata) -> None:
 
 
 @given(metadatas())
-def test_an_index_says_what_the_metadata_says_entry_by_entry(case: tuple[Metadata, dict[str, Any]]) -> None:
+def test_says_in_an_index_what_the_metadata_says_entry_by_entry(case: tuple[Metadata, dict[str, Any]]) -> None:
     hypothesis.assume(case[0].storage_data)
     assert_equal(*both(*case))
 
 
 @settings(max_examples=50)
 @given(metadatas(), st.integers(1, 3))
-def test_an_index_made_of_what_ranks_report_says_the_same(case: tuple[Metadata, dict[str, Any]], ranks: int) -> None:
+def test_makes_the_same_index_of_what_ranks_report(case: tuple[Metadata, dict[str, Any]], ranks: int) -> None:
     metadata, facts = case
     hypothesis.assume(metadata.storage_data)
     # Each object is one rank's.
@@ -303,7 +303,7 @@ def index_of(metadata: Metadata, facts: dict[str, Any]) -> bytes:
     return encoded
 
 
-def test_metadata_from_an_index_survives_pickling_and_copying() -> None:
+def test_keeps_metadata_from_an_index_through_pickling_and_copying() -> None:
     indexed, stock = both(*example(64))
     assert_equal(pickle.loads(pickle.dumps(indexed)), stock)
     assert_equal(copy.deepcopy(indexed), stock)
@@ -312,7 +312,7 @@ def test_metadata_from_an_index_survives_pickling_and_copying() -> None:
     assert type(pickle.loads(pickle.dumps(entry)).chunks) is list
 
 
-def test_metadata_from_an_index_is_encoded_as_stock_readers_expect_it() -> None:
+def test_encodes_metadata_from_an_index_as_stock_readers_expect_it() -> None:
     metadata, facts = example()
     indexed, _ = both(metadata, facts)
     again = pickle.loads(encode_metadata(indexed, bucketpoint=facts))
@@ -335,7 +335,7 @@ def test_metadata_from_an_index_is_encoded_as_stock_readers_expect_it() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_in_it_is_not_found(key: Any) -> None:
+def test_finds_nothing_that_is_not_in_it(key: Any) -> None:
     indexed, _ = both(*example())
     assert key not in indexed.storage_data
     assert "absent" not in indexed.state_dict_metadata
@@ -345,13 +345,13 @@ def test_what_is_not_in_it_is_not_found(key: Any) -> None:
         indexed.state_dict_metadata["absent"]
 
 
-def test_chunks_of_a_regular_layout_take_little_more_than_their_checksums() -> None:
+def test_takes_little_more_than_checksums_for_chunks_of_a_regular_layout() -> None:
     few, more = (len(index_of(*example(ranks))) for ranks in (1000, 3000))
     # Of each rank there are three chunks with a checksum of 4 bytes each, and one object.
     assert (more - few) / 2000 < 3 * 4 + 25
 
 
-def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_paths() -> None:
+def test_makes_the_index_of_a_later_save_of_the_one_before() -> None:
     metadata, facts = example()
     whole = extension(facts)["bucketpoint"]
     first = pack(list(metadata.storage_data.values()))
@@ -396,25 +396,25 @@ def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_path
         lambda m: m.state_dict_metadata.update(x="y"),
     ],
 )
-def test_what_an_index_cannot_tell_has_none(change: Any) -> None:
+def test_makes_no_index_of_what_it_cannot_tell(change: Any) -> None:
     metadata, facts = example()
     change(metadata)
     assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
 
 
-def test_a_dtype_that_safe_readers_refuse_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makes_no_index_of_a_dtype_that_safe_readers_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata, facts = example()
     monkeypatch.setattr("bucketpoint.format.index.encode.DTYPE_NAMES", ("int8",))
     assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
 
 
-def test_facts_that_json_would_alter_have_no_index() -> None:
+def test_makes_no_index_of_facts_that_json_would_alter() -> None:
     metadata, facts = example()
     assert encode_index(metadata, bucketpoint={**facts, "sizes": (1, 2)}) is None
     assert encode_index(metadata, bucketpoint={**facts, "objects": {"x": {"size": 1, "etag": None, "more": 1}}}) is None
 
 
-def test_an_index_is_read_under_another_default_device() -> None:
+def test_reads_an_index_under_another_default_device() -> None:
     metadata, facts = example()
     with torch.device("meta"):
         indexed, stock = both(metadata, facts)
@@ -427,7 +427,7 @@ WHOLE = index_of(*example())
 
 
 @given(st.integers(0, len(WHOLE) - 1))
-def test_a_truncated_index_is_refused(size: int) -> None:
+def test_refuses_a_truncated_index(size: int) -> None:
     with pytest.raises(MetadataError):
         decode_index(WHOLE[:size], url="s3://b/x")
 
@@ -448,7 +448,7 @@ def put_together(changed: dict[int, bytes], real: dict[int, int] | None = None, 
     return HEAD.pack(MAGIC, count if items is None else items, *lengths) + b"".join(new)
 
 
-def test_the_parts_put_together_again_are_the_index() -> None:
+def test_puts_the_parts_together_to_the_index() -> None:
     assert put_together({}) == WHOLE
 
 
@@ -456,7 +456,7 @@ COLUMNS = zlib.decompress(parts()[2])
 
 
 @given(st.lists(st.tuples(st.integers(0, len(COLUMNS) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-def test_damaged_columns_are_refused_or_name_what_is_there(damage: list[tuple[int, int]]) -> None:
+def test_refuses_damaged_columns_or_names_what_is_there(damage: list[tuple[int, int]]) -> None:
     data = bytearray(COLUMNS)
     for position, value in damage:
         data[position] = value
@@ -476,7 +476,7 @@ def test_damaged_columns_are_refused_or_name_what_is_there(damage: list[tuple[in
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_part_that_grows_beyond_what_it_says_is_refused_before_it_is_allocated(number: int) -> None:
+def test_refuses_a_part_that_outgrows_its_stated_size_before_it_is_allocated(number: int) -> None:
     bomb = zlib.compress(bytes(64 << 20))
     tracemalloc.start()
     try:
@@ -490,7 +490,7 @@ def test_a_part_that_grows_beyond_what_it_says_is_refused_before_it_is_allocated
 
 
 @pytest.mark.parametrize("items", [0, 1, 1 << 40, (1 << 64) - 1])
-def test_a_number_of_items_that_is_not_paid_for_is_refused(items: int) -> None:
+def test_refuses_a_number_of_items_that_is_not_paid_for(items: int) -> None:
     with pytest.raises(MetadataError):
         decode_index(put_together({}, items=items))
 
@@ -506,7 +506,7 @@ def test_a_number_of_items_that_is_not_paid_for_is_refused(items: int) -> None:
         b'{"names": ["step", "a", "b", "c"], "properties": [["float32","strided",false,9,false]], "transforms": []}',
     ],
 )  # fmt: skip
-def test_an_impossible_structure_is_refused(structure: bytes) -> None:
+def test_refuses_an_impossible_structure(structure: bytes) -> None:
     with pytest.raises(MetadataError):
         decode_index(put_together({0: zlib.compress(structure)}, {0: len(structure)}))
 
@@ -514,7 +514,7 @@ def test_an_impossible_structure_is_refused(structure: bytes) -> None:
 # How `.metadata` names it
 
 
-def test_the_first_bytes_of_the_metadata_name_the_index() -> None:
+def test_names_the_index_in_the_first_bytes_of_the_metadata() -> None:
     metadata, facts = example()
     ref = make_ref(TOKEN, WHOLE)
     data = encode_metadata(metadata, bucketpoint=facts, index=ref)
@@ -530,7 +530,7 @@ def test_the_first_bytes_of_the_metadata_name_the_index() -> None:
     assert not is_index(data)
 
 
-def test_metadata_that_is_written_anew_does_not_keep_the_name_of_an_index() -> None:
+def test_drops_the_name_of_an_index_from_metadata_that_is_written_anew() -> None:
     metadata, facts = example()
     found = decode_metadata(encode_metadata(metadata, bucketpoint=facts, index=make_ref(TOKEN, WHOLE)))
     del found.state_dict_metadata["optim.a"]
@@ -540,14 +540,14 @@ def test_metadata_that_is_written_anew_does_not_keep_the_name_of_an_index() -> N
 
 
 @pytest.mark.parametrize("path", ["../secret", "data/00/0123456789ab-0-index-0.distcp", index_path(TOKEN) + "\n"])
-def test_a_name_that_is_not_an_index_of_ours_is_none(path: str) -> None:
+def test_ignores_a_name_that_is_not_an_index_of_ours(path: str) -> None:
     metadata, facts = example()
     ref = dataclasses.replace(make_ref(TOKEN, WHOLE), path=path)
     assert find_ref(encode_metadata(metadata, bucketpoint=facts, index=ref)) is None
 
 
 @pytest.mark.parametrize("number", [b"1", b"3"])
-def test_metadata_that_names_an_index_of_another_format_is_read_itself(number: bytes) -> None:
+def test_reads_metadata_itself_that_names_an_index_of_another_format(number: bytes) -> None:
     metadata, facts = example()
     data = encode_metadata(metadata, bucketpoint=facts, index=make_ref(TOKEN, WHOLE))
     other = data.replace(b"bucketpoint-index/2 ", b"bucketpoint-index/" + number + b" ")
@@ -556,6 +556,6 @@ def test_metadata_that_names_an_index_of_another_format_is_read_itself(number: b
     assert decode_metadata(other) == metadata
 
 
-def test_every_attempt_has_an_index_of_its_own() -> None:
+def test_gives_every_attempt_an_index_of_its_own() -> None:
     assert index_path(TOKEN) != index_path("f" * 12)
     assert index_path(TOKEN).split("/")[1] == index_path("f" * 12).split("/")[1]

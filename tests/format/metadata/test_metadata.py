@@ -59,14 +59,14 @@ def example(chunks: int = 2, checkpoint_id: Any = "s3://bucket/run/step-5") -> M
     return Metadata(entries, mapping, items, StorageMeta(checkpoint_id, "save", None, ["m"]), "1.0.0")
 
 
-def test_stock_unpickling_gives_equal_metadata_and_ours_too() -> None:
+def test_unpickles_equal_metadata_by_stock_and_by_ours() -> None:
     data = encode_metadata(example(), bucketpoint=FACTS)
     assert pickle.loads(data) == example()
     assert decode_metadata(data) == example()
     assert {**extra(decode_metadata(data)), **FACTS} == extra(decode_metadata(data))
 
 
-def test_the_stream_names_no_module_of_bucketpoint() -> None:
+def test_names_no_module_of_bucketpoint_in_the_stream() -> None:
     modules: set[str] = set()
 
     class Recorder(pickle.Unpickler):
@@ -79,7 +79,7 @@ def test_the_stream_names_no_module_of_bucketpoint() -> None:
     assert not {module for module in modules if module.startswith("bucketpoint")}
 
 
-def test_tensor_properties_have_the_five_fields_that_every_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_the_five_tensor_properties_that_every_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = TensorProperties.__setstate__
 
@@ -93,7 +93,7 @@ def test_tensor_properties_have_the_five_fields_that_every_torch_reads(monkeypat
     assert set(seen) == {5}
 
 
-def test_tensor_properties_with_six_fields_are_read_on_every_torch() -> None:
+def test_reads_tensor_properties_with_six_fields_on_every_torch() -> None:
     def six(value: TensorProperties) -> Any:
         return copyreg.__newobj__, (TensorProperties,), (*value.__getstate__()[:5], (3, 1))
 
@@ -109,20 +109,20 @@ def test_tensor_properties_with_six_fields_are_read_on_every_torch() -> None:
     assert found == expected
 
 
-def test_encoding_leaves_the_callers_metadata_alone() -> None:
+def test_leaves_the_callers_metadata_alone() -> None:
     metadata = example()
     encode_metadata(metadata, bucketpoint=FACTS)
     assert metadata == example()
     assert not hasattr(metadata, "bucketpoint")
 
 
-def test_equal_names_paths_and_sizes_are_pickled_once() -> None:
+def test_pickles_equal_names_paths_and_sizes_once() -> None:
     few, many = (len(encode_metadata(example(chunks), bucketpoint=FACTS)) for chunks in (10, 1010))
     assert (many - few) / 4000 < 160  # a chunk, its index and its place
     assert encode_metadata(example(), bucketpoint=FACTS).count(b"app.model.layers.0.weight") == 1
 
 
-def test_a_path_as_checkpoint_id_is_stored_as_text() -> None:
+def test_stores_a_path_as_checkpoint_id_as_text() -> None:
     data = encode_metadata(example(checkpoint_id=Path("/x/step-5")), bucketpoint=FACTS)
     meta = decode_metadata(data).storage_meta
     assert meta is not None
@@ -131,13 +131,13 @@ def test_a_path_as_checkpoint_id_is_stored_as_text() -> None:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_stock_pickles_of_each_protocol_are_read(protocol: int) -> None:
+def test_reads_stock_pickles_of_each_protocol(protocol: int) -> None:
     assert decode_metadata(pickle.dumps(example(checkpoint_id=Path("/x")), protocol)) == example(
         checkpoint_id=Path("/x")
     )
 
 
-def test_what_filesystem_writer_writes_is_read(tmp_path: Path) -> None:
+def test_reads_what_filesystem_writer_writes(tmp_path: Path) -> None:
     state = {"app": {"w": torch.ones(3, 4), "n": 5, "deep": [1, {"x": torch.ones(())}]}, "none": None}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     data = (tmp_path / ".metadata").read_bytes()
@@ -150,7 +150,7 @@ def test_what_filesystem_writer_writes_is_read(tmp_path: Path) -> None:
     assert record.bytes == sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
 
 
-def test_paths_of_other_pythons_and_systems_are_read() -> None:
+def test_reads_paths_of_other_pythons_and_systems() -> None:
     data = pickle.dumps(example(checkpoint_id=pathlib.PurePosixPath("/x")), 2)
     data = data.replace(b"cpathlib._local\n", b"cpathlib\n")
     for module in (b"cpathlib\n", b"cpathlib._local\n"):
@@ -161,7 +161,7 @@ def test_paths_of_other_pythons_and_systems_are_read() -> None:
             assert isinstance(meta.checkpoint_id, pathlib.PurePath)
 
 
-def test_the_enum_pickles_of_python_3_11_0_are_read_and_no_other_getattr() -> None:
+def test_reads_the_enum_pickles_of_python_3_11_0_and_no_other_getattr() -> None:
     class Enums(pickle._Pickler):  # type: ignore[name-defined,misc]
         dispatch_table: ClassVar[dict[type, Any]] = {
             **copyreg.dispatch_table,
@@ -180,7 +180,7 @@ def test_the_enum_pickles_of_python_3_11_0_are_read_and_no_other_getattr() -> No
         decode_metadata(stream.getvalue())
 
 
-def test_fields_that_older_files_lack_have_their_defaults() -> None:
+def test_fills_fields_that_older_files_lack_with_defaults() -> None:
     metadata = example()
     del vars(metadata)["storage_meta"], vars(metadata)["version"]
     found = decode_metadata(pickle.dumps(metadata))
@@ -188,13 +188,13 @@ def test_fields_that_older_files_lack_have_their_defaults() -> None:
     assert found.version is None
 
 
-def test_an_ordered_mapping_is_read() -> None:
+def test_reads_an_ordered_mapping() -> None:
     metadata = example()
     metadata.planner_data = OrderedDict(metadata.planner_data)
     assert decode_metadata(pickle.dumps(metadata)) == metadata
 
 
-def test_a_rebuilt_record_equals_the_written_one() -> None:
+def test_rebuilds_a_record_equal_to_the_written_one() -> None:
     data = encode_metadata(example(), bucketpoint=FACTS)
     record = record_from_metadata(data, metadata_etag="e")
     assert record_from_metadata(data, metadata_etag="e") == record
@@ -209,7 +209,7 @@ def test_a_rebuilt_record_equals_the_written_one() -> None:
 
 @pytest.mark.parametrize("name", ["created", "seconds"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1"])
-def test_times_that_are_no_seconds_are_refused(name: str, value: Any) -> None:
+def test_refuses_times_that_are_no_seconds(name: str, value: Any) -> None:
     data = encode_metadata(example(), bucketpoint={**FACTS, name: value})
     with pytest.raises(MetadataError, match=name):
         extra(decode_metadata(data))
@@ -218,7 +218,7 @@ def test_times_that_are_no_seconds_are_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "kind", [Metadata, MetadataIndex, _StorageInfo, TensorProperties, _MEM_FORMAT_ENCODING, StorageMeta]
 )
-def test_a_pickle_cannot_change_the_classes_that_it_names(kind: type) -> None:
+def test_lets_a_pickle_change_no_class_that_it_names(kind: type) -> None:
     before = dict(vars(kind))
     # BUILD with (None, attributes) sets attributes on whatever lies below: here the class itself.
     body = b"\x80\x02c" + f"{kind.__module__}\n{kind.__name__}\n".encode() + b"(N}(X\x05\x00\x00\x00pwnedK\x01utb."
@@ -232,14 +232,14 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(kind: type) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {}, [], 5, "x", {"state_dict_metadata": {}}, torch.Size((1,))], ids=repr)
-def test_pickles_of_other_things_are_not_metadata(value: Any) -> None:
+def test_refuses_pickles_of_other_things(value: Any) -> None:
     with pytest.raises(MetadataError):
         decode_metadata(pickle.dumps(value))
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("data", [b"", b"<html>", b"\x80\x04", b"PK\x03\x04", b"{}", b"\0" * 100])
-def test_bytes_that_are_no_pickle_are_not_metadata(data: bytes, trusted: bool) -> None:
+def test_refuses_bytes_that_are_no_pickle(data: bytes, trusted: bool) -> None:
     with pytest.raises(MetadataError):
         decode_metadata(data, trusted=trusted, url="s3://b/x")
 
@@ -248,7 +248,7 @@ WHOLE = encode_metadata(example(), bucketpoint=FACTS)
 
 
 @given(st.integers(0, len(WHOLE) - 1))
-def test_truncated_metadata_is_refused(size: int) -> None:
+def test_refuses_truncated_metadata(size: int) -> None:
     with pytest.raises(MetadataError):
         decode_metadata(WHOLE[:size])
 
@@ -282,7 +282,7 @@ def tensor(metadata: Metadata) -> Any:
         lambda m: setattr(tensor(m).chunks[0], "offsets", torch.Size((0,))),
     ],
 )
-def test_metadata_with_impossible_content_is_refused(change: Any) -> None:
+def test_refuses_metadata_with_impossible_content(change: Any) -> None:
     with pytest.raises(MetadataError):
         decode_metadata(corrupted(change))
 
@@ -299,13 +299,13 @@ def test_metadata_with_impossible_content_is_refused(change: Any) -> None:
     ],
     ids=str,
 )
-def test_bucketpoints_own_part_is_checked_too(facts: dict[str, Any]) -> None:
+def test_checks_bucketpoints_own_part_too(facts: dict[str, Any]) -> None:
     data = encode_metadata(example(), bucketpoint=facts)
     with pytest.raises(MetadataError):
         extra(decode_metadata(data))
 
 
-def test_only_plain_values_go_into_bucketpoints_own_part() -> None:
+def test_writes_only_plain_values_into_bucketpoints_own_part() -> None:
     with pytest.raises(MetadataError):
         encode_metadata(example(), bucketpoint={"x": torch.Size((1,))})
 
@@ -317,7 +317,7 @@ class PlannersOwn:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_planners_own_classes_are_read_only_when_trusted() -> None:
+def test_reads_a_planners_own_classes_only_when_trusted() -> None:
     metadata = example()
     metadata.planner_data = PlannersOwn()
     data = encode_metadata(metadata, bucketpoint=FACTS)

@@ -40,12 +40,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("name", [name for name in DTYPE_NAMES if hasattr(torch, name)])
-def test_each_data_type_has_the_size_that_torch_gives_it(name: str) -> None:
+def test_gives_each_data_type_the_size_that_torch_gives_it(name: str) -> None:
     assert Dtype(name).itemsize == getattr(torch, name).itemsize
     assert str(Dtype(name)) == str(getattr(torch, name))
 
 
-def test_a_summary_is_the_same_with_torch_and_without(saved: Path) -> None:
+def test_summarises_alike_with_torch_and_without(saved: Path) -> None:
     with_torch, without = (summarise(open_checkpoint(saved, plain=plain)) for plain in (False, True))
     assert without == with_torch
     assert without.by_dtype() == with_torch.by_dtype()
@@ -58,7 +58,7 @@ def outcome(read: Any, data: bytes) -> Any:
         return type(error)
 
 
-def test_damaged_metadata_is_refused_alike(saved: Path) -> None:
+def test_refuses_damaged_metadata_alike(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     assert read_record(data) == record_from_metadata(data)
     assert type(read_metadata(data)).__name__ == type(decode_metadata(data)).__name__
@@ -71,7 +71,7 @@ def test_damaged_metadata_is_refused_alike(saved: Path) -> None:
         assert outcome(read_record, cut) == outcome(record_from_metadata, cut)
 
 
-def test_hostile_pickles_are_refused_and_nothing_of_them_runs(tmp_path: Path) -> None:
+def test_refuses_hostile_pickles_and_runs_nothing_of_them(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     for name, data in {**programs(str(canary)), **bombs(), **crashes()}.items():
         refused = outcome(read_metadata, data)

@@ -88,7 +88,7 @@ def described(draw: Any, indices: list[str]) -> tuple[Metadata, list[MetadataInd
 
 @given(RANKS, st.data(), st.booleans(), st.sampled_from(["data/x", "data/" + "long" * 70]))
 @settings(max_examples=60, deadline=None)
-def test_a_template_says_of_chunks_what_a_pickle_of_objects_says(
+def test_says_in_a_template_of_chunks_what_a_pickle_of_objects_says(
     ranks: list[Any], data: st.DataObject, transformed: bool, path: str
 ) -> None:
     names = [f"{rank}.{at}" for rank, items in enumerate(ranks) for at in range(len(items))]
@@ -131,7 +131,7 @@ def test_a_template_says_of_chunks_what_a_pickle_of_objects_says(
         assert all(type(index.offset) in (torch.Size, type(None)) for index in found.storage_data)
 
 
-def test_metadata_of_unusual_kinds_has_no_template() -> None:
+def test_makes_no_template_of_metadata_of_unusual_kinds() -> None:
     class OwnChunk(ChunkStorageMetadata):
         pass
 
@@ -159,7 +159,7 @@ def end_of(facts: dict[str, Any]) -> dict[str, Any]:
 
 @given(RANKS, st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_a_filled_template_is_the_metadata_of_the_later_save(ranks: list[Any], added: int) -> None:
+def test_makes_the_metadata_of_the_later_save_by_filling_a_template(ranks: list[Any], added: int) -> None:
     indices = [[MetadataIndex(f"{rank}.{at}") for at in range(len(items))] for rank, items in enumerate(ranks)]
     fqns = [index.fqn for named in indices for index in named]
     metadata = Metadata({fqn: BytesStorageMetadata() for fqn in fqns}, {fqn: (fqn,) for fqn in fqns})
@@ -193,7 +193,7 @@ def simple() -> tuple[list[Any], Any]:
     return ranks, make_template(metadata, items, save(ranks, 1, int))
 
 
-def test_what_does_not_fit_the_gaps_is_not_filled_in() -> None:
+def test_refuses_to_fill_in_what_does_not_fit_the_gaps() -> None:
     ranks, template = simple()
     (columns,) = save(ranks, 2, int)
     end = end_of({})
@@ -205,12 +205,12 @@ def test_what_does_not_fit_the_gaps_is_not_filled_in() -> None:
     assert template.fill([columns, columns], end) is None
 
 
-def test_a_template_is_filled_again_and_again() -> None:
+def test_fills_a_template_again_and_again() -> None:
     ranks, template = simple()
     one, other, third = (template.fill(save(ranks, token, int), end_of({})) for token in (2, 3, 2))
     assert one == third != other
 
 
-def test_facts_that_are_not_plain_are_refused() -> None:
+def test_refuses_facts_that_are_not_plain() -> None:
     with pytest.raises(BucketpointError):
         end_of({"token": struct})

@@ -101,16 +101,16 @@ def tensors() -> dict[str, Any]:
 
 
 @writers
-def test_what_real_training_states_hold_is_allowed(write: Any) -> None:
+def test_allows_what_real_training_states_hold(write: Any) -> None:
     assert refused_globals(write(training_state())) == []
 
 
 @pytest.mark.parametrize("write", [WRITERS[name] for name in WRITERS if "torch.save" in name])
-def test_tensors_of_all_kinds_are_allowed(write: Any) -> None:
+def test_allows_tensors_of_all_kinds(write: Any) -> None:
     assert refused_globals(write(tensors())) == []
 
 
-def test_distributed_tensors_are_allowed() -> None:
+def test_allows_distributed_tensors() -> None:
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
@@ -133,14 +133,14 @@ def test_names_what_the_corpus_would_run_and_runs_none_of_it(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_torchscript_archive_is_refused_because_torch_load_would_run_it() -> None:
+def test_refuses_a_torchscript_archive_because_torch_load_would_run_it() -> None:
     stream = io.BytesIO(saved(1))
     with zipfile.ZipFile(stream, "a") as file:
         file.writestr("archive/constants.pkl", b"")
     assert refused_globals(stream.getvalue()) == ["torch.jit.load"]
 
 
-def test_the_same_zip_directory_is_looked_at_as_torch_load_does() -> None:
+def test_reads_the_same_zip_directory_as_torch_load() -> None:
     """Two records of one name: whichever torch.load takes is the one that must have been judged."""
     stream = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(stream, "w") as file:
@@ -185,7 +185,7 @@ def ambiguous() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ambiguous())
-def test_an_archive_in_which_readers_find_different_records_is_refused(name: str) -> None:
+def test_refuses_an_archive_in_which_readers_find_different_records(name: str) -> None:
     assert refused_globals(ambiguous()[name])
 
 
@@ -219,7 +219,7 @@ def test_names_what_bucketpoint_0_2_read(name: str, data: bytes) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"hello world", b"{}", b"\x93NUMPY\x01\x00", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\0" * 50]
 )
-def test_bytes_that_are_no_pickle_are_told_apart(data: bytes) -> None:
+def test_distinguishes_bytes_that_are_no_pickle(data: bytes) -> None:
     assert refused_globals(data) is None
 
 
@@ -231,7 +231,7 @@ plain = st.recursive(
 
 
 @given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL))
-def test_plain_data_is_allowed_in_every_protocol_from_2_on(value: Any, protocol: int) -> None:
+def test_allows_plain_data_in_every_protocol_from_2_on(value: Any, protocol: int) -> None:
     assert refused_globals(pickle.dumps(value, protocol)) == []
 
 
@@ -261,7 +261,7 @@ class Asking(pickle._Unpickler):  # type: ignore[name-defined,misc]
         )
     ),
 )
-def test_whatever_name_the_real_machine_asks_for_was_seen(seed: bytes, damage: list[tuple[int, int]]) -> None:
+def test_sees_whatever_name_the_real_machine_asks_for(seed: bytes, damage: list[tuple[int, int]]) -> None:
     data = bytearray(seed)
     for position, value in damage:
         data[position % len(data)] = value
@@ -280,7 +280,7 @@ class Registered:
     pass
 
 
-def test_classes_that_the_user_registered_with_torch_are_allowed() -> None:
+def test_allows_classes_that_the_user_registered_with_torch() -> None:
     data = saved({"x": Registered()})
     assert refused_globals(data) == [f"{__name__}.Registered"]
     with torch.serialization.safe_globals([Registered]):
@@ -288,7 +288,7 @@ def test_classes_that_the_user_registered_with_torch_are_allowed() -> None:
     assert refused_globals(data) == [f"{__name__}.Registered"]
 
 
-def test_the_lists_have_nothing_that_executes_imports_or_loads() -> None:
+def test_lists_nothing_that_executes_imports_or_loads() -> None:
     names = {name for _, name in ITEM_GLOBALS}
     assert not names & {"getattr", "eval", "exec", "compile", "__import__", "open", "type", "partial", "attrgetter"}
     assert not {name for name in names if "load" in name.lower()}
@@ -297,7 +297,7 @@ def test_the_lists_have_nothing_that_executes_imports_or_loads() -> None:
     assert not modules & {"os", "posix", "nt", "sys", "subprocess", "operator", "functools", "importlib", "ctypes"}
 
 
-def test_the_interpreter_knows_the_names_of_the_lists_and_no_others() -> None:
+def test_knows_the_names_of_the_lists_and_no_others() -> None:
     known = set(items.vocabulary().names)
     # Not every torch has all of its own.
     assert {name for name in ITEM_GLOBALS - known if name[0].partition(".")[0] != "torch"} == set()
@@ -305,7 +305,7 @@ def test_the_interpreter_knows_the_names_of_the_lists_and_no_others() -> None:
     assert set(dcp_metadata.vocabulary().names) <= METADATA_GLOBALS
 
 
-def test_no_name_on_the_list_is_translated_to_another_one() -> None:
+def test_lists_no_name_that_is_translated_to_another() -> None:
     import _compat_pickle
 
     for module, name in ITEM_GLOBALS:
