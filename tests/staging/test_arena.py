@@ -6,6 +6,8 @@ import ctypes
 import gc
 import mmap
 import os
+import re
+import sys
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +100,20 @@ def test_memory_that_is_not_to_be_had_says_how_much_was_wanted(shared: bool) -> 
     with pytest.raises(StagingError, match=f"{1 << 60} bytes of host memory"):
         Arena(1 << 60, shared=shared)
     assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise and /proc are Linux's")
+@both_kinds
+def test_leaves_staged_states_out_of_core_dumps(shared: bool) -> None:
+    arena = Arena(MIB, shared=shared)
+    address, mapping = arena.memory.data_ptr(), range(0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            mapping = range(*(int(bound, 16) for bound in bounds.groups()))
+        elif line.startswith("VmFlags:") and address in mapping:
+            assert "dd" in line.split()
+            return
+    pytest.fail("the arena is in no mapping")
 
 
 @both_kinds

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -116,22 +117,26 @@ class Arena:
             self.memory[:: mmap.PAGESIZE].fill_(0)
 
 
-_HUGEPAGE, _WIPEONFORK = 14, 18
+_HUGEPAGE, _DONTDUMP, _WIPEONFORK = 14, 16, 18
 """Advice of Linux (madvise(2)), some of which Python does not name.
 
+DONTDUMP: a core dump would be larger by the state, which the program holds already.
 WIPEONFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device does not
 see. A child gets zeros. With DONTFORK it would have no memory at this address, and may put other memory there, which is
 lost when the tensors that were copied with the fork are collected."""
 
 
+def _advise(memory: torch.Tensor, *advices: int) -> torch.Tensor:
+    for advice in advices if sys.platform == "linux" else ():
+        pages = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+        if ctypes.CDLL(None).madvise(*pages, advice):
+            logger.debug("advice %d on memory refused", advice)
+    return memory
+
+
 def _private_bytes(nbytes: int) -> torch.Tensor:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (_HUGEPAGE, _WIPEONFORK) if sys.platform == "linux" else ():
-        try:
-            pages.madvise(advice)
-        except OSError as error:
-            logger.debug("advice %d on memory refused: %s", advice, error)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return _advise(torch.frombuffer(pages, dtype=torch.uint8), _HUGEPAGE, _DONTDUMP, _WIPEONFORK)
 
 
 def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
@@ -155,7 +160,8 @@ def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
             raise
     else:
         storage = torch.UntypedStorage._new_shared(nbytes, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,)), descriptor
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+    return _advise(memory, _DONTDUMP), descriptor
 
 
 def _accepted(call: str, *arguments: int) -> bool:

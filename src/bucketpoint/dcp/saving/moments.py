@@ -32,8 +32,9 @@ _ALARM = (
     "ignore this warning"
 )
 
-_REST = ""
-"""What is not the moments of any group."""
+_STILL_SAVES = 2
+"""Saves in a row, each of a higher step than the one before, in which moments did not change before there is an alarm.
+A first try of the library saves twice without training."""
 
 
 @dataclass
@@ -42,17 +43,15 @@ class _Moments:
 
     Attributes:
         digest: of their checksums.
-        rest: of the checksums of everything else in that save.
         url: of that save.
         changed: URL of the last save in which they changed; None if they have not.
-        told: the alarm was given, and they have not changed since.
+        still: saves of higher steps since then.
     """
 
     digest: bytes
-    rest: bytes
     url: str
     changed: str | None = None
-    told: bool = False
+    still: int = 0
 
 
 class MomentsWatch:
@@ -67,39 +66,33 @@ class MomentsWatch:
         Args:
             digests: what `checksum_digests` returned.
         """
-        rest = digests[_REST]
         for group, digest in digests.items():
-            if group == _REST:
-                continue
-            last = self._groups.setdefault(group, _Moments(digest, rest, url))
+            last = self._groups.setdefault(group, _Moments(digest, url))
             if digest != last.digest:
-                last.changed, last.told = url, False
-            elif not last.told and _went_on(last.url, url, rest != last.rest):
-                last.told = True
-                logger.warning(_ALARM, group, url, last.changed or "the first save of this process")
-            last.digest, last.rest, last.url = digest, rest, url
+                last.changed, last.still = url, 0
+            elif is_later(url, last.url):
+                last.still += 1
+                if last.still == _STILL_SAVES:
+                    logger.warning(_ALARM, group, url, last.changed or "the first save of this process")
+            last.digest, last.url = digest, url
 
 
 _NUMBER = re.compile(r"^(.*?)([0-9]+)$", re.DOTALL)
 
 
-def _went_on(last: str, url: str, changed: bool) -> bool:
-    """Return True if training went on between two saves.
-
-    Folders of one name with a number at the end (`step-400`, `step-500`) tell by the number. For others, and for a
-    checkpoint that is saved to the same URL again, anything else that `changed` tells.
-    """
+def is_later(url: str, last: str) -> bool:
+    """Return True if two folders have one name with a number at its end, and the number of `url` is higher."""
     before, now = (_NUMBER.match(each.rstrip("/").rpartition("/")[2]) for each in (last, url))
-    if last.rstrip("/") == url.rstrip("/") or before is None or now is None or before[1] != now[1]:
-        return changed
+    if before is None or now is None or before[1] != now[1]:
+        return False
     # Compared as text: a folder's name may have more digits than Python converts.
     (older, newer) = (each[2].lstrip("0") for each in (before, now))
     return (len(newer), newer) > (len(older), older)
 
 
 def checksum_digests(results: RankResults) -> dict[str, bytes]:
-    """Return a digest of the checksums of the moments in each group of objects, and of everything else."""
-    digests = {_REST: hashlib.blake2b(digest_size=16)}
+    """Return a digest of the checksums of the moments in each group of objects."""
+    digests: dict[str, Any] = {}
     for sent, columns in zip(results.sent, results.columns, strict=True):
         for group, checksums in _of_items(sent) if columns is None else _of_columns(columns):
             digests.setdefault(group, hashlib.blake2b(digest_size=16)).update(checksums)
@@ -107,14 +100,12 @@ def checksum_digests(results: RankResults) -> dict[str, bytes]:
 
 
 def _of_columns(columns: Columns) -> Iterator[tuple[str, bytes]]:
-    """Yield the checksums of one rank's items by group, without an object for each item."""
+    """Yield the checksums of one rank's moments by group, without an object for each item."""
     checksums = np.frombuffer(columns.checksums, "<u4")
     objects, sizes = (np.asarray(columns.layout.column(number)) for number in (OBJECT, PAYLOAD_NBYTES))
-    watched = [_watched(path) for path, _, _ in columns.objects]
-    groups = sorted({_REST, *watched})
-    numbers = np.array([groups.index(each) for each in watched])[objects] * (sizes > _ELEMENT_BYTES)
-    for number, group in enumerate(groups):
-        mine = checksums[numbers == number]
+    groups = [_watched(path) for path, _, _ in columns.objects]
+    for group in sorted({group for group in groups if group is not None}):
+        mine = checksums[np.array([each == group for each in groups])[objects] & (sizes > _ELEMENT_BYTES)]
         if mine.size:
             yield group, mine.tobytes()
 
@@ -123,11 +114,12 @@ def _of_items(results: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
     """Yield the same for results that name their items."""
     for result in results:
         info = read_item(result.storage_data)
-        moment = (info.payload_nbytes or 0) > _ELEMENT_BYTES
-        yield _watched(info.path) if moment else _REST, (info.crc32c or 0).to_bytes(4, "little")
+        group = _watched(info.path)
+        if group is not None and (info.payload_nbytes or 0) > _ELEMENT_BYTES:
+            yield group, (info.crc32c or 0).to_bytes(4, "little")
 
 
-def _watched(path: str) -> str:
-    """Return the group of an object if it is one of an optimizer, else `_REST`."""
+def _watched(path: str) -> str | None:
+    """Return the group of an object if it is one of an optimizer, else None."""
     named = keys.parse_data_path(path)
-    return named[2] if named is not None and OPTIM in named[2] else _REST
+    return named[2] if named is not None and OPTIM in named[2] else None
