@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from typing import Any
 
@@ -62,6 +63,7 @@ def test_logs_one_line_for_a_save_and_a_load_and_sets_no_level(caplog: pytest.Lo
         round_trip(None)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
     assert [line.split()[0] for line in lines] == ["saved", "loaded"]
+    assert re.search(r"MB in \d\.\d\d s \(\d+ MB/s\), blocked \d+ ms, 1 items of 1 ranks in 1 objects$", lines[0])
     assert {name: logging.getLogger(name).level for name in levels} == levels
 
 
@@ -82,6 +84,12 @@ def test_writes_a_line_of_progress_now_and_then_without_a_terminal(
         for wanted in (True, None):
             with console.progress_callback(wanted, 0) as callback:
                 assert (callback is not None) == bool(wanted)
+        # A notebook shows lines unasked.
+        patch.setitem(sys.modules, "ipykernel", sys)
+        patch.setattr(sys.stderr, "isatty", lambda: False)
+        with console.progress_callback(None, 0) as callback, console.progress_callback(None, 1) as none:
+            assert callback is not None
+            assert none is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])

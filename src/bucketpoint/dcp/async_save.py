@@ -219,7 +219,7 @@ class SaveHandle(Future[Metadata]):
         """Call `on_commit`, which only a rank that commits was given."""
         committed = getattr(metadata, "committed", None)
         if self._on_commit is not None and committed is not None:
-            nbytes, step, metrics = committed
+            nbytes, step, metrics, _ = committed
             commit_s = time.monotonic() - self.begun_s
             info = CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics, self._stats)
             tell(self._on_commit, info)

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from bucketpoint.forks import renew_in_child
@@ -22,17 +23,20 @@ def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iter
     """Provide the callback for one transfer: the user's own, a `rich` bar, lines, or none.
 
     With None the bar is shown on rank 0 if standard error is a terminal and `rich` is installed; a log file gets none.
-    With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one at the end.
+    With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one at the end. A
+    notebook gets the bar, or the lines without `rich` and `ipywidgets`.
     """
     if callable(wanted):
         yield wanted
-    elif wanted is False or sys.stderr is None or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
+    elif (
+        wanted is False or sys.stderr is None or (wanted is None and (rank or not (_notebook() or sys.stderr.isatty())))
+    ):
         yield None
     elif (console := _console()) is not None:
         with _bar(console) as bar:
             yield bar
     else:
-        yield _lines(sys.stderr, f" on rank {rank}" if rank else "") if wanted else None
+        yield _lines(sys.stderr, f" on rank {rank}" if rank else "") if wanted or _notebook() else None
 
 
 def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
@@ -57,7 +61,11 @@ def _console() -> Any:
         return None
     # Under a rich display standard error is a proxy: draw on the stream behind it.
     console = Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr))
-    return console if console.is_terminal or console.is_jupyter else None
+    return console if console.is_terminal or (console.is_jupyter and find_spec("ipywidgets")) else None
+
+
+def _notebook() -> bool:
+    return "ipykernel" in sys.modules
 
 
 def _lines(stream: Any, where: str) -> ProgressCallback:

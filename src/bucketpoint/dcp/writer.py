@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -300,14 +301,19 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             endpoint=store.identity,
         )
         times.committed, times.nbytes = time.monotonic(), committed.nbytes
-        url = str(session.url)
-        if current_lease() is None:
+        url, lease, seconds = str(session.url), current_lease(), times.committed - times.called
+        if lease is None:
             end_save(times, times.stats(), url)
         self.earlier_saves.note_committed(session.token, url)
-        vars(metadata).update(committed=(committed.nbytes, committed.step, dict(committed.metrics)))
+        about = (committed.nbytes, committed.step, dict(committed.metrics), seconds)
+        vars(metadata).update(committed=about)
         if isinstance(metadata, PlannedMetadata):
+            metadata.url = url
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
-        committed.log(url, times.committed - session.started, ranks=len(results))
+        # A thread without a lease saves a copy that a stager of another package made.
+        beside = threading.current_thread() is not threading.main_thread()
+        blocked_s = lease.blocked_s if lease is not None else None if beside else seconds
+        committed.log(url, seconds, blocked_s, ranks=len(results))
         if session.use_collectives:
             self.earlier_saves.watch(url).look(url, checksum_digests(said))
 

@@ -68,6 +68,7 @@ class Lease:
         started: time of the staging, `time.monotonic` seconds.
         progress: progress of the save, set by the code that runs it.
         times: times and counts of the save, set by the code that runs it.
+        blocked_s: seconds of the call that had the state staged; None until it returns, and in a checkpoint process.
         nbytes: bytes of the staged state.
         context: OpenTelemetry's context of the program that had the state staged.
         memory: the staging memory, if another process can map it.
@@ -81,6 +82,7 @@ class Lease:
         self.progress: object = None
         self.times: object = None
         self.context = current_context()
+        self.blocked_s: float | None = None
         self.nbytes = 0
         self.memory: SharedMemory | None = None
         self.beside_training = True

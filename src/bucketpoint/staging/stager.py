@@ -96,6 +96,7 @@ class Stager:
             StagingError: the stager is closed, the cap is too small, or a value cannot be copied (the error has its
                 key).
         """
+        begun = time.monotonic()
         leases.end_own_save()
         if self.options.when_busy == "error":
             # Saves of other stagers count too: stagers share the collectives, though not the memory.
@@ -108,7 +109,9 @@ class Stager:
         try:
             copy = functools.partial(self._copy, state_dict, flat, layout, arena, lease, Ordering.of(layout.devices))
             if not self.options.use_async_staging:
-                return copy()
+                staged = copy()
+                lease.blocked_s = time.monotonic() - begun
+                return staged
             with self._lock:
                 if self._worker is None:
                     # One thread, so that copies are made in the order in which they were requested.
@@ -120,6 +123,7 @@ class Stager:
         # Nothing else would end the lease of a copy that was cancelled before it began.
         future.add_done_callback(lambda done: lease.end() if done.cancelled() else None)
         self._latest = weakref.ref(future)
+        lease.blocked_s = time.monotonic() - begun
         return future
 
     def synchronize_staging(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -455,6 +456,8 @@ def test_keeps_metadata_whole_until_it_is_committed_and_small_from_then_on(tmp_p
     job = Job(2)
     metadata = job.save(states(2, 1.0), f"file://{tmp_path}")
     assert set(metadata.state_dict_metadata) > {"model.w", "model.b"}
+    for result in (metadata, *crossed([metadata])):
+        assert re.fullmatch(rf"Saved\(file://{tmp_path}, \d+\.\d MB, \d+\.\d s\)", repr(result))
     assert isinstance(crossed([metadata])[0], RemoteMetadata)
     assert len(pickle.dumps(metadata)) < 200
     for duplicate in (copy.copy(metadata), copy.deepcopy(metadata)):
@@ -468,7 +471,7 @@ def test_keeps_metadata_whole_until_it_is_committed_and_small_from_then_on(tmp_p
 def test_tells_where_metadata_from_afar_is_when_somebody_looks_into_it() -> None:
     remote = crossed([crossed([RemoteMetadata("s3://bucket/run")])[0]])[0]
     assert isinstance(remote, Metadata)
-    assert repr(remote) == "RemoteMetadata('s3://bucket/run')"
+    assert repr(remote) == "Saved(s3://bucket/run)"
     assert remote == RemoteMetadata("s3://bucket/run")
     assert remote != RemoteMetadata("s3://bucket/other")
     for name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):

@@ -42,7 +42,7 @@ Decide = Callable[[Sequence[Row]], Sequence[Order]]
 """A policy, as a pure function. Called under the lock with all rows; returns the orders."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Round:
     """Report of one prune by a policy.
 
@@ -55,6 +55,11 @@ class Round:
     plan: Plan | None
     verdict: Verdict | None
     done: Pruned
+
+    def __repr__(self) -> str:
+        done, kept = self.done, len(self.plan.left()) if self.plan is not None else 0
+        counts = f"{kept} kept, {len(done.buried)} scheduled, {len(done.deleted)} deleted, {len(done.thinned)} thinned"
+        return f"Round({done.stopped or counts})"
 
 
 def prune_by(

@@ -339,6 +339,8 @@ class PruneWorker:
         entries = report.plan.entries if report.plan is not None else ()
         why = {(entry.row.step, entry.row.id): entry for entry in entries}
         for step, token in done.buried:
+            if (step, token) in {*done.deleted, *done.thinned}:
+                continue
             entry = why[step, token]
             fate = "deleted" if entry.action == "delete" else "thinned to its weights"
             logger.info("step %d will be %s %s: %s", step, fate, _after(self.policy), entry.miss)

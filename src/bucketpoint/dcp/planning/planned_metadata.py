@@ -25,7 +25,12 @@ class WriterMeta(StorageMeta):
     """Storage metadata by which our planner recognises our writer: no other writer can handle `PlannedMetadata`."""
 
 
-@dataclass
+def _saved(url: str | None, committed: Any) -> str:
+    """Return a short representation of a save. A notebook shows it where the metadata would fill a page."""
+    return f"Saved({url}{f', {committed[0] / 1e6:.1f} MB, {committed[3]:.1f} s' if committed else ''})"
+
+
+@dataclass(repr=False)
 class PlannedMetadata(Metadata):
     """Metadata that our planner makes and our writer commits.
 
@@ -33,14 +38,19 @@ class PlannedMetadata(Metadata):
 
     Attributes:
         plan: the plan to which the metadata belongs.
-        committed_at: URL of the checkpoint, once it is committed.
-        committed: bytes, step and metrics of the checkpoint, once it is committed: a plain tuple, which is short when
-            it is pickled for the other ranks.
+        url: URL of the checkpoint, once it is committed.
+        committed_at: the same, if other ranks are to read the metadata there.
+        committed: bytes, step and metrics of the checkpoint, and seconds of the save, once it is committed: a plain
+            tuple, which is short when it is pickled for the other ranks.
     """
 
     plan: GlobalPlan | None = field(default=None, repr=False, compare=False)
+    url: str | None = field(default=None, repr=False, compare=False)
     committed_at: str | None = field(default=None, repr=False, compare=False)
     committed: Any = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.committed is None else _saved(self.url, self.committed)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.committed_at is not None:
@@ -75,7 +85,7 @@ class RemoteMetadata(Metadata):
         return RemoteMetadata, (self.url, self.committed)
 
     def __repr__(self) -> str:
-        return f"RemoteMetadata({self.url!r})"
+        return _saved(self.url, self.committed)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteMetadata) and other.url == self.url

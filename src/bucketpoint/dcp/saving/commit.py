@@ -86,17 +86,12 @@ class Committed:
     step: int | None
     metrics: Mapping[str, float]
 
-    def log(self, url: str, seconds: float, *, ranks: int) -> None:
-        """Log what was saved."""
-        logger.info(
-            "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
-            url,
-            self.nbytes / 1e6,
-            seconds,
-            self.items,
-            ranks,
-            self.objects,
-        )
+    def log(self, url: str, seconds: float, blocked_s: float | None, *, ranks: int) -> None:
+        """Log what was saved, in how many seconds since the call, and how long training stood still, if it is known."""
+        megabytes = self.nbytes / 1e6
+        blocked = "" if blocked_s is None else f", blocked {1000 * blocked_s:.0f} ms"
+        speed = f"{megabytes:.1f} MB in {seconds:.2f} s ({megabytes / max(seconds, 1e-6):.0f} MB/s){blocked}"
+        logger.info("saved %s: %s, %d items of %d ranks in %d objects", url, speed, self.items, ranks, self.objects)
 
 
 def commit(
