@@ -121,7 +121,7 @@ def test_raises_an_error_once_that_nobody_has_received(ranks: Ranks, root: str) 
     assert committed == ["step-3"]
 
 
-def test_close_raises_no_error_that_the_program_has_received(root: str) -> None:
+def test_raises_no_error_in_close_that_the_program_has_received(root: str) -> None:
     manager = CheckpointManager(root, policy=policy())
     with scenarios.full_disk(True):
         handle = manager.save(1, state(1))
@@ -131,7 +131,7 @@ def test_close_raises_no_error_that_the_program_has_received(root: str) -> None:
     manager.close()
 
 
-def test_the_error_that_ends_training_is_raised_and_that_of_the_save_logged(
+def test_raises_the_error_that_ends_training_and_logs_that_of_the_save(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
@@ -161,7 +161,7 @@ def test_raises_a_disagreement_of_the_ranks_even_where_the_policy_warns(ranks: R
     assert ranks.run(scenarios.disagree_under_warn, root) == ["raised"] * 2
 
 
-def test_a_program_whose_last_save_fails_under_warn_does_not_end_with_success(root: str) -> None:
+def test_keeps_the_failure_of_the_last_save_under_warn_for_the_exit_status(root: str) -> None:
     with scenarios.full_disk(True), CheckpointManager(root, policy=policy(save=Save(on_failure="warn"))) as manager:
         handle = manager.save(1, state(1))
         assert handle is not None

@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("value", ["low", "0.5", None])
-def test_a_metric_that_is_no_number_is_refused_by_save_as_by_report(root: str, value: Any) -> None:
+def test_refuses_a_metric_that_is_no_number_in_save_as_in_report(root: str, value: Any) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         said = f"A metric must be a number, not {type(value).__name__}"
         with pytest.raises(BucketpointError, match=said):
@@ -38,7 +38,7 @@ def test_a_metric_that_is_no_number_is_refused_by_save_as_by_report(root: str, v
 
 
 @pytest.mark.parametrize("step", [7.0, "7", -1, 10**16, None])
-def test_a_step_that_is_no_integer_or_out_of_range_is_refused_by_every_call(root: str, step: Any) -> None:
+def test_refuses_a_step_that_is_no_integer_or_out_of_range_in_every_call(root: str, step: Any) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         calls = [
             lambda: manager.save(step, state(1)),
@@ -53,7 +53,7 @@ def test_a_step_that_is_no_integer_or_out_of_range_is_refused_by_every_call(root
 
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)], ids=["numpy", "torch"])
-def test_integers_of_other_libraries_are_steps(root: str, step: Any) -> None:
+def test_takes_integers_of_other_libraries_as_steps(root: str, step: Any) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         manager.save(step, state(7))
         manager.wait()
@@ -63,7 +63,7 @@ def test_integers_of_other_libraries_are_steps(root: str, step: Any) -> None:
         assert (type(restored.step), restored.step) == (int, 7)
 
 
-def test_a_word_for_newer_checkpoints_that_is_not_known_is_refused(root: str) -> None:
+def test_refuses_an_unknown_word_for_newer_checkpoints(root: str) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         manager.save(20, state(20))
         manager.wait()
@@ -75,7 +75,7 @@ def test_a_word_for_newer_checkpoints_that_is_not_known_is_refused(root: str) ->
         assert manager.steps() == [20]
 
 
-def test_pinning_a_step_that_is_not_there_is_an_error_and_one_that_is_being_saved_is_pinned(root: str) -> None:
+def test_pins_a_step_that_is_being_saved_and_raises_for_one_that_is_not_there(root: str) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         manager.save(7, state(7))
         manager.pin(7)
@@ -89,14 +89,14 @@ def test_pinning_a_step_that_is_not_there_is_an_error_and_one_that_is_being_save
         assert manager.catalog.snapshot().notes.pins == ()
 
 
-def test_a_root_beside_another_root_in_the_policy_is_refused(root: str) -> None:
+def test_refuses_a_root_beside_another_root_in_the_policy(root: str) -> None:
     with pytest.raises(BucketpointError, match=r"root= is another place than the root of the policy, which is .*/run"):
         CheckpointManager(f"{root}-other", policy=policy(root=root))
     # One place under two names.
     CheckpointManager(f"file://{root}/", policy=policy(root=root)).close()
 
 
-def test_an_argument_of_a_wrong_type_is_named(root: str) -> None:
+def test_names_an_argument_of_a_wrong_type(root: str) -> None:
     model: Any = torch.nn.Linear(2, 2)
     for wrong in ({"keep": {"latest": 1}}, Keep(latest=1)):
         with pytest.raises(BucketpointError, match=f"policy must be a RetentionPolicy .*, not {type(wrong).__name__}"):

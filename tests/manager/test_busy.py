@@ -22,7 +22,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "error"])
-def test_every_method_and_every_trigger_answer_alike_on_all_ranks_during_an_upload(
+def test_answers_alike_on_all_ranks_to_every_method_and_trigger_during_an_upload(
     ranks: Ranks, tmp_path: Path, when_busy: str
 ) -> None:
     root = str(tmp_path / "run")

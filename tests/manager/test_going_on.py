@@ -104,7 +104,7 @@ def counted(manager: CheckpointManager) -> list[int]:
 # -- damaged ones -----------------------------------------------------------------------------------------------------
 
 
-def test_saves_go_on_over_damaged_checkpoints_which_the_next_commit_sets_aside(
+def test_saves_over_damaged_checkpoints_which_the_next_commit_sets_aside(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_with(root, 10, 20, 30, 40, 50)
@@ -142,7 +142,7 @@ def test_saves_go_on_over_damaged_checkpoints_which_the_next_commit_sets_aside(
 
 @pytest.mark.parametrize("harm", [flip, lose, garble])
 @pytest.mark.parametrize("grace", [timedelta(0), timedelta(hours=24)])
-def test_a_loop_of_restarts_always_makes_progress(root: str, harm: Any, grace: timedelta) -> None:
+def test_makes_progress_in_every_loop_of_restarts(root: str, harm: Any, grace: timedelta) -> None:
     """Each job restores, saves one step and is gone; what it saved last is damaged."""
     rule = policy(3, prune=Prune(grace=grace))
     run_with(root, 10, 20, 30, 40, 50)
@@ -161,7 +161,7 @@ def test_a_loop_of_restarts_always_makes_progress(root: str, harm: Any, grace: t
         assert [step for step in counted(manager) if step > 30] == [50, 60, 70] if grace else [40, 50, 60, 70]
 
 
-def test_a_job_that_dies_before_its_next_commit_finds_them_damaged_again(root: str) -> None:
+def test_finds_them_damaged_again_after_dying_before_the_next_commit(root: str) -> None:
     run_with(root, 10, 20)
     lose(root, 20)
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_job_that_dies_before_its_next_commit_finds_them_damaged_again(root: s
             assert going(manager) == []
 
 
-def test_what_could_not_be_reached_is_not_set_aside(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_nothing_aside_that_could_not_be_reached(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(root, 10, 20)
     get = LocalStore.get
 
@@ -190,7 +190,7 @@ def test_what_could_not_be_reached_is_not_set_aside(root: str, monkeypatch: pyte
         assert going(manager) == []
 
 
-def test_what_was_saved_again_since_is_not_set_aside(root: str) -> None:
+def test_sets_nothing_aside_that_was_saved_again_since(root: str) -> None:
     run_with(root, 10, 20)
     lose(root, 20)
     with CheckpointManager(root, policy=DAY) as manager:
@@ -203,7 +203,7 @@ def test_what_was_saved_again_since_is_not_set_aside(root: str) -> None:
         assert counted(manager) == [10, 15, 20]
 
 
-def test_what_needs_trust_is_an_error_and_nothing_is_given_up(root: str) -> None:
+def test_raises_for_what_needs_trust_and_gives_nothing_up(root: str) -> None:
     run_with(root, 10)
     trusting = CheckpointManager(root, policy=DAY, trusted=True)
     trusting.save(20, {**state(20), "own": Own()})
@@ -214,7 +214,7 @@ def test_what_needs_trust_is_an_error_and_nothing_is_given_up(root: str) -> None
         assert manager.pruning.given_up == ()
 
 
-def test_plain_checkpoints_that_need_trust_are_an_error_and_stay(root: str) -> None:
+def test_raises_for_plain_checkpoints_that_need_trust_and_leaves_them(root: str) -> None:
     """No record tells whether what is refused is what was saved: then it may be whole."""
     bucketpoint.save({**state(5), "own": 1}, f"{root}/step-5")
     for step in (8, 9):
@@ -232,7 +232,7 @@ def test_plain_checkpoints_that_need_trust_are_an_error_and_stay(root: str) -> N
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_checkpoints_of_a_newer_bucketpoint_are_an_error_and_stay(
+def test_raises_for_checkpoints_of_a_newer_bucketpoint_and_leaves_them(
     root: str, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     run_with(root, 5)
@@ -249,7 +249,7 @@ def test_checkpoints_of_a_newer_bucketpoint_are_an_error_and_stay(
         assert manager.pruning.given_up == ()
 
 
-def test_a_plain_checkpoint_that_is_saved_anew_during_the_restore_is_not_set_aside(
+def test_keeps_a_plain_checkpoint_that_is_saved_anew_during_the_restore(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_with(root, 5)
@@ -273,7 +273,7 @@ def test_a_plain_checkpoint_that_is_saved_anew_during_the_restore_is_not_set_asi
     assert committed(root) == [5, 6, 10]
 
 
-def test_saves_go_on_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(root: str) -> None:
+def test_saves_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(root: str) -> None:
     run_with(root, 5)
     bucketpoint.save(state(10), f"{root}/step-10")
     Path(root, "step-10", ".metadata").write_bytes(b"not metadata")
@@ -288,7 +288,7 @@ def test_saves_go_on_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(roo
     assert [why for _, why in rolled.held] == ["without readable metadata"]
 
 
-def test_what_a_save_that_fails_was_to_discard_stays(root: str) -> None:
+def test_keeps_what_a_failed_save_was_to_discard(root: str) -> None:
     run_with(root, 5, 7, 8)
     with CheckpointManager(root, policy=DAY) as manager:
         with pytest.raises(BucketpointError):
@@ -299,25 +299,25 @@ def test_what_a_save_that_fails_was_to_discard_stays(root: str) -> None:
         assert going(manager) == []
 
 
-def test_ranks_that_wait_for_unequal_times_agree_at_the_next_save(two_ranks: Ranks, root: str) -> None:
+def test_agrees_at_the_next_save_among_ranks_that_wait_for_unequal_times(two_ranks: Ranks, root: str) -> None:
     assert two_ranks.run(scenarios.wait_unequally, root) == [[1, 2, 3]] * 2
 
 
-def test_a_rank_without_a_state_to_load_into_fails_the_restore_on_all(two_ranks: Ranks, root: str) -> None:
+def test_fails_the_restore_on_all_ranks_if_one_has_no_state_to_load_into(two_ranks: Ranks, root: str) -> None:
     said = two_ranks.run(scenarios.restore_without_memory, root)
     assert said == ["BucketpointError: Rank 1 failed: MemoryError: no memory"] * 2
 
 
-def test_ranks_whose_keys_come_in_another_order_make_their_states_in_the_same(two_ranks: Ranks, root: str) -> None:
+def test_makes_states_in_one_order_on_ranks_whose_keys_come_in_another(two_ranks: Ranks, root: str) -> None:
     assert two_ranks.run(scenarios.restore_in_another_order, root) == [1, 1]
 
 
-def test_a_hook_that_raises_on_one_rank_fails_the_restore_on_all(two_ranks: Ranks, root: str) -> None:
+def test_fails_the_restore_on_all_ranks_if_a_hook_raises_on_one(two_ranks: Ranks, root: str) -> None:
     said = two_ranks.run(scenarios.restore_with_a_hook_that_raises, root)
     assert said == [[kind, "CheckpointNotFoundError"] for kind in ("BucketpointError", "ValueError")]
 
 
-def test_damaged_checkpoints_without_a_record_are_set_aside_too(root: str) -> None:
+def test_sets_damaged_checkpoints_without_a_record_aside(root: str) -> None:
     for step in (10, 20, 30):
         dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=BucketWriter(), no_dist=True)
     lose(root, 30)
@@ -332,7 +332,7 @@ def test_damaged_checkpoints_without_a_record_are_set_aside_too(root: str) -> No
         assert counted(manager) == [20, 30]
 
 
-def test_all_ranks_go_on_over_what_one_of_them_found_damaged(two_ranks: Ranks, root: str) -> None:
+def test_continues_on_all_ranks_over_what_one_of_them_found_damaged(two_ranks: Ranks, root: str) -> None:
     two_ranks.run(scenarios.save_steps, root, [10, 20, 30])
     (file,) = (file for file in Path(root, "step-30", "data").rglob("*-1-model-*") if file.is_file())
     data = bytearray(file.read_bytes())
@@ -341,7 +341,7 @@ def test_all_ranks_go_on_over_what_one_of_them_found_damaged(two_ranks: Ranks, r
     assert two_ranks.run(scenarios.go_on_over_damage, root) == [(20, [30], 30, 31.0, ())] * 2
 
 
-def test_a_damaged_newest_keeps_no_prune_from_going_on_once_it_is_set_aside(root: str) -> None:
+def test_prunes_on_once_a_damaged_newest_is_set_aside(root: str) -> None:
     run_with(root, 10, 20, 30, 40)
     garble(root, 40)
     rule = policy(1)
@@ -357,7 +357,7 @@ def test_a_damaged_newest_keeps_no_prune_from_going_on_once_it_is_set_aside(root
 # -- rollbacks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rollback_is_one_word(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_rolls_back_by_one_word(root: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bucketpoint")
     run_with(root, 10, 20, 30)
     target = state(0)
@@ -385,9 +385,7 @@ def test_a_rollback_is_one_word(root: str, caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.usefixtures("threads_upload")
-def test_a_save_that_dies_over_a_discarded_step_does_not_bring_it_back(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keeps_a_discarded_step_discarded_after_a_save_over_it_dies(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
@@ -409,7 +407,7 @@ def test_a_save_that_dies_over_a_discarded_step_does_not_bring_it_back(
         assert manager.restore(state(0)).step == 15  # type: ignore[union-attr]
 
 
-def test_every_error_on_the_way_back_says_how_to_roll_back(root: str) -> None:
+def test_says_in_every_error_on_the_way_back_how_to_roll_back(root: str) -> None:
     run_with(root, 10, 20, 30)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10)
@@ -423,7 +421,7 @@ def test_every_error_on_the_way_back_says_how_to_roll_back(root: str) -> None:
     assert "checkpoint_id" not in str(plain)
 
 
-def test_a_rollback_leaves_and_names_what_somebody_holds_on_to(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_leaves_and_names_in_a_rollback_what_somebody_holds(root: str, caplog: pytest.LogCaptureFixture) -> None:
     run_with(root, 10, 20, 30)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.pin(20, reason="a release")
@@ -447,7 +445,7 @@ def test_a_rollback_leaves_and_names_what_somebody_holds_on_to(root: str, caplog
         manager.save(20, state(20))
 
 
-def test_whoever_undoes_a_rollback_is_not_overruled_by_the_next_save(root: str) -> None:
+def test_respects_the_undo_of_a_rollback_in_the_next_save(root: str) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
@@ -459,7 +457,7 @@ def test_whoever_undoes_a_rollback_is_not_overruled_by_the_next_save(root: str) 
 
 
 @pytest.mark.parametrize(("which", "recorded"), [("latest", True), ("best", True), ("latest", False)])
-def test_a_rollback_holds_for_another_restore_before_the_next_commit(root: str, which: str, recorded: bool) -> None:
+def test_holds_a_rollback_for_another_restore_before_the_next_commit(root: str, which: str, recorded: bool) -> None:
     run_with(root, 5, 10, 20, 30)
     if not recorded:
         shutil.rmtree(Path(root, "_bucketpoint"))
@@ -476,7 +474,7 @@ def test_a_rollback_holds_for_another_restore_before_the_next_commit(root: str, 
         manager.save(20, state(21))
 
 
-def test_more_checkpoints_than_a_restore_tries_may_be_rolled_back(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rolls_more_checkpoints_back_than_a_restore_tries(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore_candidates, "TRIED_AT_MOST", 2)
     run_with(root, 10, 20, 30, 40)
     with CheckpointManager(root, policy=DAY) as manager:
@@ -484,7 +482,7 @@ def test_more_checkpoints_than_a_restore_tries_may_be_rolled_back(root: str, mon
         assert manager.restore(state(0)).step == 10  # type: ignore[union-attr]
 
 
-def test_a_restore_of_a_rolled_back_step_by_its_number_takes_the_rollback_back(root: str) -> None:
+def test_withdraws_a_rollback_by_restoring_a_rolled_back_step_by_its_number(root: str) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
@@ -495,7 +493,7 @@ def test_a_restore_of_a_rolled_back_step_by_its_number_takes_the_rollback_back(r
         assert going(manager) == []
 
 
-def test_a_rollback_gives_up_what_the_save_under_way_commits(root: str) -> None:
+def test_gives_up_what_the_save_under_way_commits_in_a_rollback(root: str) -> None:
     run_with(root, 10)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.save(20, state(20))
@@ -505,7 +503,7 @@ def test_a_rollback_gives_up_what_the_save_under_way_commits(root: str) -> None:
         assert going(manager) == [20]
 
 
-def test_a_rollback_waits_for_the_save_under_way_and_is_refused_while_it_goes_on(root: str) -> None:
+def test_waits_in_a_rollback_for_the_save_under_way_and_refuses_meanwhile(root: str) -> None:
     """It might commit behind the rollback, and no one would have given it up."""
     run_with(root, 10)
     gated = GatedFileSystem()
@@ -522,7 +520,7 @@ def test_a_rollback_waits_for_the_save_under_way_and_is_refused_while_it_goes_on
         assert going(manager) == [20]
 
 
-def test_what_a_run_has_given_up_pickles(root: str) -> None:
+def test_pickles_what_a_run_has_given_up(root: str) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
@@ -532,14 +530,14 @@ def test_what_a_run_has_given_up_pickles(root: str) -> None:
 # -- beginning, and what is said --------------------------------------------------------------------------------------
 
 
-def test_a_fresh_start_is_said_with_the_root(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_announces_a_fresh_start_with_the_root(root: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bucketpoint")
     with CheckpointManager(root, policy=DAY) as manager:
         assert manager.restore(state(0)) is None
     assert f"training begins from scratch: {root} has no checkpoint that can be loaded" in caplog.text
 
 
-def test_beginning_from_scratch_beside_damaged_ones_goes_on_as_well(root: str) -> None:
+def test_continues_from_scratch_beside_damaged_checkpoints(root: str) -> None:
     run_with(root, 10, 20)
     for step in (10, 20):
         lose(root, step)
@@ -553,7 +551,7 @@ def test_beginning_from_scratch_beside_damaged_ones_goes_on_as_well(root: str) -
 # -- max_delete -------------------------------------------------------------------------------------------------------
 
 
-def test_saves_every_few_seconds_under_latest_1_are_pruned_without_a_refusal(
+def test_prunes_saves_every_few_seconds_under_latest_1_without_a_refusal(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rule = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete()))
@@ -568,7 +566,7 @@ def test_saves_every_few_seconds_under_latest_1_are_pruned_without_a_refusal(
     assert "max_delete" not in caplog.text
 
 
-def test_thirty_fast_saves_are_pruned_without_a_refusal_also_after_a_restart(
+def test_prunes_thirty_fast_saves_without_a_refusal_also_after_a_restart(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rule = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete(), when="manual"))
@@ -592,7 +590,7 @@ def test_thirty_fast_saves_are_pruned_without_a_refusal_also_after_a_restart(
     assert left == [26, 21, 16, 11, 6, 1]
 
 
-def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_each_deletion_with_its_rule_and_its_bytes(root: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bucketpoint")
     with CheckpointManager(root, policy=policy(1)) as manager:
         for step in (1, 2):
@@ -612,9 +610,7 @@ def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: py
     assert "is deleted" not in caplog.text
 
 
-def test_a_checkpoint_that_a_late_metric_saves_is_said_with_its_rule(
-    root: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_logs_a_checkpoint_that_a_late_metric_saves_with_its_rule(root: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bucketpoint")
     keep = Keep(1, best=[Best("loss", "min")])
     with CheckpointManager(root, policy=RetentionPolicy(keep, prune=Prune(grace=timedelta(hours=24)))) as manager:
@@ -627,9 +623,7 @@ def test_a_checkpoint_that_a_late_metric_saves_is_said_with_its_rule(
     assert "step 1 stays after all, and its tombstone is withdrawn: best: loss min 1 (1st best loss)" in caplog.text
 
 
-def test_a_job_warns_once_of_a_rule_for_a_metric_that_nobody_reports(
-    root: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_once_of_a_rule_for_a_metric_that_nobody_reports(root: str, caplog: pytest.LogCaptureFixture) -> None:
     line = "no checkpoint has a value of evl/loss (rule best); the metrics reported are eval/loss"
     keep = Keep(1, best=[Best("evl/loss", "min")])
     with CheckpointManager(root, policy=RetentionPolicy(keep, prune=Prune(grace=timedelta(hours=24)))) as manager:
@@ -640,7 +634,7 @@ def test_a_job_warns_once_of_a_rule_for_a_metric_that_nobody_reports(
             assert [one.getMessage() for one in caplog.records].count(line) == times
 
 
-def test_a_prune_of_what_lost_its_data_leaves_the_save_that_is_under_way_there(
+def test_leaves_a_save_under_way_in_a_prune_of_what_lost_its_data_there(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new objects are as many and as large as those that are gone."""
@@ -664,7 +658,7 @@ def test_a_prune_of_what_lost_its_data_leaves_the_save_that_is_under_way_there(
     assert value_of(target) == 21.0
 
 
-def test_what_a_save_was_to_discard_that_never_began_stays(root: str) -> None:
+def test_keeps_what_a_save_that_never_began_was_to_discard(root: str) -> None:
     run_with(root, 5, 7, 8)
     with CheckpointManager(root, policy=DAY) as manager:
         with pytest.raises(BucketpointError, match="'wieghts' is not a kind of checkpoint"):
@@ -675,7 +669,7 @@ def test_what_a_save_was_to_discard_that_never_began_stays(root: str) -> None:
 
 
 @pytest.mark.usefixtures("threads_upload")
-def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_discards(
+def test_keeps_discards_of_the_next_save_though_the_one_before_notes_late(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that has ended tells those who wait for it before it notes that it has committed."""
@@ -709,7 +703,7 @@ def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_di
         assert going(manager) == []
 
 
-def test_a_state_that_damaged_checkpoints_were_loaded_into_is_no_fresh_start(
+def test_calls_no_state_fresh_that_damaged_checkpoints_were_loaded_into(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_with(root, 10)

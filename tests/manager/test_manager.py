@@ -86,16 +86,14 @@ def save(root: str, *steps: int, **arguments: Any) -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_ranks_save_is_restored_and_only_the_coordinator_lists(three_ranks: Ranks, root: str) -> None:
+def test_restores_what_ranks_save_and_lists_on_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
     answers = three_ranks.run(scenarios.save_and_restore, root)
     assert [answer[:3] for answer in answers] == [(30, 30.0, [20, 30])] * 3
     assert [answer[3] for answer in answers][1:] == [0, 0]
     assert answers[0][3] == 1
 
 
-def test_ranks_agree_on_an_older_checkpoint_where_one_of_them_finds_the_newest_damaged(
-    three_ranks: Ranks, root: str
-) -> None:
+def test_agrees_on_an_older_checkpoint_if_one_rank_finds_the_newest_damaged(three_ranks: Ranks, root: str) -> None:
     three_ranks.run(scenarios.save_steps, root, [10, 20, 30])
     # One rank's object alone.
     (file,) = (file for file in Path(root, "step-30", "data").rglob("*-2-model-*") if file.is_file())
@@ -105,40 +103,40 @@ def test_ranks_agree_on_an_older_checkpoint_where_one_of_them_finds_the_newest_d
     assert three_ranks.run(scenarios.restore_past_damage, root, "latest") == [(20, 20.0, [30])] * 3
 
 
-def test_a_damaged_step_that_was_asked_for_by_number_is_an_error_on_every_rank(three_ranks: Ranks, root: str) -> None:
+def test_raises_on_every_rank_for_a_damaged_step_that_was_asked_for_by_number(three_ranks: Ranks, root: str) -> None:
     three_ranks.run(scenarios.save_steps, root, [10, 20])
     damage(root, 20)
     for kind, _ in three_ranks.run(scenarios.restore_past_damage, root, 20):
         assert kind == "CorruptDataError"
 
 
-def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_stop(three_ranks: Ranks, root: str) -> None:
+def test_saves_the_same_step_on_all_ranks_after_a_signal_to_one_and_stops(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.one_rank_is_told_to_stop, root) == [([7], 7, True, True)] * 3
 
 
-def test_minutes_are_counted_by_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
+def test_counts_minutes_on_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.minutes_are_the_coordinators, root) == [[False, True]] * 3
 
 
-def test_a_failed_save_is_raised_once_on_every_rank_at_the_next_call(three_ranks: Ranks, root: str) -> None:
+def test_raises_a_failed_save_once_on_every_rank_at_the_next_call(three_ranks: Ranks, root: str) -> None:
     for seen, there in three_ranks.run(scenarios.a_failure_surfaces_on_every_rank, root):
         assert len(seen) == 1
         assert "the disk is full" in seen[0]
         assert there == ["step-3"]
 
 
-def test_policies_that_differ_between_ranks_are_an_error_on_every_rank(three_ranks: Ranks, root: str) -> None:
+def test_raises_on_every_rank_if_policies_differ(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.policies_differ, root) == [("RanksDisagreeError", True)] * 3
 
 
-def test_training_may_use_the_jobs_group_while_saves_are_on_their_way(three_ranks: Ranks, root: str) -> None:
+def test_lets_training_use_the_jobs_group_while_saves_are_on_their_way(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.group_of_its_own, root) == [{12.0}] * 3
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_policy_says(
+def test_skips_refuses_or_waits_during_another_save_as_the_policy_says(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bucketpoint")
@@ -164,7 +162,7 @@ def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_p
 
 @pytest.mark.parametrize("when_busy", ["skip", "error"])
 @pytest.mark.parametrize("last", [False, True], ids=["after a signal", "last step"])
-def test_the_save_that_a_signal_or_the_end_of_training_asks_for_waits_for_the_one_before(
+def test_waits_for_the_save_before_one_by_a_signal_or_the_end_of_training(
     root: str, when_busy: Literal["skip", "error"], last: bool
 ) -> None:
     gated = GatedFileSystem()
@@ -180,7 +178,7 @@ def test_the_save_that_a_signal_or_the_end_of_training_asks_for_waits_for_the_on
     assert committed(root) == ["step-1", "step-2"]
 
 
-def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
+def test_replaces_a_committed_step_only_if_told_to(root: str) -> None:
     save(root, 5)
     with CheckpointManager(root, policy=policy()) as manager:
         with pytest.raises(CheckpointExistsError, match="Checkpoint already exists at this URL: step 5 is committed"):
@@ -192,7 +190,7 @@ def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
         assert value_of({**target, "step": 7}) == 7.0
 
 
-def test_a_save_behind_newer_steps_says_what_becomes_of_them(root: str) -> None:
+def test_says_of_a_save_behind_newer_steps_what_becomes_of_them(root: str) -> None:
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=policy()) as manager:
         with pytest.raises(BucketpointError, match="Step 15 is lower than the steps of 2 checkpoints, up to step 30"):
@@ -209,7 +207,7 @@ def test_a_save_behind_newer_steps_says_what_becomes_of_them(root: str) -> None:
         assert manager.steps() == [10, 15, 17, 18]
 
 
-def test_names_the_job_that_committed_and_offers_a_rollback_of_another_job_only_after_a_warning(
+def test_names_the_job_that_committed_and_offers_a_rollback_only_after_a_warning(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusals() -> list[str]:
@@ -239,7 +237,7 @@ def test_names_the_job_that_committed_and_offers_a_rollback_of_another_job_only_
     assert "another URL" not in first
 
 
-def test_metrics_of_the_save_and_those_reported_later_decide_what_is_best(root: str) -> None:
+def test_decides_on_the_best_by_metrics_of_the_save_and_later_ones(root: str) -> None:
     with CheckpointManager(root, policy=BEST) as manager:
         manager.save(1, state(1), metrics={"eval/loss": 0.5})
         manager.save(2, state(2), metrics={"eval/loss": 0.9})
@@ -258,14 +256,14 @@ def test_metrics_of_the_save_and_those_reported_later_decide_what_is_best(root: 
 # -- restoring --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_trace_starts_from_scratch(root: str) -> None:
+def test_starts_from_scratch_in_a_run_without_a_trace(root: str) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(state(0)) is None
         with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 7.*The run has no checkpoint"):
             manager.restore(state(0), 7)
 
 
-def test_damaged_ones_are_passed_over_loudly_until_none_is_left(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_over_damaged_checkpoints_loudly_until_none_is_left(root: str, caplog: pytest.LogCaptureFixture) -> None:
     save(root, 10, 20, 30)
     damage(root, 30)
     Path(root, "step-20", ".metadata").write_bytes(b"\x80\x04nonsense")
@@ -282,7 +280,7 @@ def test_damaged_ones_are_passed_over_loudly_until_none_is_left(root: str, caplo
         assert manager.restore(target, fresh=True) is None
 
 
-def test_saves_that_never_committed_are_no_reason_to_start_from_scratch(root: str) -> None:
+def test_refuses_to_start_from_scratch_beside_saves_that_never_committed(root: str) -> None:
     save(root, 10)
     Path(root, "step-10", ".metadata").unlink()
     for file in Path(root, "_bucketpoint").rglob("*"):
@@ -294,7 +292,7 @@ def test_saves_that_never_committed_are_no_reason_to_start_from_scratch(root: st
         assert manager.restore(state(0), fresh=True) is None
 
 
-def test_a_job_that_was_killed_in_its_first_save_begins_from_scratch(
+def test_starts_from_scratch_after_a_job_was_killed_in_its_first_save(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(root, 10)
@@ -311,7 +309,7 @@ def test_a_job_that_was_killed_in_its_first_save_begins_from_scratch(
         assert manager.restore(target).step == 10  # type: ignore[union-attr]
 
 
-def test_saves_that_died_before_they_left_a_folder_are_named(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_saves_that_died_before_they_left_a_folder(root: str, caplog: pytest.LogCaptureFixture) -> None:
     run = catalog.open_catalog(root)
     for step in (10, 20):
         SaveLog(run).begin(run.url_of(step), f"0123456789a{step // 10}")
@@ -320,7 +318,7 @@ def test_saves_that_died_before_they_left_a_folder_are_named(root: str, caplog: 
         assert "the saves of these steps began and never committed: 10, 20" in caplog.text
 
 
-def test_another_state_than_was_saved_is_no_damage(root: str) -> None:
+def test_treats_another_state_than_was_saved_as_no_damage(root: str) -> None:
     save(root, 10, 20)
     with CheckpointManager(root, policy=policy()) as manager, pytest.raises(MismatchError, match="no_such"):
         manager.restore({**state(0), "no_such": state(0)["model"]["w"]})
@@ -331,7 +329,7 @@ def test_another_state_than_was_saved_is_no_damage(root: str) -> None:
         assert manager.restore(target, planner=LoadPlanner(allow_partial_load=True)).step == 20  # type: ignore[union-attr]
 
 
-def test_checkpoints_that_were_saved_without_a_manager_are_found(root: str) -> None:
+def test_finds_checkpoints_that_were_saved_without_a_manager(root: str) -> None:
     for step in (100, 900):
         dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=BucketWriter(), no_dist=True)
     Path(root, "my-step-1000-pinned").mkdir()
@@ -344,7 +342,7 @@ def test_checkpoints_that_were_saved_without_a_manager_are_found(root: str) -> N
 # -- keeping ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_policy_is_carried_out_after_each_commit_and_what_was_restored_stays(root: str) -> None:
+def test_applies_the_policy_after_each_commit_and_keeps_what_was_restored(root: str) -> None:
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=policy(1)) as manager:
         manager.restore(state(0), 10)
@@ -365,7 +363,7 @@ def test_the_policy_is_carried_out_after_each_commit_and_what_was_restored_stays
         assert [step for step, _ in done.done.deleted] == [60]
 
 
-def test_of_a_plan_that_deletes_too_much_a_few_go_and_the_log_says_how_to_go_on(
+def test_deletes_a_few_of_a_plan_that_deletes_too_much_and_says_how_to_go_on(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(root, *range(10, 20))
@@ -386,7 +384,7 @@ def test_of_a_plan_that_deletes_too_much_a_few_go_and_the_log_says_how_to_go_on(
         assert committed(root) == ["step-20"]
 
 
-def test_a_store_that_refuses_deletion_harms_no_save(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_in_a_store_that_refuses_deletion(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bucketpoint.errors import AccessDeniedError
 
     def refuse(self: Any, keys: Any) -> Any:
@@ -408,7 +406,7 @@ def test_a_store_that_refuses_deletion_harms_no_save(root: str, monkeypatch: pyt
 # -- triggers ---------------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_saved_on_the_grid_and_one_that_was_stepped_over_at_the_next(root: str) -> None:
+def test_saves_steps_on_the_grid_and_one_stepped_over_at_the_next(root: str) -> None:
     when = Save(every=(SaveEvery(10),), on=("first_step", "last_step"))
     with CheckpointManager(root, policy=policy(save=when)) as manager:
         asked = [1, 2, 9, 10, 11, 19, 23, 29, 30]
@@ -423,7 +421,7 @@ def test_steps_are_saved_on_the_grid_and_one_that_was_stepped_over_at_the_next(r
 # -- ending -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_uploads_all_saves_of_a_run_and_ends_with_it(root: str) -> None:
+def test_uploads_all_saves_of_a_run_by_one_process_that_ends_with_it(root: str) -> None:
     transfer = TransferOptions(background="process")
     seen = set()
     with CheckpointManager(root, policy=policy(), transfer=transfer) as manager:
@@ -446,7 +444,7 @@ def run_program(program: str, root: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_program_that_ends_without_closing_has_its_last_save_waited_for(root: str) -> None:
+def test_waits_for_the_last_save_of_a_program_that_ends_without_closing(root: str) -> None:
     done = run_program(
         """
         import sys
@@ -461,7 +459,7 @@ def test_a_program_that_ends_without_closing_has_its_last_save_waited_for(root: 
     assert committed(root) == ["step-5"]
 
 
-def test_ctrl_c_in_close_does_not_hide_that_the_save_fails(root: str) -> None:
+def test_shows_that_the_save_fails_despite_ctrl_c_in_close(root: str) -> None:
     gated = GatedFileSystem()
     manager = CheckpointManager(root, policy=policy(), fs=gated)
     handle = manager.save(3, state(3))
@@ -475,7 +473,7 @@ def test_ctrl_c_in_close_does_not_hide_that_the_save_fails(root: str) -> None:
         manager.close()
 
 
-def test_a_manager_that_is_dropped_without_close_gives_the_signals_back(root: str) -> None:
+def test_gives_the_signals_back_when_a_manager_is_dropped_without_close(root: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     manager = CheckpointManager(root, policy=policy(save=Save(on=("sigterm",))))
     assert signal.getsignal(signal.SIGTERM) is not before
@@ -484,7 +482,7 @@ def test_a_manager_that_is_dropped_without_close_gives_the_signals_back(root: st
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_after_sigterm_close_waits_no_longer_than_there_is_time(root: str) -> None:
+def test_waits_in_close_after_sigterm_no_longer_than_there_is_time(root: str) -> None:
     gated = GatedFileSystem()
     asked = policy(save=Save(on=("sigterm",)))
     manager = CheckpointManager(root, policy=asked, fs=gated, grace_s=2)
@@ -501,7 +499,7 @@ def test_after_sigterm_close_waits_no_longer_than_there_is_time(root: str) -> No
 
 
 @pytest.mark.parametrize("asked_by", ["sigterm", "last"])
-def test_the_last_save_is_made_although_the_one_before_has_failed(root: str, asked_by: str) -> None:
+def test_makes_the_last_save_although_the_one_before_has_failed(root: str, asked_by: str) -> None:
     manager = CheckpointManager(root, policy=policy(save=Save(on=("sigterm", "last_step"))))
     with mock.patch.object(LocalStore, "put", side_effect=OSError("the disk is full")):
         manager.save(1, state(1))
@@ -514,7 +512,7 @@ def test_the_last_save_is_made_although_the_one_before_has_failed(root: str, ask
     assert committed(root) == ["step-2"]
 
 
-def test_a_manager_that_is_closed_on_another_thread_still_passes_signals_on(root: str) -> None:
+def test_passes_signals_on_after_a_manager_is_closed_on_another_thread(root: str) -> None:
     """Only the main thread may change handlers: ours stays, and calls the one that was there before."""
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
@@ -529,7 +527,7 @@ def test_a_manager_that_is_closed_on_another_thread_still_passes_signals_on(root
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_closed_manager_is_refused(root: str) -> None:
+def test_refuses_a_closed_manager(root: str) -> None:
     manager = CheckpointManager(root, policy=policy())
     manager.close()
     manager.close()
@@ -539,7 +537,7 @@ def test_a_closed_manager_is_refused(root: str) -> None:
         CheckpointManager(policy=policy())
 
 
-def test_the_index_of_a_large_checkpoint_is_no_debris_and_goes_with_the_optimizer_when_it_is_thinned(root: str) -> None:
+def test_keeps_the_index_of_a_large_checkpoint_until_it_is_thinned(root: str) -> None:
     many = {
         "model": {f"w{n}": torch.ones(2) for n in range(800)},
         "optim": {f"m{n}": torch.ones(2) for n in range(800)},
@@ -587,7 +585,7 @@ class Asked(CountingStore):
 
 
 @pytest.mark.parametrize("items", [2, 1000])
-def test_restoring_the_latest_costs_two_listings_and_two_reads_and_a_note(
+def test_restores_the_latest_with_two_listings_two_reads_and_a_note(
     service: Service, monkeypatch: pytest.MonkeyPatch, items: int
 ) -> None:
     root = service.url("run")
@@ -620,7 +618,7 @@ def test_restoring_the_latest_costs_two_listings_and_two_reads_and_a_note(
     assert len(asked) <= 5
 
 
-def test_a_run_that_went_back_does_not_go_on_from_what_it_discarded(root: str) -> None:
+def test_continues_from_nothing_that_a_run_that_went_back_discarded(root: str) -> None:
     later = policy(prune=Prune(grace=timedelta(hours=1), max_delete=MaxDelete(fraction=1.0)))
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=later) as manager:

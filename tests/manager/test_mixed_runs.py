@@ -27,7 +27,7 @@ def save_plainly(root: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("writer", ["bucketpoint", "torch"])
-def test_the_newest_of_a_mixed_run_is_restored_and_training_goes_on_from_it(tmp_path: Path, writer: str) -> None:
+def test_restores_and_continues_from_the_newest_of_a_mixed_run(tmp_path: Path, writer: str) -> None:
     root = str(tmp_path / "run")
     with CheckpointManager(root, policy=POLICY) as manager:
         for step in (1, 2, 3):
@@ -54,7 +54,7 @@ def test_the_newest_of_a_mixed_run_is_restored_and_training_goes_on_from_it(tmp_
         assert manager.steps() == [3, 4, 5]
 
 
-def test_a_plain_step_may_be_saved_again_where_the_caller_says_so(tmp_path: Path) -> None:
+def test_saves_a_plain_step_again_where_the_caller_says_so(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     save_plainly(root, 4)
     with CheckpointManager(root, policy=POLICY) as manager:
@@ -66,7 +66,7 @@ def test_a_plain_step_may_be_saved_again_where_the_caller_says_so(tmp_path: Path
         assert manager.steps() == [4]
 
 
-def test_a_damaged_plain_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_passes_over_a_damaged_plain_checkpoint(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     with CheckpointManager(root, policy=POLICY) as manager:
         manager.save(3, state(3))
@@ -78,7 +78,7 @@ def test_a_damaged_plain_checkpoint_is_passed_over(tmp_path: Path) -> None:
         assert (restored.step, [step for step, _ in restored.passed]) == (3, [4])
 
 
-def test_a_rollback_past_a_plain_step_discards_it(tmp_path: Path) -> None:
+def test_discards_a_plain_step_in_a_rollback_past_it(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     with CheckpointManager(root, policy=POLICY) as manager:
         manager.save(2, state(2))
@@ -93,7 +93,7 @@ def test_a_rollback_past_a_plain_step_discards_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no metadata", "no data", "rolled back"])
-def test_a_plain_step_that_was_given_up_is_replaced_by_the_next_save_of_it(tmp_path: Path, damage: str) -> None:
+def test_replaces_a_plain_step_that_was_given_up_in_the_next_save_of_it(tmp_path: Path, damage: str) -> None:
     root = str(tmp_path / "run")
     with CheckpointManager(root, policy=POLICY) as manager:
         manager.save(3, state(3))
@@ -115,7 +115,7 @@ def test_a_plain_step_that_was_given_up_is_replaced_by_the_next_save_of_it(tmp_p
         assert target["w"][0].item() == 44.0
 
 
-def test_the_command_that_rolls_back_records_what_it_gives_up_and_what_it_goes_back_to(tmp_path: Path) -> None:
+def test_records_what_the_rollback_command_gives_up_and_goes_back_to(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     for step in (3, 4, 5):
         save_plainly(root, step)

@@ -67,7 +67,7 @@ def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> lis
 
 
 @pytest.mark.contract
-def test_a_save_of_two_ranks_is_in_the_catalog_once(ranks: Ranks, service: Service) -> None:
+def test_records_a_save_of_two_ranks_in_the_catalog_once(ranks: Ranks, service: Service) -> None:
     root = service.url("run")
     first, second = ranks.run(save_twice, root, service.options)
     catalog = open_catalog(Location.of(root, service.options))

@@ -21,7 +21,7 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def test_a_run_with_a_name_goes_on_after_a_crash_and_others_are_told(root: str) -> None:
+def test_continues_a_named_run_after_a_crash_and_tells_others(root: str) -> None:
     target = state(0)
     for step in (10, 20):
         with CheckpointManager(root, policy=policy(run="a")) as manager:
@@ -41,7 +41,7 @@ def test_a_run_with_a_name_goes_on_after_a_crash_and_others_are_told(root: str) 
     assert committed(root) == ["step-10", "step-20"]
 
 
-def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so(root: str) -> None:
+def test_keeps_a_run_that_began_without_a_name_from_named_ones_until_told(root: str) -> None:
     save(root, 10)
     target = state(0)
     with CheckpointManager(root, policy=policy(run="a")) as manager:
@@ -56,7 +56,7 @@ def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so
     assert committed(root) == ["step-10", "step-20"]
 
 
-def test_runs_with_folders_of_their_own_never_see_each_other_at_one_root(root: str) -> None:
+def test_separates_runs_with_folders_of_their_own_at_one_root(root: str) -> None:
     policies = {name: policy(1, layout=Layout(f"{name}-step-{{step}}")) for name in ("a", "b")}
     for step in (10, 20):
         for name, own in policies.items():
@@ -70,7 +70,7 @@ def test_runs_with_folders_of_their_own_never_see_each_other_at_one_root(root: s
             assert manager.restore(target).step == 20 + (name == "b")  # type: ignore[union-attr]
 
 
-def test_jobs_without_a_name_are_one_run_and_a_second_run_among_them_is_stopped_at_its_first_save(root: str) -> None:
+def test_stops_a_second_run_among_jobs_without_a_name_at_its_first_save(root: str) -> None:
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=policy()) as second:
         # Nothing tells it from the first one, gone on after a crash.

@@ -17,7 +17,7 @@ FIRST = int(os.environ.get("BUCKETPOINT_SCHEDULES_SEED") or 1)
 
 
 @pytest.mark.timeout(60 + 200 * NUMBER)
-def test_no_schedule_hangs_or_loses_a_commit_and_each_restart_goes_on(tmp_path: Path) -> None:
+def test_hangs_in_no_schedule_loses_no_commit_and_continues_after_each_restart(tmp_path: Path) -> None:
     total: dict[str, int] = {}
     for seed in range(FIRST, FIRST + NUMBER):
         folder = tmp_path / str(seed)

@@ -20,7 +20,7 @@ def policy(when_busy: str = "skip") -> RetentionPolicy:
     return RetentionPolicy(Keep(latest=2), save=Save(in_flight=InFlight(when_busy=when_busy)))  # type: ignore[arg-type]
 
 
-def test_a_run_begins_without_a_checkpoint(tmp_path: Path) -> None:
+def test_begins_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
         status = manager.status()
     assert (status.newest_step, status.newest_age_s, status.saving_step, status.saving_s) == (None,) * 4
@@ -33,7 +33,7 @@ def test_a_run_begins_without_a_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_the_age_is_counted_from_the_call_of_the_save_and_only_once_it_is_committed(tmp_path: Path) -> None:
+def test_counts_the_age_from_the_call_of_the_save_once_it_is_committed(tmp_path: Path) -> None:
     fs = GatedFileSystem()
     with CheckpointManager(tmp_path / "run", policy=policy(), fs=fs) as manager:
         began = time.monotonic()
@@ -55,7 +55,7 @@ def test_the_age_is_counted_from_the_call_of_the_save_and_only_once_it_is_commit
         assert status.newest_age_s <= time.monotonic() - began
 
 
-def test_a_checkpoint_of_weights_alone_brings_no_training_back(tmp_path: Path) -> None:
+def test_counts_no_checkpoint_of_weights_alone_for_bringing_training_back(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
         manager.save(3, STATE)
         manager.wait()
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_weights_alone_brings_no_training_back(tmp_path: Path) -
     assert (status.newest_step, status.committed) == (restored.step, 2)
 
 
-def test_after_a_restore_a_crash_loses_what_was_trained_since(tmp_path: Path) -> None:
+def test_loses_by_a_crash_after_a_restore_what_was_trained_since(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
         manager.save(3, STATE)
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
@@ -80,7 +80,7 @@ def test_after_a_restore_a_crash_loses_what_was_trained_since(tmp_path: Path) ->
         assert status.committed == 0
 
 
-def test_a_save_that_fails_is_counted_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+def test_counts_a_save_that_fails_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     fs = GatedFileSystem()
     fs.gate.set()
     with CheckpointManager(tmp_path / "run", policy=policy("wait"), fs=fs) as manager:
@@ -94,7 +94,7 @@ def test_a_save_that_fails_is_counted_and_leaves_the_older_checkpoint(tmp_path: 
     assert (status.newest_step, status.committed, status.failed) == (3, 1, 1)
 
 
-def test_rounds_of_pruning_are_known(tmp_path: Path) -> None:
+def test_knows_rounds_of_pruning(tmp_path: Path) -> None:
     with CheckpointManager(
         tmp_path / "run", policy=RetentionPolicy(Keep(latest=1), prune=Prune(when="manual"))
     ) as manager:

@@ -77,7 +77,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_job_under_torchrun_saves_and_another_one_of_other_size_goes_on(tmp_path: Path) -> None:
+def test_saves_in_a_job_under_torchrun_and_resumes_in_one_of_another_size(tmp_path: Path) -> None:
     script, out, root = tmp_path / "train.py", tmp_path / "out.json", tmp_path / "run"
     script.write_text(SCRIPT)
     told = []
@@ -90,7 +90,7 @@ def test_a_job_under_torchrun_saves_and_another_one_of_other_size_goes_on(tmp_pa
     assert told[1]["steps"][-2:] == [3, 4]
 
 
-def test_a_job_that_gets_sigterm_in_the_middle_of_an_upload_commits_twice_and_exits_with_0(tmp_path: Path) -> None:
+def test_commits_twice_and_exits_with_0_after_sigterm_in_the_middle_of_an_upload(tmp_path: Path) -> None:
     script, notes, root = tmp_path / "train.py", tmp_path / "notes", tmp_path / "run"
     script.write_text(STOPPED)
     notes.mkdir()

@@ -83,7 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_gpt_killed_before_a_commit_goes_on_with_fewer_ranks_bit_by_bit(
+def test_resumes_a_gpt_killed_before_a_commit_with_fewer_ranks_bit_by_bit(
     kind: str, whole: dict[str, Any], minio: S3Server, tmp_path: Path
 ) -> None:
     assert whole["from"] == 0
@@ -106,7 +106,7 @@ def test_a_gpt_killed_before_a_commit_goes_on_with_fewer_ranks_bit_by_bit(
     assert bucketpoint.latest_checkpoint(root, storage_options=minio.options) == f"{root}/iter_0000009"
 
 
-def test_megatrons_training_loop_goes_on_from_the_newest_whole_checkpoint_in_a_new_folder(
+def test_resumes_megatrons_loop_from_the_newest_whole_checkpoint_in_a_new_folder(
     minio: S3Server, tmp_path: Path
 ) -> None:
     url = f"s3://{minio.make_bucket()}/run"
@@ -130,7 +130,7 @@ def test_megatrons_training_loop_goes_on_from_the_newest_whole_checkpoint_in_a_n
     assert bucketpoint.latest_checkpoint(url, storage_options=minio.options) == f"{url}/iter_0000010"
 
 
-def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     program = tmp_path / "train.py"
     code = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
@@ -183,7 +183,7 @@ def expect(loaded: dict[str, Any], value: float) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_is_saved_is_loaded_and_megatrons_own_reader_loads_it_from_a_folder(tmp_path: Path) -> None:
+def test_loads_what_is_saved_also_by_megatrons_own_reader_from_a_folder(tmp_path: Path) -> None:
     url = f"{tmp_path}/iter_0000007"
     assert save(state(7), url) is None
     expect(load(state(0), url), 7)
@@ -192,7 +192,7 @@ def test_what_is_saved_is_loaded_and_megatrons_own_reader_loads_it_from_a_folder
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_strategies_work_in_megatrons_own_functions_for_a_folder(tmp_path: Path) -> None:
+def test_runs_the_strategies_in_megatrons_own_functions_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     dist_checkpointing.save(state(7), str(tmp_path / "ours"), BucketSaveStrategy())
     expect(dist_checkpointing.load(state(0), str(tmp_path / "ours"), BucketLoadStrategy()), 7)
@@ -206,7 +206,7 @@ def test_the_strategies_work_in_megatrons_own_functions_for_a_folder(tmp_path: P
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_checkpoint_that_megatron_saved_is_loaded_from_a_url(
+def test_loads_a_checkpoint_that_megatron_saved_from_a_url(
     minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # megatron's writer insists on a GPU.
@@ -222,7 +222,7 @@ def test_a_checkpoint_that_megatron_saved_is_loaded_from_a_url(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_state_may_change_once_an_asynchronous_save_has_returned(minio: S3Server) -> None:
+def test_allows_changes_of_a_state_once_an_asynchronous_save_has_returned(minio: S3Server) -> None:
     url = f"s3://{minio.make_bucket()}/iter_7"
     saved = state(7)
     tensors = [each.data for each in saved.values() if isinstance(each, ShardedTensor)]
@@ -240,7 +240,7 @@ class Failing(BucketWriter):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_failed_save_raises_and_leaves_the_checkpoint_before_it(kind: str, tmp_path: Path) -> None:
+def test_raises_for_a_failed_save_and_leaves_the_checkpoint_before_it(kind: str, tmp_path: Path) -> None:
     save(state(7), f"{tmp_path}/iter_7")
     strategy = BucketSaveStrategy(storage_writer=Failing())
     with pytest.raises(BucketpointError, match="the commit fails"):
@@ -259,7 +259,7 @@ def test_a_failed_save_raises_and_leaves_the_checkpoint_before_it(kind: str, tmp
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_error_of_the_first_request_is_raised_by_the_save_of_all_ranks(minio: S3Server) -> None:
+def test_raises_an_error_of_the_first_request_in_the_save_of_all_ranks(minio: S3Server) -> None:
     with pytest.raises(BucketNotFoundError) as raised:
         save(state(7), "s3://no-such-bucket-here/iter_7", storage_options=minio.options)
     # Within DCP, which tells the other ranks.
@@ -267,7 +267,7 @@ def test_an_error_of_the_first_request_is_raised_by_the_save_of_all_ranks(minio:
 
 
 @pytest.mark.usefixtures("alone")
-def test_mismatches_are_returned_or_raised_as_megatron_is_asked_to(tmp_path: Path) -> None:
+def test_returns_or_raises_mismatches_as_megatron_is_asked_to(tmp_path: Path) -> None:
     save(state(7), f"{tmp_path}/iter_7")
     other = {**state(0), "news": ShardedTensor.from_rank_offsets("news", torch.zeros(3))}
     del other["plain"]
@@ -294,7 +294,7 @@ class Overtaken(BucketLoadStrategy):
 
 
 @pytest.mark.usefixtures("alone")
-def test_parts_of_two_commits_are_not_loaded_together(tmp_path: Path) -> None:
+def test_refuses_to_load_parts_of_two_commits_together(tmp_path: Path) -> None:
     url = f"{tmp_path}/latest"
     save(state(7), url)
     strategy = Overtaken()
@@ -328,7 +328,7 @@ def test_refuses_a_load_where_another_rank_has_read_another_commit(
 
 
 @pytest.mark.usefixtures("alone")
-def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
+def test_needs_trust_for_objects_of_other_classes(tmp_path: Path) -> None:
     save({"other": ShardedObject("other", subprocess.CompletedProcess([], 7), (1,), (0,))}, f"{tmp_path}/iter_7")
     asked = {"other": ShardedObject("other", None, (1,), (0,))}
     with pytest.raises(UnsafeDataError, match="CompletedProcess"):
@@ -338,7 +338,7 @@ def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_works_in_local_folders_only_is_refused(tmp_path: Path) -> None:
+def test_refuses_what_works_in_local_folders_only(tmp_path: Path) -> None:
     wrapped = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
     with pytest.raises(BucketpointError, match=r"Use BucketSaveStrategy\(\)"):
         save(state(7), "s3://bucket/iter_7", sharded_strategy=wrapped)
@@ -354,7 +354,7 @@ def test_what_works_in_local_folders_only_is_refused(tmp_path: Path) -> None:
         load(state(0), f"{tmp_path}/step-1")
 
 
-def test_a_folder_stands_for_one_run_alone(tmp_path: Path) -> None:
+def test_refuses_a_folder_that_is_used_or_stands_for_another_run(tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "latest_checkpointed_iteration.txt").write_text("500")
     with pytest.raises(BucketpointError, match="files of its own"):
@@ -366,12 +366,12 @@ def test_a_folder_stands_for_one_run_alone(tmp_path: Path) -> None:
         let_stand_for(tmp_path / "folder", f"{tmp_path}/other")
 
 
-def test_the_url_of_a_run_may_end_with_a_slash(tmp_path: Path) -> None:
+def test_accepts_the_url_of_a_run_that_ends_with_a_slash(tmp_path: Path) -> None:
     for url in (f"{tmp_path}/run", f"{tmp_path}/run/", f"{tmp_path}/run"):
         let_stand_for(tmp_path / "folder", url)
 
 
-def test_two_nodes_that_share_a_new_folder_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lets_two_nodes_that_share_a_new_folder_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, run = tmp_path / "folder", f"{tmp_path}/run"
     listed = Path.iterdir
 
@@ -386,9 +386,7 @@ def test_two_nodes_that_share_a_new_folder_begin_at_once(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_folder_stands_for_its_run_however_it_is_spelled_and_with_all_below_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recognises_the_folder_of_a_run_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scratch").mkdir()
     (tmp_path / "link").symlink_to("scratch")

@@ -22,7 +22,7 @@ LIMIT_S = 120
 """Far above the few seconds that anything here takes: only a hang reaches it."""
 
 
-def test_the_example_is_valid_for_promtool(promtool: str) -> None:
+def test_validates_the_example_by_promtool(promtool: str) -> None:
     # The rules are checked with it.
     checked = subprocess.run(
         [promtool, "check", "config", EXAMPLE / "prometheus.yml"], capture_output=True, text=True, check=False
@@ -32,7 +32,7 @@ def test_the_example_is_valid_for_promtool(promtool: str) -> None:
     assert "3 rules found" in checked.stdout
 
 
-def test_each_alert_fires_when_it_should_and_not_otherwise(promtool: str) -> None:
+def test_fires_each_alert_when_it_should_and_not_otherwise(promtool: str) -> None:
     tests = Path(__file__).with_name("alerts_test.yml")
     tested = subprocess.run([promtool, "test", "rules", tests], capture_output=True, text=True, check=False)
     assert tested.returncode == 0, tested.stdout + tested.stderr
@@ -97,7 +97,9 @@ def scraping(program: str, folder: Path, port: int) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_every_panel_has_data_and_the_age_outlives_the_job(prometheus: str, minio: S3Server, tmp_path: Path) -> None:
+def test_has_data_in_every_panel_and_keeps_the_age_after_the_job(
+    prometheus: str, minio: S3Server, tmp_path: Path
+) -> None:
     dashboard = json.loads((EXAMPLE / "dashboard.json").read_text(encoding="utf-8"))
     queries = {
         (panel["title"], target["refId"]): target["expr"].replace("$run", ".*").replace("$window", "5m")

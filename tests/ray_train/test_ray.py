@@ -70,9 +70,7 @@ def whole(bucket: str, server: S3Server) -> list[str]:
     return sorted(("" if folder in committed else "-") + folder.rpartition("_step-")[2] for folder in begun)
 
 
-def test_a_run_killed_in_an_upload_goes_on_with_fewer_workers_as_if_nothing_had_happened(
-    bucketpoint_minio: S3Server, tmp_path: Path
-) -> None:
+def test_resumes_with_fewer_workers_after_a_kill_in_an_upload(bucketpoint_minio: S3Server, tmp_path: Path) -> None:
     bucket = bucketpoint_minio.make_bucket()
     config = {"kind": "fsdp2", "report": str(tmp_path / "killed"), "kill_at": 18, "kill": [0, 1, 2, 3]}
     with pytest.raises(ray.train.WorkerGroupError):
@@ -92,7 +90,7 @@ def test_a_run_killed_in_an_upload_goes_on_with_fewer_workers_as_if_nothing_had_
     assert result.metrics["step"] == 24
 
 
-def test_ray_itself_begins_again_after_a_killed_worker_and_keeps_as_many_checkpoints_as_it_is_told(
+def test_begins_again_by_ray_after_a_killed_worker_and_keeps_as_many_as_told(
     bucketpoint_minio: S3Server, tmp_path: Path
 ) -> None:
     bucket = bucketpoint_minio.make_bucket()
@@ -109,7 +107,7 @@ def test_ray_itself_begins_again_after_a_killed_worker_and_keeps_as_many_checkpo
     assert whole(bucket, bucketpoint_minio) == ["-18", "18", "24"]
 
 
-def test_rays_own_example_saves_to_the_bucket_with_five_changed_lines(bucketpoint_minio: S3Server) -> None:
+def test_saves_to_the_bucket_by_rays_own_example_with_five_changed_lines(bucketpoint_minio: S3Server) -> None:
     from ray.train.examples.pytorch import torch_linear_example as original
 
     changes = {
@@ -136,7 +134,7 @@ def test_rays_own_example_saves_to_the_bucket_with_five_changed_lines(bucketpoin
     assert whole(bucket, bucketpoint_minio) == ["0", "1", "2"]
 
 
-def test_the_example_of_the_page_trains_and_goes_on(
+def test_trains_and_resumes_with_the_example_of_the_page(
     bucketpoint_minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,7 +172,7 @@ def mistakes(config: dict[str, Any]) -> None:
     report({"loss": 1.0}, state, step=1, storage_options=config["other"])
 
 
-def test_mistakes_are_told_with_what_to_do(
+def test_tells_what_to_do_about_mistakes(
     bucketpoint_minio: S3Server, bucketpoint_moto: S3Server, tmp_path: Path
 ) -> None:
     bucket = bucketpoint_minio.make_bucket()
@@ -221,7 +219,7 @@ def counts_anew(config: dict[str, Any]) -> None:
         Path(config["report"]).write_text(repr(found))
 
 
-def test_what_is_restored_is_what_ray_knows_with_dicts_and_lists_that_have_grown(
+def test_restores_what_ray_knows_with_dicts_and_lists_that_have_grown(
     bucketpoint_minio: S3Server, tmp_path: Path
 ) -> None:
     config = {"report": str(tmp_path / "restored")}
@@ -248,7 +246,7 @@ def lost(config: dict[str, Any]) -> None:
         restore({"model": torch.nn.Linear(2, 2)})
 
 
-def test_a_run_does_not_begin_from_scratch_if_ray_knows_a_checkpoint_that_is_gone(bucketpoint_minio: S3Server) -> None:
+def test_refuses_to_begin_from_scratch_if_ray_knows_a_checkpoint_that_is_gone(bucketpoint_minio: S3Server) -> None:
     bucket = bucketpoint_minio.make_bucket()
     fit(lost, {}, bucketpoint_minio, bucket, workers=1)
     (key,) = (key for key in bucketpoint_minio.keys(bucket, "run/") if key.endswith("/.metadata"))
@@ -257,7 +255,7 @@ def test_a_run_does_not_begin_from_scratch_if_ray_knows_a_checkpoint_that_is_gon
         fit(lost, {}, bucketpoint_minio, bucket, workers=1)
 
 
-def test_a_filesystem_without_a_url_is_named() -> None:
+def test_names_a_filesystem_without_a_url() -> None:
     assert checkpoint_url(ray.train.Checkpoint("/data/run/c", pyarrow.fs.LocalFileSystem())) == "/data/run/c"
     wrapped = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("memory")))
     assert checkpoint_url(ray.train.Checkpoint("/run/c", wrapped)) == "memory:///run/c"

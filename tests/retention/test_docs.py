@@ -10,7 +10,7 @@ from bucketpoint.retention import Row, from_yaml, plan
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/retention.md"
 
 
-def test_the_table_of_the_document_is_what_its_policy_does() -> None:
+def test_plans_what_the_table_of_the_document_says_of_its_policy() -> None:
     section = DOCUMENT.read_text(encoding="utf-8").split("### A policy at work")[1].split("\n## ")[0]
     policy = from_yaml(section.split("```yaml\n")[1].split("```")[0], environ={})
     table = re.findall(r"^\| (\d+) \| (\S*) *\| (\w+) \| (.*) \|$", section, re.MULTILINE)
@@ -34,7 +34,7 @@ def test_the_table_of_the_document_is_what_its_policy_does() -> None:
             assert why == str(entry.miss), step
 
 
-def test_the_python_of_the_document_runs() -> None:
+def test_runs_the_python_of_the_document() -> None:
     section = DOCUMENT.read_text(encoding="utf-8").split("\n## Python\n")[1].split("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert blocks

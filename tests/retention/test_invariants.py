@@ -56,7 +56,7 @@ def parts(split: tuple[list[Row], list[str]]) -> tuple[list[Row], list[Row], lis
 
 
 @invariant(policies, universes())
-def test_01_every_row_is_kept_or_deleted_and_none_is_both(policy: RetentionPolicy, rows: list[Row]) -> None:
+def test_keeps_or_deletes_every_row_and_none_twice(policy: RetentionPolicy, rows: list[Row]) -> None:
     made = plan(policy, rows)
     assert kept(made) | deleted(made) == names(rows)
     assert not kept(made) & deleted(made)
@@ -66,7 +66,7 @@ def test_01_every_row_is_kept_or_deleted_and_none_is_both(policy: RetentionPolic
 
 
 @invariant(policies, universes())
-def test_02_the_newest_full_checkpoint_is_kept_whole(policy: RetentionPolicy, rows: list[Row]) -> None:
+def test_keeps_the_newest_full_checkpoint_whole(policy: RetentionPolicy, rows: list[Row]) -> None:
     full = [row for row in rows if row.kind == "full"]
     assume(full)
     made = plan(policy, rows)
@@ -75,9 +75,7 @@ def test_02_the_newest_full_checkpoint_is_kept_whole(policy: RetentionPolicy, ro
 
 
 @invariant(policies, universes())
-def test_03_the_newest_by_step_and_by_time_are_left_of_whatever_was_there(
-    policy: RetentionPolicy, rows: list[Row]
-) -> None:
+def test_leaves_the_newest_by_step_and_by_time_of_whatever_was_there(policy: RetentionPolicy, rows: list[Row]) -> None:
     made = plan(policy, rows)
     assert bool(made.left()) == bool(rows)
     if rows:
@@ -86,27 +84,29 @@ def test_03_the_newest_by_step_and_by_time_are_left_of_whatever_was_there(
 
 
 @invariant(policies, universes())
-def test_04_a_second_prune_finds_nothing_to_do(policy: RetentionPolicy, rows: list[Row]) -> None:
+def test_finds_nothing_to_do_in_a_second_prune(policy: RetentionPolicy, rows: list[Row]) -> None:
     again = plan(policy, left(policy, rows))
     assert not again.deleted
     assert not again.thinned
 
 
 @invariant(policies, universes(), st.randoms(use_true_random=False))
-def test_05_the_order_of_the_listing_does_not_matter(policy: RetentionPolicy, rows: list[Row], random: Any) -> None:
+def test_ignores_the_order_of_the_listing(policy: RetentionPolicy, rows: list[Row], random: Any) -> None:
     other = [*rows, *rows[: len(rows) // 2]]  # and a row listed twice counts once
     random.shuffle(other)
     assert plan(policy, other).to_dict() == plan(policy, rows).to_dict()
 
 
 @invariant(policies, two_parts)
-def test_06_path_independence(policy: RetentionPolicy, split: tuple[list[Row], list[str]]) -> None:
+def test_keeps_the_same_of_a_universe_as_of_what_is_kept_of_its_parts(
+    policy: RetentionPolicy, split: tuple[list[Row], list[str]]
+) -> None:
     rows, first, second = parts(split)
     assert seen(left(policy, merged(left(policy, first), left(policy, second)))) == seen(left(policy, rows))
 
 
 @invariant(policies, universes())
-def test_07_pruning_after_each_commit_ends_where_one_prune_ends(policy: RetentionPolicy, rows: list[Row]) -> None:
+def test_ends_by_pruning_after_each_commit_where_one_prune_ends(policy: RetentionPolicy, rows: list[Row]) -> None:
     there: tuple[Row, ...] = ()
     for row in rows:
         there = left(policy, [*there, row])
@@ -114,7 +114,7 @@ def test_07_pruning_after_each_commit_ends_where_one_prune_ends(policy: Retentio
 
 
 @invariant(policies, universes(), st.lists(st.booleans(), min_size=SIZE, max_size=SIZE))
-def test_08_a_crash_within_a_prune_changes_nothing(policy: RetentionPolicy, rows: list[Row], done: list[bool]) -> None:
+def test_changes_nothing_by_a_crash_within_a_prune(policy: RetentionPolicy, rows: list[Row], done: list[bool]) -> None:
     made = plan(policy, rows)
     there = []
     for entry, is_done in zip(made.entries, done, strict=False):
@@ -145,7 +145,7 @@ def wider(draw: Any) -> tuple[RetentionPolicy, RetentionPolicy]:
 
 
 @invariant(wider(), universes())
-def test_09_another_rule_or_a_greater_count_never_takes_more(
+def test_deletes_no_more_under_another_rule_or_a_greater_count(
     pair: tuple[RetentionPolicy, RetentionPolicy], rows: list[Row]
 ) -> None:
     narrow, wide = plan(pair[0], rows), plan(pair[1], rows)
@@ -154,14 +154,14 @@ def test_09_another_rule_or_a_greater_count_never_takes_more(
 
 
 @invariant(policies, universes(), st.integers(0, SIZE))
-def test_10_what_was_dropped_is_never_wanted_again(policy: RetentionPolicy, rows: list[Row], cut: int) -> None:
+def test_wants_nothing_again_that_was_dropped(policy: RetentionPolicy, rows: list[Row], cut: int) -> None:
     before, after = plan(policy, rows[:cut]), plan(policy, rows)
     assert deleted(before) <= deleted(after)
     assert not (names(entry.row for entry in before.thinned) & whole(after))
 
 
 @invariant(policies, universes(), st.integers(0, SIZE - 1), st.sampled_from(["pinned", "leased", "restored_from"]))
-def test_11_a_pin_or_a_lease_keeps_its_row_whole_and_changes_no_other(
+def test_keeps_a_row_whole_by_a_pin_or_a_lease_and_changes_no_other(
     policy: RetentionPolicy, rows: list[Row], number: int, flag: str
 ) -> None:
     assume(rows)
@@ -177,7 +177,7 @@ def test_11_a_pin_or_a_lease_keeps_its_row_whole_and_changes_no_other(
 @invariant(
     universes(flags=False), st.sampled_from(["min", "max"]), st.integers(1, 4), st.sampled_from(["oldest", "newest"])
 )
-def test_12_best_keeps_as_many_as_there_are_and_none_that_is_worse(
+def test_keeps_as_many_of_the_best_as_there_are_and_none_that_is_worse(
     rows: list[Row], mode: str, count: int, ties: str
 ) -> None:
     made = plan(RetentionPolicy(Keep(1, best=[Best("acc", mode, count, ties)])), rows)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_12_best_keeps_as_many_as_there_are_and_none_that_is_worse(
 
 
 @invariant(policies, universes(flags=False), st.sampled_from([math.nan, math.inf, -math.inf, None]))
-def test_13_what_is_not_finite_never_displaces_a_value(
+def test_displaces_no_value_by_what_is_not_finite(
     policy: RetentionPolicy, rows: list[Row], value: float | None
 ) -> None:
     """Another row without a finite value takes no row's place in `best`."""
@@ -209,7 +209,7 @@ def test_13_what_is_not_finite_never_displaces_a_value(
 
 
 @invariant(policies, universes())
-def test_14_min_of_a_metric_is_max_of_its_negative(policy: RetentionPolicy, rows: list[Row]) -> None:
+def test_treats_min_of_a_metric_as_max_of_its_negative(policy: RetentionPolicy, rows: list[Row]) -> None:
     turned = [replace(best, mode="max" if best.mode == "min" else "min") for best in policy.keep.best]
     mirrored = [replace(row, metrics={name: -value for name, value in row.metrics.items()}) for row in rows]
     other = replace(policy, keep=replace(policy.keep, best=turned, match=None))
@@ -218,7 +218,7 @@ def test_14_min_of_a_metric_is_max_of_its_negative(policy: RetentionPolicy, rows
 
 
 @invariant(policies, universes(), policies, universes())
-def test_15_what_is_not_among_the_rows_has_no_effect(
+def test_ignores_what_is_not_among_the_rows(
     policy: RetentionPolicy, rows: list[Row], other: RetentionPolicy, others: list[Row]
 ) -> None:
     """Nothing is remembered from one plan to the next: partial and tombstoned checkpoints are no rows."""
@@ -228,7 +228,7 @@ def test_15_what_is_not_among_the_rows_has_no_effect(
 
 
 @invariant(policies, universes(), st.integers(0, SIZE))
-def test_16_a_plan_names_what_it_was_made_of_and_nothing_else(
+def test_names_in_a_plan_what_it_was_made_of_and_nothing_else(
     policy: RetentionPolicy, rows: list[Row], cut: int
 ) -> None:
     made = plan(policy, rows[:cut])
@@ -244,7 +244,7 @@ def _order(entry: Any) -> Any:
 
 
 @invariant(policies, universes(), st.integers(-3, 3))
-def test_18_shifting_all_clocks_by_whole_cells_changes_nothing(
+def test_changes_nothing_by_shifting_all_clocks_by_whole_cells(
     policy: RetentionPolicy, rows: list[Row], days: int
 ) -> None:
     shifted = [replace(row, created=row.created + days * 24 * HOUR) for row in rows]
@@ -253,14 +253,14 @@ def test_18_shifting_all_clocks_by_whole_cells_changes_nothing(
 
 
 @invariant(universes(), st.integers(1, 20), st.integers(-(10**6), 10**6))
-def test_18_within_survives_any_shift(rows: list[Row], hours: int, shift: int) -> None:
+def test_keeps_the_same_by_within_under_any_shift(rows: list[Row], hours: int, shift: int) -> None:
     policy = RetentionPolicy(Keep(1, within=timedelta(hours=hours)))
     shifted = [replace(row, created=row.created + shift) for row in rows]
     assert names(left(policy, shifted)) == names(left(policy, rows))
 
 
 @invariant(policies, universes(), st.integers(1, SIZE), st.floats(0.01, 1))
-def test_19_a_plan_that_exceeds_max_delete_is_refused(
+def test_refuses_a_plan_that_exceeds_max_delete(
     policy: RetentionPolicy, rows: list[Row], count: int, fraction: float
 ) -> None:
     made = plan(policy, rows)
@@ -270,7 +270,7 @@ def test_19_a_plan_that_exceeds_max_delete_is_refused(
 
 
 @invariant(policies, universes(), st.lists(st.integers(0, 12), max_size=6), st.integers(1, SIZE), st.floats(0.01, 1))
-def test_21_a_backlog_shrinks_with_each_prune_whatever_was_saved(
+def test_shrinks_a_backlog_with_each_prune_whatever_was_saved(
     policy: RetentionPolicy, rows: list[Row], saves: list[int], count: int, fraction: float
 ) -> None:
     """`saves` are how many were committed before each of the first prunes; then training only prunes."""
@@ -295,7 +295,7 @@ def test_21_a_backlog_shrinks_with_each_prune_whatever_was_saved(
 
 
 @invariant(policies, universes())
-def test_20_what_is_shown_is_what_is_carried_out(policy: RetentionPolicy, rows: list[Row]) -> None:
+def test_carries_out_what_is_shown(policy: RetentionPolicy, rows: list[Row]) -> None:
     """A plan that went through JSON is the plan."""
     made = plan(policy, rows)
     text = json.dumps(made.to_dict(), allow_nan=False)
@@ -308,7 +308,7 @@ GENEROUS = RetentionPolicy(Keep(1, best=[Best("acc", "max", 2, wait=Await(timede
 
 
 @invariant(universes(flags=False), st.lists(st.integers(0, 20), min_size=SIZE, max_size=SIZE))
-def test_late_metrics_cost_nothing_while_they_come_within_the_wait(rows: list[Row], delays: list[int]) -> None:
+def test_loses_nothing_by_late_metrics_that_come_within_the_wait(rows: list[Row], delays: list[int]) -> None:
     """Pruning after each commit and each report ends as if every metric had been known from the start."""
     rows = [replace(row, metrics=row.metrics if "acc" in row.metrics else {"acc": 0.5}) for row in rows]
     events = sorted(
@@ -327,7 +327,7 @@ def test_late_metrics_cost_nothing_while_they_come_within_the_wait(rows: list[Ro
     assert seen(there.values()) == seen(left(GENEROUS, rows))
 
 
-def test_path_independence_needs_metrics_that_stay_as_they_are() -> None:
+def test_needs_metrics_that_stay_as_they_are_for_path_independence() -> None:
     """The precondition: a value that comes after its checkpoint was dropped cannot bring it back."""
     policy = RetentionPolicy(Keep(1, best=[Best("acc", "max")]))
     rows = [Row(1, 1.0, "a"), Row(2, 2.0, "b", metrics={"acc": 1.0}), Row(3, 3.0, "c", metrics={"acc": 0.0})]
@@ -340,7 +340,7 @@ def only_weights(row: Row) -> bool:
     return row.kind == "weights"
 
 
-def test_path_independence_needs_a_match_that_thinning_does_not_turn_into_a_yes() -> None:
+def test_needs_a_match_that_stays_no_after_thinning_for_path_independence() -> None:
     """The other precondition. Without it more is kept than should be, and never less."""
     policy = RetentionPolicy(
         Keep(1, every=[EverySteps(10, last=1, thin="weights")], match="retention.test_invariants:only_weights")
@@ -351,7 +351,7 @@ def test_path_independence_needs_a_match_that_thinning_does_not_turn_into_a_yes(
     assert at_once < bit_by_bit
 
 
-def test_those_that_wait_do_so_by_time_and_not_by_step() -> None:
+def test_waits_by_time_and_not_by_step() -> None:
     """With clocks that disagree, the higher step leaves the window first, and the other is wanted then."""
     policy = RetentionPolicy(Keep(1, best=[Best("acc", "max", wait=Await(timedelta(seconds=2), 1))]))
     early, high, low = Row(1, 8.0, "a"), Row(5, 7.0, "a"), Row(0, 8.5, "a", metrics={"acc": 1.0})

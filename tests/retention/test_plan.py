@@ -56,7 +56,7 @@ def told(made: Plan) -> dict[int, tuple[str, str]]:
     }
 
 
-def test_every_row_says_why() -> None:
+def test_says_why_for_every_row() -> None:
     made = told(plan(EXAMPLE, example()))
     hours = "every: 24 hours, last 2, thin weights"
     grid = "every: 1000 steps, until 3000"
@@ -71,7 +71,7 @@ def test_every_row_says_why() -> None:
     assert made[5750][1].startswith("safety (newest); latest: 2 (1st latest)")
 
 
-def test_the_newest_by_step_and_by_time_are_named_apart_only_if_they_differ() -> None:
+def test_names_newest_by_step_and_by_time_apart_only_if_they_differ() -> None:
     def why(*rows: Row) -> dict[int, list[str]]:
         entries = plan(RetentionPolicy(Keep(1)), rows).entries
         return {one.row.step: [reason.why for reason in one.reasons if reason.rule == "safety"] for one in entries}
@@ -92,21 +92,21 @@ def test_the_newest_by_step_and_by_time_are_named_apart_only_if_they_differ() ->
         ({}, {"eval/loss"}, []),
     ],
 )
-def test_a_metric_of_a_rule_that_nobody_reports_is_named(
+def test_names_a_metric_of_a_rule_that_nobody_reports(
     metrics: dict[str, float], reported: set[str], missing: list[str]
 ) -> None:
     rows = [replace(row, metrics=metrics) for row in rows_at(1, 2)]
     assert unreported(RetentionPolicy(Keep(1, best=[Best("evl/loss", "min")])), rows, reported) == missing
 
 
-def test_a_metric_that_a_rule_still_waits_for_is_not_named() -> None:
+def test_names_no_metric_that_a_rule_still_waits_for() -> None:
     rows = [replace(row, metrics={"train/loss": 1.0}) for row in rows_at(1, 2)]
     for most, missing in ((2, []), (1, ["eval/loss"])):
         rule = Best("eval/loss", "min", wait=Await(for_=timedelta(days=1), max=most))
         assert unreported(RetentionPolicy(Keep(1, best=[rule])), rows, {"train/loss"}) == missing
 
 
-def test_what_has_a_tombstone_changes_no_decision_and_counts_once_for_max_delete() -> None:
+def test_decides_nothing_by_tombstones_and_counts_them_once_for_max_delete() -> None:
     rows = rows_at(*range(30))
     ordered = [replace(row, tombstone="delete") if row.step < 20 else row for row in rows]
     policy = RetentionPolicy(Keep(2))
@@ -118,7 +118,7 @@ def test_what_has_a_tombstone_changes_no_decision_and_counts_once_for_max_delete
     assert not circuit_breaker(again, count=20, fraction=0.5)
 
 
-def test_a_row_that_no_rule_could_keep_says_what_the_first_rule_says() -> None:
+def test_says_what_the_first_rule_says_of_a_row_that_no_rule_could_keep() -> None:
     rows = rows_at(1, 2, 3)
     rows[0] = replace(rows[0], kind="export")
     assert told(plan(RetentionPolicy(Keep(1)), rows))[1] == (
@@ -127,7 +127,7 @@ def test_a_row_that_no_rule_could_keep_says_what_the_first_rule_says() -> None:
     )
 
 
-def test_what_only_a_thinning_rule_keeps_is_thinned_and_says_what_it_missed() -> None:
+def test_thins_what_only_a_thinning_rule_keeps_and_says_what_it_missed() -> None:
     policy = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
     made = plan(policy, rows_at(10, 20, 21))
     assert [entry.action for entry in made.entries] == ["thin", "thin", "keep"]
@@ -136,14 +136,14 @@ def test_what_only_a_thinning_rule_keeps_is_thinned_and_says_what_it_missed() ->
     assert made.freed_bytes == 4
 
 
-def test_another_rule_keeps_a_row_whole_though_one_would_thin_it() -> None:
+def test_keeps_a_row_whole_by_another_rule_though_one_would_thin_it() -> None:
     policy = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")], steps=[10]))
     made = plan(policy, rows_at(10, 20, 21))
     assert [entry.action for entry in made.entries] == ["keep", "thin", "keep"]
 
 
 @pytest.mark.parametrize("groups", [{}, {"model": 3}, {"other": 3}])
-def test_a_checkpoint_that_cannot_be_thinned_stays_whole_and_says_so(groups: dict[str, int]) -> None:
+def test_keeps_a_checkpoint_whole_that_cannot_be_thinned_and_says_so(groups: dict[str, int]) -> None:
     policy = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
     rows = [replace(row, groups=groups) for row in rows_at(10, 20)]
     entry = plan(policy, rows).entries[0]
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_thinned_stays_whole_and_says_so(groups: dic
     assert "stays whole" in entry.miss.why
 
 
-def test_a_plan_goes_through_json_with_its_documented_shape() -> None:
+def test_writes_a_plan_as_json_of_its_documented_shape_and_reads_it_back() -> None:
     data = json.loads(json.dumps(plan(EXAMPLE, example()).to_dict(), allow_nan=False))
     assert set(data) == {"version", "rules", "summary", "checkpoints"}
     assert set(data["summary"]) == {"keep", "thin", "delete", "freed_bytes"}
@@ -169,17 +169,17 @@ def test_a_plan_goes_through_json_with_its_documented_shape() -> None:
 @pytest.mark.parametrize(
     "data", [{}, {"version": 2}, {"version": 1, "rules": []}, {"version": 1, "rules": [], "checkpoints": [{}]}]
 )
-def test_what_is_no_plan_is_refused(data: dict[str, Any]) -> None:
+def test_refuses_what_is_no_plan(data: dict[str, Any]) -> None:
     with pytest.raises(BucketpointError):
         Plan.from_dict(data)
 
 
-def test_a_plan_pickles() -> None:
+def test_pickles_a_plan() -> None:
     made = plan(EXAMPLE, example())
     assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
 
 
-def test_the_breaker_counts_thinned_ones_too() -> None:
+def test_counts_thinned_ones_for_the_breaker_too() -> None:
     keep = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
     made = plan(keep, rows_at(10, 11, 20, 21))
     assert len(made.deleted) + len(made.thinned) == 3
@@ -189,7 +189,7 @@ def test_the_breaker_counts_thinned_ones_too() -> None:
     assert "3 of 4" in refused.why
 
 
-def test_a_wrong_policy_is_refused_all_but_a_few_deletions_and_ordinary_work_is_not() -> None:
+def test_refuses_a_wrong_policy_and_neither_few_deletions_nor_ordinary_work() -> None:
     wrong = plan(RetentionPolicy(Keep(1)), rows_at(*range(1, 16)))
     refused = circuit_breaker(wrong, count=20, fraction=0.5)
     assert (refused.allowed, refused.unasked) == (False, 5)
@@ -202,7 +202,7 @@ def test_a_wrong_policy_is_refused_all_but_a_few_deletions_and_ordinary_work_is_
         assert circuit_breaker(plan(RetentionPolicy(Keep(1)), rows_at(*range(there))), count=20, fraction=0.5)
 
 
-def test_a_wrong_clock_far_ahead_costs_no_latest_and_no_milestone() -> None:
+def test_keeps_latest_and_milestones_under_a_wrong_clock_far_ahead() -> None:
     rows = rows_at(*range(100, 600, 100))
     rows[1] = replace(rows[1], created=9e9)
     policy = RetentionPolicy(Keep(2, every=[EverySteps(300)], within=timedelta(hours=1)))
@@ -236,7 +236,7 @@ def looks(number: int) -> int:
     return sum(CountedRow.looks.values())
 
 
-def test_each_row_is_looked_at_a_fixed_number_of_times_however_many_there_are() -> None:
+def test_looks_at_each_row_a_fixed_number_of_times_however_many_there_are() -> None:
     """No rule is quadratic: ten times the rows are ten times the looks, and `match` is asked once for each."""
     asked.clear()
     few = looks(300)
@@ -245,7 +245,7 @@ def test_each_row_is_looked_at_a_fixed_number_of_times_however_many_there_are() 
     assert few <= 40 * 300
 
 
-def test_no_word_of_a_plan_is_made_before_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makes_no_words_of_a_plan_before_somebody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pruner plans after every commit, and the words of 100,000 rows are most of the work."""
     made_of: list[Any] = []
 
@@ -264,7 +264,7 @@ def test_no_word_of_a_plan_is_made_before_somebody_reads_it(monkeypatch: pytest.
     assert len(made_of) == 6
 
 
-def test_entries_are_the_same_if_their_words_are() -> None:
+def test_compares_entries_by_their_words() -> None:
     made, again = plan(EXAMPLE, example()).entries, plan(EXAMPLE, example()).entries
     assert made[:19] == again[:19]
     assert made[1] != made[2]
@@ -275,7 +275,7 @@ def replace_miss(entry: Entry) -> Entry:
     return Entry.told(entry.row, entry.action, entry.reasons, Reason("another", "rule"))
 
 
-def test_rows_that_contradict_each_other_make_no_plan() -> None:
+def test_refuses_rows_that_contradict_each_other() -> None:
     row = Row(1, 1.0, "a")
     assert len(plan(EXAMPLE, [row, row, Row(1, 1.0, "a")]).entries) == 1
     with pytest.raises(BucketpointError, match="differ"):
@@ -292,12 +292,12 @@ def test_rows_that_contradict_each_other_make_no_plan() -> None:
         Row(1, 1.0, "a", "new"),
     ],
 )
-def test_a_row_that_has_no_place_in_the_order_makes_no_plan(row: Row) -> None:
+def test_refuses_a_row_that_has_no_place_in_the_order(row: Row) -> None:
     with pytest.raises(BucketpointError):
         plan(EXAMPLE, [row])
 
 
-def test_an_integer_too_large_for_a_float_and_what_is_no_number_are_never_ranked() -> None:
+def test_ranks_no_integer_too_large_for_a_float_and_nothing_but_numbers() -> None:
     rows = rows_at(1, 2, 3, 4, 5)
     odd: list[Any] = [10**400, "0.1", True, 3, 4.0]
     rows = [replace(row, metrics={"loss": value}) for row, value in zip(rows, odd, strict=True)]
@@ -316,20 +316,20 @@ no_function = 3
 
 
 @pytest.mark.parametrize("name", ["missing", "failing", "vague", "no_function"])
-def test_a_match_that_gives_no_answer_makes_no_plan(name: str) -> None:
+def test_refuses_a_match_that_gives_no_answer(name: str) -> None:
     policy = RetentionPolicy(Keep(1, match=f"retention.test_plan:{name}"))
     with pytest.raises(PolicyError, match=f"retention.test_plan:{name}"):
         plan(policy, rows_at(1))
 
 
-def test_a_match_is_imported_only_when_there_is_something_to_ask() -> None:
+def test_imports_a_match_only_when_there_is_something_to_ask() -> None:
     policy = RetentionPolicy(Keep(1, match="no_such_package.policies:keep"))
     assert plan(policy, []).entries == ()
     with pytest.raises(PolicyError, match="cannot be imported"):
         plan(policy, rows_at(1))
 
 
-def test_a_plan_with_a_metric_that_no_float_reaches_is_refused() -> None:
+def test_refuses_a_plan_with_a_metric_that_no_float_reaches() -> None:
     data = plan(EXAMPLE, example()).to_dict()
     data["checkpoints"][0]["metrics"] = {"loss": 10**400}
     with pytest.raises(BucketpointError, match="The plan is malformed"):

@@ -17,13 +17,13 @@ def policy(*args: object, **keywords: object) -> RetentionPolicy:
     return RetentionPolicy(Keep(*args, **keywords))  # type: ignore[arg-type]
 
 
-def test_orbax_every_n_steps_keeps_milestones_though_no_save_falls_on_the_grid() -> None:
+def test_keeps_milestones_though_no_save_falls_on_the_grid_unlike_orbax() -> None:
     """Its modulo keeps nothing of the steps 7, 507, 1007, ..."""
     rows = rows_at(*range(7, 6000, 500))
     assert steps(left(policy(1, every=[EverySteps(1000)]), rows)) == [1007, 2007, 3007, 4007, 5007, 5507]
 
 
-def test_orbax_every_n_seconds_does_not_hang_on_the_oldest_one_left() -> None:
+def test_keeps_every_n_seconds_beyond_the_oldest_one_left_unlike_orbax() -> None:
     """Its greedy rule, anchored on the oldest survivor, decides anew about all others once that one is gone."""
     rows = [Row(step, hour * HOUR, "a") for step, hour in enumerate((0, 6, 10, 12, 23, 24, 31))]
     rule = policy(1, every=[EveryHours(10)])
@@ -31,13 +31,13 @@ def test_orbax_every_n_seconds_does_not_hang_on_the_oldest_one_left() -> None:
     assert steps(left(rule, rows[1:])) == [1, 2, 4, 6]
 
 
-def test_orbax_nan_does_not_corrupt_the_order_of_the_best() -> None:
+def test_keeps_the_order_of_the_best_beside_nan_unlike_orbax() -> None:
     """With losses 1, NaN, 2 it keeps 2 as the best."""
     rows = reported(rows_at(1, 2, 3, 4), "loss", 1.0, math.nan, 2.0, 5.0)
     assert steps(left(policy(1, best=[Best("loss", "min")]), rows)) == [1, 4]
 
 
-def test_orbax_a_missing_metric_raises_nothing_and_is_not_kept_forever() -> None:
+def test_raises_nothing_for_a_missing_metric_and_drops_it_in_time_unlike_orbax() -> None:
     """It raises KeyError for a missing key, and keeps what has no metrics at all without bound."""
     rows = reported(rows_at(*range(10)), "loss", 1.0, None, 3.0, None, None, 2.0, None, None, None, None)
     assert steps(left(policy(1, best=[Best("loss", "min", 2)]), rows)) == [0, 5, 9]
@@ -45,7 +45,7 @@ def test_orbax_a_missing_metric_raises_nothing_and_is_not_kept_forever() -> None
     assert steps(left(waiting, rows)) == [0, 5, 8, 9]
 
 
-def test_orbax_best_n_alone_does_not_delete_what_was_just_saved() -> None:
+def test_keeps_what_was_just_saved_under_best_n_alone_unlike_orbax() -> None:
     """With a rising loss and n=2, saves 0 to 3 leave it with 0 and 1."""
     there: list[Row] = []
     for row in reported(rows_at(0, 1, 2, 3), "loss", 1.0, 2.0, 3.0, 4.0):
@@ -54,19 +54,19 @@ def test_orbax_best_n_alone_does_not_delete_what_was_just_saved() -> None:
     assert steps(there) == [0, 1, 3]
 
 
-def test_orbax_a_save_that_goes_back_behind_newer_steps_is_kept() -> None:
+def test_keeps_a_save_that_goes_back_behind_newer_steps_unlike_orbax() -> None:
     """After a rollback it says nothing and saves nothing. Here the newest by time stays whatever its step."""
     rows = rows_at(100, 200, 300, 150)
     assert steps(left(policy(1), rows)) == [150, 300]
 
 
-def test_orbax_within_is_measured_from_the_newest_and_never_empties_an_idle_run() -> None:
+def test_measures_within_from_the_newest_and_empties_no_idle_run_unlike_orbax() -> None:
     """Its LatestDuration is measured from now, and can drop everything after a pause."""
     rows = [replace(row, created=row.created - 10 * 365 * 86_400) for row in rows_at(1, 2, 3, 4)]
     assert steps(left(policy(1, within=timedelta(hours=2)), rows)) == [2, 3, 4]
 
 
-def test_torchtitan_an_export_of_weights_is_not_the_latest_checkpoint() -> None:
+def test_takes_no_export_of_weights_for_the_latest_unlike_torchtitan() -> None:
     """Its last save is weights only by default, and a job that resumes from it fails."""
     rows = rows_at(100, 200, 300)
     rows[-1] = replace(rows[-1], kind="weights")
@@ -75,32 +75,32 @@ def test_torchtitan_an_export_of_weights_is_not_the_latest_checkpoint() -> None:
     assert [reason.rule for reason in made.kept[0].reasons] == ["safety", "latest: 1"]
 
 
-def test_torchtnt_a_metric_of_zero_is_a_metric() -> None:
+def test_counts_a_metric_of_zero_unlike_torchtnt() -> None:
     """It tests the value for truth: a loss of 0.0 counted as none, and was never pruned."""
     rows = reported(rows_at(1, 2, 3, 4), "loss", 0.5, 0.0, 0.7, 0.9)
     assert steps(left(policy(1, best=[Best("loss", "min")]), rows)) == [2, 4]
 
 
-def test_huggingface_a_copy_with_new_times_loses_no_newer_step() -> None:
+def test_loses_no_newer_step_to_a_copy_with_new_times_unlike_huggingface() -> None:
     """It drops the oldest by mtime, which a copy of the bucket sets anew."""
     rows = [replace(row, created=1e9 - row.step) for row in rows_at(1, 2, 3, 4, 5)]
     assert steps(left(policy(3), rows)) == [1, 3, 4, 5]  # 1 is the newest by time
 
 
-def test_torchtnt_what_has_no_rank_is_pruned_all_the_same() -> None:
+def test_prunes_what_has_no_rank_unlike_torchtnt() -> None:
     """Infinite and missing values are untracked there, and stay forever."""
     rows = reported(rows_at(*range(6)), "loss", math.inf, -math.inf, math.nan, None, 1.0, 2.0)
     assert steps(left(policy(1, best=[Best("loss", "min", 9)]), rows)) == [4, 5]
 
 
-def test_ray_a_missing_metric_is_not_the_best_when_less_is_better() -> None:
+def test_ranks_no_missing_metric_as_best_when_less_is_better_unlike_ray() -> None:
     """It scores a missing key as -inf, turns the sign for min, and deleted the losses 1 and 2."""
     rows = reported(rows_at(1, 2, 3, 4, 5), "loss", 1.0, 2.0, None, None, 3.0)
     assert steps(left(policy(1, best=[Best("loss", "min", 2)]), rows)) == [1, 2, 5]
 
 
 @pytest.mark.parametrize("ties", ["oldest", "newest"])
-def test_gitlab_equal_times_cannot_reorder_anything(ties: str) -> None:
+def test_keeps_the_order_among_equal_times_unlike_gitlab(ties: str) -> None:
     """Its registry sorted tags by times that were equal, and deleted newer ones. The order here is total."""
     rows = [Row(step, 1e9, name, metrics={"loss": 1.0}) for step in (1, 2, 3) for name in ("a", "b")]
     rule = policy(2, best=[Best("loss", "min", 1, ties)])  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_gitlab_equal_times_cannot_reorder_anything(ties: str) -> None:
         assert names(left(rule, [*rows[turn:], *rows[:turn]])) == expected
 
 
-def test_restic_an_empty_policy_is_refused() -> None:
+def test_refuses_an_empty_policy_unlike_restic() -> None:
     """It learnt to refuse a policy that keeps nothing."""
     with pytest.raises(PolicyError):
         policy(0)
@@ -118,14 +118,14 @@ def test_restic_an_empty_policy_is_refused() -> None:
         Keep()  # type: ignore[call-arg]
 
 
-def test_megatron_bridge_a_plan_takes_nothing_that_was_committed_after_it() -> None:
+def test_takes_nothing_that_was_committed_after_a_plan_unlike_megatron_bridge() -> None:
     """It pruned before the new checkpoint was durable. A plan names only what it was made of."""
     before = plan(policy(2), rows_at(1, 2, 3))
     after = plan(policy(2), rows_at(1, 2, 3, 4))
     assert [entry.row.step for entry in before.agreed(after)] == [1]
 
 
-def test_openpipe_a_leased_checkpoint_survives_until_its_reader_is_done() -> None:
+def test_keeps_a_leased_checkpoint_until_its_reader_is_done_unlike_openpipe() -> None:
     """Evaluators and trainers race there."""
     rows = rows_at(1, 2, 3)
     leased = [replace(rows[0], leased=True), *rows[1:]]
@@ -134,6 +134,6 @@ def test_openpipe_a_leased_checkpoint_survives_until_its_reader_is_done() -> Non
     assert [entry.row.step for entry in plan(policy(1), rows).agreed(plan(policy(1), leased))] == [2]
 
 
-def test_levanter_the_grid_changes_where_until_says() -> None:
+def test_changes_the_grid_where_until_says_unlike_levanter() -> None:
     rule = policy(1, every=[EverySteps(1000, until=3000), EverySteps(5000)])
     assert steps(left(rule, rows_at(*range(0, 12001, 500)))) == [0, 1000, 2000, 3000, 5000, 10000, 12000]

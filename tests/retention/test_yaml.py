@@ -86,17 +86,17 @@ def keep(*lines: str) -> str:
     return "\n".join(["version: 1", "keep:", "  latest: 1", *(f"  {line}" for line in lines)]) + "\n"
 
 
-def test_the_example_is_the_same_policy_as_the_python_objects() -> None:
+def test_reads_the_example_as_the_same_policy_as_the_python_objects() -> None:
     assert read((ROOT / "examples/retention.yaml").read_text()) == EXAMPLE
 
 
-def test_rules_keep_the_same_from_yaml_and_from_python() -> None:
+def test_keeps_the_same_by_rules_from_yaml_and_from_python() -> None:
     rows = rows_at(*range(0, 30000, 500))
     again = read((ROOT / "examples/retention.yaml").read_text())
     assert plan(again, rows).to_dict() == plan(EXAMPLE, rows).to_dict()
 
 
-def test_the_smallest_policy_has_the_documented_defaults() -> None:
+def test_gives_the_smallest_policy_the_documented_defaults() -> None:
     policy = read("version: 1\nkeep: {latest: 3}\n")
     assert policy == RetentionPolicy(Keep(3))
     assert policy.prune == Prune("after_commit", timedelta(hours=24), timedelta(hours=48), MaxDelete(20, 0.5))
@@ -105,7 +105,7 @@ def test_the_smallest_policy_has_the_documented_defaults() -> None:
 
 
 @given(policies)
-def test_any_policy_comes_back_from_its_own_yaml(policy: RetentionPolicy) -> None:
+def test_reads_any_policy_back_from_its_own_yaml(policy: RetentionPolicy) -> None:
     assert from_yaml(to_yaml(policy), environ={}) == policy
 
 
@@ -116,7 +116,7 @@ odd_words = st.sampled_from(
 
 
 @given(words | odd_words, words, st.integers(0, 10**12))
-def test_names_that_yaml_takes_for_something_else_come_back(metric: str, root: str, seconds: int) -> None:
+def test_reads_names_back_that_yaml_takes_for_something_else(metric: str, root: str, seconds: int) -> None:
     policy = RetentionPolicy(
         Keep(1, best=[Best(metric, "max")]), root=f"s3://{root}/$x", prune=Prune(grace=timedelta(seconds=seconds))
     )
@@ -124,13 +124,13 @@ def test_names_that_yaml_takes_for_something_else_come_back(metric: str, root: s
 
 
 @pytest.mark.parametrize("setting", [setting.name for setting in dataclasses.fields(RetentionPolicy)])
-def test_every_setting_is_written(setting: str) -> None:
+def test_writes_every_setting(setting: str) -> None:
     policy = dataclasses.replace(EXAMPLE, run="gpt-7b", layout=Layout("at-{step}"), prune=Prune(grace=timedelta(1.5)))
     assert getattr(policy, setting) != getattr(RetentionPolicy(Keep(1)), setting)
     assert getattr(from_yaml(to_yaml(policy), environ={}), setting) == getattr(policy, setting)
 
 
-def test_what_stands_at_its_default_is_not_written() -> None:
+def test_writes_nothing_that_stands_at_its_default() -> None:
     assert to_yaml(RetentionPolicy(Keep(3))) == "version: 1\nkeep: {latest: 3}\n"
 
 
@@ -144,7 +144,7 @@ def test_what_stands_at_its_default_is_not_written() -> None:
         ("2w", timedelta(days=14)),
     ],
 )
-def test_durations_have_units(text: str, span: timedelta) -> None:
+def test_reads_durations_with_units(text: str, span: timedelta) -> None:
     assert read(keep(f"within: {text}")).keep.within == span
 
 
@@ -172,7 +172,7 @@ save: {on: [sigkill], every: [{steps: 100}, {steps: 50}]}
 """
 
 
-def test_every_fault_of_a_file_is_named_with_its_place() -> None:
+def test_names_every_fault_of_a_file_with_its_place() -> None:
     assert faults(BROKEN) == [
         (2, 1, "rot: The key `rot` is not known"),
         (3, 12, "root: NOPE is not set"),
@@ -193,7 +193,7 @@ def test_every_fault_of_a_file_is_named_with_its_place() -> None:
     ]
 
 
-def test_the_error_shows_all_faults_and_survives_pickling() -> None:
+def test_shows_all_faults_in_the_error_that_survives_pickling() -> None:
     with pytest.raises(PolicyError) as caught:
         read(BROKEN)
     error = caught.value
@@ -260,14 +260,14 @@ def test_the_error_shows_all_faults_and_survives_pickling() -> None:
         ("version: 1\nin_flight: {}\nkeep: {latest: 1}\n", (2, 1), "in_flight: The key `in_flight` is not known"),
     ],
 )
-def test_a_fault_is_named_where_it_stands(text: str, place: tuple[int, int], message: str) -> None:
+def test_names_a_fault_where_it_stands(text: str, place: tuple[int, int], message: str) -> None:
     found = faults(text)
     assert len(found) == 1
     assert found[0][:2] == place
     assert found[0][2].startswith(message)
 
 
-def test_deep_nesting_is_a_fault_and_no_crash() -> None:
+def test_reports_deep_nesting_as_a_fault_without_a_crash() -> None:
     assert faults("version: 1\nkeep: " + "[" * 5000)[0][2] == "The policy is nested too deeply"
 
 
@@ -299,7 +299,7 @@ def test_lists_the_first_100_faults_of_a_policy_and_counts_the_others() -> None:
         ("{hours: 6}", "{hours: 24, last: 14}"),
     ],
 )
-def test_a_rule_that_another_always_covers_is_unreachable(first: str, second: str) -> None:
+def test_reports_a_rule_as_unreachable_that_another_always_covers(first: str, second: str) -> None:
     (found,) = faults(keep(f"every: [{first}, {second}]"))
     assert found[2].startswith("keep.every[1]: The rule keeps nothing that another rule does not keep")
     (found,) = faults(keep(f"every: [{second}, {first}]"))
@@ -318,11 +318,11 @@ def test_a_rule_that_another_always_covers_is_unreachable(first: str, second: st
         "{steps: 24}, {hours: 24}",
     ],
 )
-def test_rules_that_may_keep_something_of_their_own_stand(rules: str) -> None:
+def test_accepts_rules_that_may_keep_something_of_their_own(rules: str) -> None:
     assert len(read(keep(f"every: [{rules}]")).keep.every) == 2
 
 
-def test_a_best_rule_that_another_covers_is_unreachable() -> None:
+def test_reports_a_best_rule_as_unreachable_that_another_covers() -> None:
     wide, narrow = "{metric: a, mode: min, count: 3}", "{metric: a, mode: min, count: 2}"
     assert faults(keep(f"best: [{wide}, {narrow}]"))[0][2].startswith("keep.best[1]: The rule keeps nothing")
     waits = "{metric: a, mode: min, count: 2, await: {for: 1h, max: 1}}"
@@ -330,7 +330,7 @@ def test_a_best_rule_that_another_covers_is_unreachable() -> None:
 
 
 @given(policies, st.data())
-def test_a_rule_that_is_called_unreachable_never_keeps_anything_of_its_own(policy: RetentionPolicy, data: Any) -> None:
+def test_calls_no_rule_unreachable_that_keeps_anything_of_its_own(policy: RetentionPolicy, data: Any) -> None:
     """The definition, on random rows: without the rule the plan is the same."""
     extra = data.draw(every_rules)
     listed = [*policy.keep.every, extra]
@@ -344,7 +344,7 @@ def test_a_rule_that_is_called_unreachable_never_keeps_anything_of_its_own(polic
     assert seen(left(RetentionPolicy(with_it), rows)) == seen(left(RetentionPolicy(without), rows))
 
 
-def test_the_root_takes_variables_from_the_environment() -> None:
+def test_takes_variables_in_the_root_from_the_environment() -> None:
     text = "version: 1\nroot: s3://${BUCKET}/${RUN:-run-1}/$${x}\nkeep: {latest: 1}\n"
     assert read(text, BUCKET="b").root == "s3://b/run-1/${x}"
     assert read(text, BUCKET="b", RUN="r").root == "s3://b/r/${x}"
@@ -352,12 +352,12 @@ def test_the_root_takes_variables_from_the_environment() -> None:
     assert faults(text, BUCKET="") == [(2, 12, "root: BUCKET is empty")]
 
 
-def test_what_a_variable_holds_is_not_read_as_yaml_or_as_another_variable() -> None:
+def test_reads_no_variable_as_yaml_or_as_another_variable() -> None:
     text = "version: 1\nroot: ${A}\nkeep: {latest: 1}\n"
     assert read(text, A="x: ${B}").root == "x: ${B}"
 
 
-def test_python_objects_are_checked_like_yaml() -> None:
+def test_checks_python_objects_like_yaml() -> None:
     with pytest.raises(PolicyError, match=r"keep\.latest|latest: 0 is out of bounds"):
         Keep(0)
     with pytest.raises(PolicyError, match="not a whole number"):
@@ -375,7 +375,7 @@ def test_python_objects_are_checked_like_yaml() -> None:
     assert [fault.path for fault in caught.value.faults] == [("metric",), ("mode",), ("count",)]
 
 
-def test_the_schema_file_is_the_one_that_the_classes_make() -> None:
+def test_makes_the_schema_file_of_the_classes() -> None:
     file = Path(bucketpoint.retention.__file__).with_name(SCHEMA_FILE)
     assert file.read_text(encoding="utf-8") == schema_text(), "run tools/make_policy_schema.py"
     jsonschema.Draft202012Validator.check_schema(json.loads(schema_text()))
@@ -390,11 +390,11 @@ def as_editors_see_it(text: str) -> Any:
 
 
 @given(policies)
-def test_the_schema_takes_what_the_reader_takes(policy: RetentionPolicy) -> None:
+def test_accepts_in_the_schema_what_the_reader_takes(policy: RetentionPolicy) -> None:
     VALIDATOR.validate(yaml.safe_load(to_yaml(policy)))
 
 
-def test_the_schema_takes_the_example() -> None:
+def test_accepts_the_example_in_the_schema() -> None:
     VALIDATOR.validate(as_editors_see_it((ROOT / "examples/retention.yaml").read_text()))
 
 
@@ -420,12 +420,12 @@ def test_the_schema_takes_the_example() -> None:
         "version: 1\nkeep: {latest: 1}\nsave: {in_flight: {max: 2}}\n",
     ],
 )
-def test_the_schema_refuses_what_the_reader_refuses(text: str) -> None:
+def test_refuses_in_the_schema_what_the_reader_refuses(text: str) -> None:
     assert faults(text)
     assert not VALIDATOR.is_valid(as_editors_see_it(text))
 
 
-def test_debris_is_never_swept_before_the_least_age_of_a_sweep() -> None:
+def test_sweeps_no_debris_before_the_least_age_of_a_sweep() -> None:
     assert LEAST_DEBRIS_AGE[0].total_seconds() == MIN_SWEEP_AGE_S
     ((_, _, said),) = faults("version: 1\nkeep: {latest: 1}\nprune: {debris_after: 59m}\n")
     assert "59m is too short: a sweep could delete the data of a running save" in said

@@ -118,19 +118,19 @@ def in_archives(samples: dict[str, bytes]) -> dict[str, bytes]:
     return {name: archive(body) for name, body in samples.items()}
 
 
-def test_items_of_allowed_names_neither_end_the_reader_nor_hold_it(tmp_path: Path) -> None:
+def test_reads_items_of_allowed_names_without_a_crash_or_a_hang(tmp_path: Path) -> None:
     found = outcomes({**in_archives(crashes()), **expanding_archives()}, tmp_path, "item")
     assert len(found) >= 17
     assert {name: told for name, told in found.items() if told != ["UnsafeDataError", False]} == {}
 
 
-def test_metadata_neither_ends_the_reader_nor_holds_it(tmp_path: Path) -> None:
+def test_reads_metadata_without_a_crash_or_a_hang(tmp_path: Path) -> None:
     found = outcomes(crashes(), tmp_path, "metadata")
     unsafe = {"UnsafeDataError", "MetadataError"}
     assert {name: told for name, told in found.items() if told[-1] or not unsafe.issuperset(told[:-1])} == {}
 
 
-def test_a_stream_of_bytes_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+def test_loads_a_stream_of_bytes_as_it_was_saved(tmp_path: Path) -> None:
     stream = io.BytesIO(b"abcdef")
     stream.seek(3)
     dcp.save({"x": stream}, checkpoint_id=f"file://{tmp_path}/x", storage_writer=bp.BucketWriter(), no_dist=True)
@@ -139,7 +139,7 @@ def test_a_stream_of_bytes_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     assert (state["x"].getvalue(), state["x"].tell()) == (b"abcdef", 3)
 
 
-def test_metadata_of_torch_before_2_2_is_read(tmp_path: Path) -> None:
+def test_reads_metadata_of_torch_before_2_2(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(4.0)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     data = pickle.dumps(metadata, 2)
@@ -154,7 +154,7 @@ def test_metadata_of_torch_before_2_2_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["item of bytes", "tensor item"])
-def test_indices_of_a_sparse_tensor_that_lie_outside_of_it_are_refused(where: str, tmp_path: Path) -> None:
+def test_refuses_indices_of_a_sparse_tensor_that_lie_outside_of_it(where: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}"
     if where == "tensor item":
         theirs(tmp_path, {"w": torch.ones(4)}, saved(out_of_bounds()))
@@ -167,7 +167,7 @@ def test_indices_of_a_sparse_tensor_that_lie_outside_of_it_are_refused(where: st
 
 
 @pytest.mark.parametrize("target", ["sparse, with other elements", "sparse, empty", "dense"])
-def test_a_sparse_tensor_is_loaded_as_it_was_saved(target: str, tmp_path: Path) -> None:
+def test_loads_a_sparse_tensor_as_it_was_saved(target: str, tmp_path: Path) -> None:
     eye = torch.eye(4).to_sparse()
     dcp.save({"w": eye}, checkpoint_id=f"file://{tmp_path}/x", storage_writer=bp.BucketWriter(), no_dist=True)
     into = torch.zeros(4, 4)
@@ -182,7 +182,7 @@ def test_a_sparse_tensor_is_loaded_as_it_was_saved(target: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
-def test_compressed_sparse_tensors_take_other_elements_than_they_had(layout: torch.layout) -> None:
+def test_loads_compressed_sparse_tensors_over_other_elements_than_they_had(layout: torch.layout) -> None:
     """torch 2.15 refuses to save them; older ones save them, and then they are loaded."""
     block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
     target = torch.zeros(4, 4)

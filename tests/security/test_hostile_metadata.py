@@ -60,7 +60,7 @@ def error_of(action: Callable[[], Any]) -> BucketpointError:
 
 
 @pytest.mark.parametrize("path", ELSEWHERE)
-def test_no_path_leads_out_of_the_checkpoint(path: str, tmp_path: Path) -> None:
+def test_refuses_every_path_that_leads_out_of_the_checkpoint(path: str, tmp_path: Path) -> None:
     """A load, a verification and a copy refuse it; an overwrite leaves alone what it names."""
     root, url = f"file://{tmp_path}", f"file://{tmp_path}/run/step-1"
     save(url, 1)
@@ -79,7 +79,7 @@ def test_no_path_leads_out_of_the_checkpoint(path: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [".metadata", "./.metadata", ".bucketpoint.json", "inner/.metadata"])
-def test_an_overwrite_never_deletes_a_commit_that_old_metadata_calls_data(path: str, tmp_path: Path) -> None:
+def test_deletes_no_commit_in_an_overwrite_that_old_metadata_calls_data(path: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     save(f"{url}/inner", 3)
     save(url, 1)
@@ -91,9 +91,7 @@ def test_an_overwrite_never_deletes_a_commit_that_old_metadata_calls_data(path: 
 
 @pytest.mark.parametrize("nbytes", [1 << 33, 1 << 45, (1 << 63) - 1, 1 << 70, -1], ids=hex)
 @pytest.mark.parametrize("field", ["length", "offset"])
-def test_sizes_that_no_object_has_are_refused_before_they_are_allocated(
-    field: str, nbytes: int, tmp_path: Path
-) -> None:
+def test_refuses_sizes_that_no_object_has_before_they_are_allocated(field: str, nbytes: int, tmp_path: Path) -> None:
     """Of the items that are taken whole: those of bytes, and those of other writers."""
     url = f"file://{tmp_path}/run"
     save(url, 1)
@@ -111,7 +109,7 @@ def test_sizes_that_no_object_has_are_refused_before_they_are_allocated(
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 <= GROWTH_BYTES
 
 
-def test_a_record_larger_than_any_is_not_read(tmp_path: Path) -> None:
+def test_refuses_to_read_a_record_larger_than_any(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
     policy = RetentionPolicy(Keep(latest=3), prune=Prune(when="manual"))
     with bp.CheckpointManager(url, policy=policy) as manager:

@@ -115,7 +115,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
     return found
 
 
-def test_no_pickle_of_the_corpus_is_read_and_none_runs(outcomes: dict[str, Any], bucketpoint_tally: Tally) -> None:
+def test_reads_and_runs_no_pickle_of_the_corpus(outcomes: dict[str, Any], bucketpoint_tally: Tally) -> None:
     found = outcomes["programs"]
     bucketpoint_tally.made("malicious pickles refused", len(found))
     assert len(found) >= 3 * 75
@@ -124,7 +124,7 @@ def test_no_pickle_of_the_corpus_is_read_and_none_runs(outcomes: dict[str, Any],
     assert {name: told[1] for name, told in found.items() if told[1]} == {}
 
 
-def test_the_corpus_is_not_harmless(tmp_path: Path) -> None:
+def test_checks_that_the_corpus_is_not_harmless(tmp_path: Path) -> None:
     """What is refused would run: the plain unpickler does it."""
     for name in ("os.system", "eval", "in a dictionary", "GLOBAL, REDUCE", "os.open"):
         canary = tmp_path / "canary"
@@ -134,7 +134,7 @@ def test_the_corpus_is_not_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux")
-def test_no_bomb_of_the_corpus_goes_off(outcomes: dict[str, Any]) -> None:
+def test_sets_off_no_bomb_of_the_corpus(outcomes: dict[str, Any]) -> None:
     """Refused, or read, within a bound: 64 MiB, or 200 bytes for each byte of the pickle."""
     found = outcomes["bombs"]
     assert len(found) >= 3 * 20
@@ -145,12 +145,12 @@ def test_no_bomb_of_the_corpus_goes_off(outcomes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", sorted(name for name in bombs() if "any" in name or "range" in name or "computed" in name)
 )
-def test_calls_that_allocate_what_they_are_told_are_refused(name: str) -> None:
+def test_refuses_calls_that_allocate_what_they_are_told(name: str) -> None:
     """These are only names of the allow-list: it is the call that is refused, as `torch.load` would make it."""
     assert refused_globals(bombs()[name])
 
 
-def test_an_archive_that_is_compressed_is_refused() -> None:
+def test_refuses_an_archive_that_is_compressed() -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x04" + b"N0" * 20_000_000 + b"N.")
@@ -166,12 +166,12 @@ def _archive() -> bytes:
     return stream.getvalue()
 
 
-def test_an_archive_whose_directory_lies_before_its_beginning_is_none_that_can_be_read() -> None:
+def test_refuses_an_archive_whose_directory_lies_before_its_beginning() -> None:
     data = _archive()
     assert refused_globals(data[:4] + data[1000:]) is None
 
 
-def test_an_archive_whose_names_are_no_text_is_none_that_can_be_read() -> None:
+def test_refuses_an_archive_whose_names_are_no_text() -> None:
     data = bytearray(_archive())
     at = data.rindex(b"version", 0, data.rindex(b"PK\x05\x06"))
     data[at : at + 2] = b"\xff\xec"

@@ -79,7 +79,7 @@ def managed(root: str, options: dict[str, Any], *steps: int) -> None:
             manager.save(step, trained(step))
 
 
-def test_the_files_name_no_star_but_below_the_prefix() -> None:
+def test_names_no_star_but_below_the_prefix_in_the_files() -> None:
     for role in ROLES:
         for statement in statements(role, "b"):
             assert statement["Effect"] == "Allow"
@@ -91,14 +91,14 @@ def test_the_files_name_no_star_but_below_the_prefix() -> None:
     assert sorted(path.name for path in POLICIES.glob("*.json")) == sorted(f"{role}.json" for role in ROLES)
 
 
-def test_the_files_are_those_of_the_one_source() -> None:
+def test_makes_the_files_of_the_one_source() -> None:
     texts = make_policies.files()
     assert {path for path in POLICIES.parent.rglob("*") if path.is_file()} == set(texts)
     for path, text in texts.items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run tools/make_policies.py"
 
 
-def test_amazons_policies_admit_requests_without_a_prefix_and_else_equal_minios() -> None:
+def test_allows_requests_without_a_prefix_in_amazons_policies_unlike_minios() -> None:
     # S3 evaluates the right to list, with its condition, to choose between 404 and 403 for a GET of a missing key.
     for role in ROLES:
         amazons = (POLICIES.parent / "aws" / f"{role}.json").read_text()
@@ -107,7 +107,7 @@ def test_amazons_policies_admit_requests_without_a_prefix_and_else_equal_minios(
         assert amazons.replace("StringLikeIfExists", "StringLike") == (POLICIES / f"{role}.json").read_text()
 
 
-def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
+def test_lets_a_trainer_save_overwrite_restore_and_keep_notes(
     place: tuple[str, dict[str, dict[str, Any]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket, roles = place
@@ -134,7 +134,7 @@ def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
     assert refused == [], "nothing of a trainer's daily work is refused"
 
 
-def test_a_trainer_that_prunes_or_removes_ends_no_checkpoint(
+def test_lets_no_trainer_that_prunes_or_removes_end_a_checkpoint(
     place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket, roles = place
@@ -157,7 +157,7 @@ def test_a_trainer_that_prunes_or_removes_ends_no_checkpoint(
         assert target["model"]["w"][0] == step
 
 
-def test_a_reader_finds_loads_and_verifies(place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server) -> None:
+def test_lets_a_reader_find_load_and_verify(place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server) -> None:
     bucket, roles = place
     root = f"s3://{bucket}/{RUN}"
     managed(root, minio.options, 30)
@@ -166,7 +166,7 @@ def test_a_reader_finds_loads_and_verifies(place: tuple[str, dict[str, dict[str,
     assert verify(saved).ok
 
 
-def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
+def test_lets_a_pruner_plan_prune_thin_undo_and_sweep(
     place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
 ) -> None:
     bucket, roles = place
@@ -203,7 +203,7 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     assert list(store.list_multipart(debris)) == []
 
 
-def test_without_the_prefix_the_policies_are_for_the_whole_bucket(minio: S3Server) -> None:
+def test_covers_the_whole_bucket_by_policies_without_the_prefix(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     roles = {role: minio.limited_options(*statements(role, bucket, below="")) for role in ROLES}
     for root in (f"s3://{bucket}", f"s3://{bucket}/run"):
@@ -257,7 +257,7 @@ ELSEWHERE = {"pruner": {"uploads"}}
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_role_is_refused_all_that_is_not_its_work(
+def test_refuses_each_role_all_that_is_not_its_work(
     role: str, place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
 ) -> None:
     """Every request that a store makes, on each kind of object, in the run and in another one beside it."""

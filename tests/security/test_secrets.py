@@ -49,7 +49,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_no_failure_of_a_store_tells_a_secret(failure: str, log: io.StringIO) -> None:
+def test_tells_no_secret_in_a_failure_of_a_store(failure: str, log: io.StringIO) -> None:
     """A store that redirects without saying where to is an error of ours as well, and not botocore's recursion."""
     with scripted(lambda request, number: FAILURES[failure]) as server:
         options = planted(server.endpoint, **s3_attempts(2))
@@ -70,7 +70,7 @@ def test_no_failure_of_a_store_tells_a_secret(failure: str, log: io.StringIO) ->
     assert_clean(log.getvalue(), "log")
 
 
-def test_no_way_of_not_reaching_a_store_tells_a_secret(log: io.StringIO) -> None:
+def test_tells_no_secret_in_any_way_of_not_reaching_a_store(log: io.StringIO) -> None:
     proxies = {"https": f"http://user:{SECRETS['proxy password']}@127.0.0.1:{free_port()}"}
     dead, once = f"127.0.0.1:{free_port()}", s3_attempts(1)["config_kwargs"]
     for options in (
@@ -90,7 +90,7 @@ def test_no_way_of_not_reaching_a_store_tells_a_secret(log: io.StringIO) -> None
     assert_clean(log.getvalue(), "log")
 
 
-def test_options_that_are_wrong_are_not_quoted() -> None:
+def test_quotes_no_options_that_are_wrong() -> None:
     for wrong in (
         {"key": SECRETS["access key"], "access_key": SECRETS["secret key"]},
         {"secrets": SECRETS["secret key"]},
@@ -105,7 +105,7 @@ def test_options_that_are_wrong_are_not_quoted() -> None:
         assert_failure_is_clean(caught.value, str(sorted(wrong)))
 
 
-def test_the_program_tells_no_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tells_no_secret_in_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
     with scripted(lambda request, number: error(403, "SignatureDoesNotMatch")) as server:
         for command in ("show", "verify", "ls", "doctor"):
@@ -117,7 +117,7 @@ def test_the_program_tells_no_secret(capsys: pytest.CaptureFixture[str], monkeyp
                 assert_clean(said.out + said.err, f"{command} {more}")
 
 
-def test_nothing_that_a_save_writes_holds_a_secret(s3_tls: S3Server, bucket_tls: str, log: io.StringIO) -> None:
+def test_holds_no_secret_in_anything_that_a_save_writes(s3_tls: S3Server, bucket_tls: str, log: io.StringIO) -> None:
     """With an SSE-C key, which goes out with every request and comes back; the objects are read with it."""
     key = SECRETS["customer key"]
     options = {**s3_tls.options, "request_kwargs": {"SSECustomerKey": key}}
@@ -151,7 +151,7 @@ def test_nothing_that_a_save_writes_holds_a_secret(s3_tls: S3Server, bucket_tls:
     [{"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": KMS_KEY}, {"ServerSideEncryption": "AES256"}],
     ids=["kms", "s3"],
 )
-def test_a_checkpoint_is_encrypted_by_the_store_and_comes_back(minio: S3Server, sse: dict[str, str]) -> None:
+def test_loads_a_checkpoint_that_the_store_encrypted(minio: S3Server, sse: dict[str, str]) -> None:
     bucket = minio.make_bucket()
     options, url = {**minio.options, "request_kwargs": sse}, f"s3://{bucket}/run/step-1"
     dcp.save(
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_encrypted_by_the_store_and_comes_back(minio: S3Server, 
     ],
     ids=repr,
 )
-def test_verification_is_not_switched_off_by_one_option_or_an_empty_variable(
+def test_keeps_verification_on_despite_one_option_or_an_empty_variable(
     s3_tls: S3Server, options: dict[str, Any], variable: str | None, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable:

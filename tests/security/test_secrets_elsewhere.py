@@ -72,7 +72,7 @@ def talkative() -> Iterator[dict[str, Any]]:
     Talkative.store.clear()
 
 
-def test_a_filesystem_that_quotes_its_options_is_not_quoted(talkative: dict[str, Any], log: io.StringIO) -> None:
+def test_quotes_no_filesystem_that_quotes_its_options(talkative: dict[str, Any], log: io.StringIO) -> None:
     url, state = "talkative://run/step-1", {"w": torch.ones(3), "step": 1}
     writer, reader = bp.BucketWriter(storage_options=talkative), bp.BucketReader(storage_options=talkative)
     store, _ = open_store(url, storage_options=talkative)
@@ -95,7 +95,7 @@ def test_a_filesystem_that_quotes_its_options_is_not_quoted(talkative: dict[str,
     assert_clean(log.getvalue(), "log")
 
 
-def test_options_that_do_not_fit_a_filesystem_are_not_quoted(tmp_path: Path) -> None:
+def test_quotes_no_options_that_do_not_fit_a_filesystem(tmp_path: Path) -> None:
     class Picky(MemoryFileSystem):  # type: ignore[misc]
         protocol = "picky"
 
@@ -118,7 +118,7 @@ def test_options_that_do_not_fit_a_filesystem_are_not_quoted(tmp_path: Path) -> 
     ["ftp://me:{}@host/run", "s3://KEY:se/c{}@bucket/run", "sftp://:{}@host/run", "simplecache::ftp://me:{}@host/x"],
 )
 @pytest.mark.parametrize("own", [False, True], ids=["by its scheme", "with a filesystem"])
-def test_a_password_in_a_url_is_refused_and_not_told(
+def test_refuses_a_password_in_a_url_and_does_not_tell_it(
     url: str, own: bool, capsys: pytest.CaptureFixture[str], log: io.StringIO
 ) -> None:
     """The URL of a checkpoint is logged, and written into it."""
@@ -136,7 +136,7 @@ def test_a_password_in_a_url_is_refused_and_not_told(
     assert_clean(said.out + said.err + log.getvalue(), "the program")
 
 
-def test_urls_without_a_password_are_taken() -> None:
+def test_accepts_urls_without_a_password() -> None:
     for url in (
         "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name/x",
         "abfs://container@account.dfs.core.windows.net/x",
@@ -163,7 +163,7 @@ PASSWORDS = st.lists(ODD, min_size=1, max_size=4).map(lambda parts: MARK.join(["
     user=st.sampled_from(["AKIAKEY", "", "me%40here"]),
     scheme=st.sampled_from(["s3", "S3A", "gs", "az", "sftp", "https", "simplecache::s3"]),
 )
-def test_no_password_of_a_url_is_told_whatever_it_is_made_of(password: str, user: str, scheme: str) -> None:
+def test_tells_no_password_of_a_url_whatever_it_is_made_of(password: str, user: str, scheme: str) -> None:
     url = f"{scheme}://{user}:{password}@bucket/run/step-1"
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -189,7 +189,7 @@ def test_no_password_of_a_url_is_told_whatever_it_is_made_of(password: str, user
         assert MARK not in clean(f"could not reach {url} in time")
 
 
-def test_texts_are_cleaned_of_what_is_secret_and_of_nothing_else() -> None:
+def test_cleans_texts_of_what_is_secret_and_of_nothing_else() -> None:
     assert clean("GET https://me:hush@host/x?sig=hush failed") == "GET https://host/x failed"
     assert hide("token abcdef at us-east-1", {"token": "abcdef", "region": "us-east-1"}) == "token *** at us-east-1"
     # A longer secret goes first, and what is too short to be one stays.
@@ -210,7 +210,7 @@ def account(server: str) -> dict[str, str]:
     }
 
 
-def test_no_way_of_not_reaching_gcs_tells_a_secret(log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tells_no_secret_in_any_way_of_not_reaching_gcs(log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("google.cloud.storage")
     dead = f"127.0.0.1:{free_port()}"
     proxy = f"http://user:{SECRETS['proxy password']}@{dead}"
@@ -234,7 +234,7 @@ def test_no_way_of_not_reaching_gcs_tells_a_secret(log: io.StringIO, monkeypatch
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 429, 500])
-def test_no_failure_of_gcs_tells_a_token(status: int, log: io.StringIO) -> None:
+def test_tells_no_token_in_a_failure_of_gcs(status: int, log: io.StringIO) -> None:
     """Not even where the service sends the request's headers back to us, in its own words."""
     credentials = pytest.importorskip("google.oauth2.credentials")
     pytest.importorskip("google.cloud.storage")
@@ -263,13 +263,13 @@ def test_no_failure_of_gcs_tells_a_token(status: int, log: io.StringIO) -> None:
     assert_clean(log.getvalue(), "log")
 
 
-def test_a_token_in_memory_does_not_pickle() -> None:
+def test_pickles_no_token_in_memory() -> None:
     with pytest.raises(BucketpointError) as caught:
         pickle.dumps(GCSOptions(token=account("https://x")))
     assert_failure_is_clean(caught.value, "pickle")
 
 
-def test_a_file_that_is_not_there_is_named_and_a_token_in_its_place_is_not(tmp_path: Path) -> None:
+def test_names_a_file_that_is_not_there_but_no_token_in_its_place(tmp_path: Path) -> None:
     pytest.importorskip("google.cloud.storage")
     for token, told in ((str(tmp_path / "missing"), True), ("ya29.planted-token-of-an-hour", False)):
         with pytest.raises(CredentialsError) as caught:

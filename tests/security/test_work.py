@@ -69,7 +69,7 @@ def items() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", items())
-def test_the_work_for_an_item_is_bounded_by_its_length(name: str) -> None:
+def test_bounds_the_work_for_an_item_by_its_length(name: str) -> None:
     data = items()[name]
     began = time.process_time()
     found = refused_globals(data)
@@ -109,7 +109,7 @@ def metadata() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("read", [codec.record_from_metadata, plain.read_record])
 @pytest.mark.parametrize("name", metadata())
-def test_the_work_for_metadata_is_bounded_by_its_length(name: str, read: Callable[[bytes], Any]) -> None:
+def test_bounds_the_work_for_metadata_by_its_length(name: str, read: Callable[[bytes], Any]) -> None:
     data = metadata()[name]
     began = time.process_time()
     with pytest.raises(MetadataError):
@@ -177,7 +177,7 @@ def test_reads_only_the_head_of_a_metadata_object_that_no_writer_made(tmp_path: 
         assert (len(data), info.size) == (nbytes, (tmp_path / name).stat().st_size)
 
 
-def test_a_frame_whose_tensor_lies_in_no_storage_is_not_taken_apart() -> None:
+def test_leaves_a_frame_whole_whose_tensor_lies_in_no_storage() -> None:
     """Its shape was not compared with the length of the storage beside it."""
     pid = b"(" + text("storage") + global_("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x01tQ"
     meta = global_("torch._utils", "_rebuild_meta_tensor_no_storage") + b"(" + global_("torch", "float32")
@@ -187,6 +187,6 @@ def test_a_frame_whose_tensor_lies_in_no_storage_is_not_taken_apart() -> None:
     assert probe_frame(archive(lost)) is None
 
 
-def test_a_marker_of_an_endless_time_is_a_marker_still() -> None:
+def test_takes_a_marker_of_an_endless_time_for_a_marker_still() -> None:
     with pytest.raises(CheckpointDeletedError):
         codec.decode_metadata(b'{"bucketpoint":"deleted","at":1' + b"0" * 400 + b"}")

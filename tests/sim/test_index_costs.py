@@ -8,7 +8,7 @@ from sim import index
 
 
 @pytest.mark.parametrize("irregular", [False, True])
-def test_an_index_and_a_pickle_lead_to_the_same_plan_and_the_index_is_small(irregular: bool) -> None:
+def test_plans_the_same_from_a_small_index_as_from_a_pickle(irregular: bool) -> None:
     found = index.measure(4, irregular=irregular)
     assert found["items"] == 873 * 4 + 291 + 1
     assert {found[kind]["planned"] for kind in index.KINDS} == {found["stock"]["planned"]}

@@ -56,7 +56,7 @@ reads = st.builds(
 
 @given(work=works | reads, refuse=st.booleans(), connections=st.integers(1, 8), seed=st.integers(0, 1000))
 @settings(max_examples=12)
-def test_every_byte_is_moved_and_every_request_made_once(work: Work, refuse: bool, connections: int, seed: int) -> None:
+def test_moves_every_byte_and_makes_every_request_once(work: Work, refuse: bool, connections: int, seed: int) -> None:
     cluster = replace(CLUSTER, connections=connections)
     outcome = run(work, cluster=cluster, seed=seed, refuse=refuse)
     if outcome.failed:
@@ -70,7 +70,7 @@ def test_every_byte_is_moved_and_every_request_made_once(work: Work, refuse: boo
 
 @pytest.mark.parametrize("refuse", [False, True])
 @pytest.mark.parametrize("write", [False, True])
-def test_no_partition_accepts_more_than_its_rate_over_any_window(write: bool, refuse: bool) -> None:
+def test_accepts_no_more_than_its_rate_in_a_partition_over_any_window(write: bool, refuse: bool) -> None:
     work = save_work(200 * MIB, TransferOptions()) if write else load_work(200 * MIB, TransferOptions())
     # Two waves of requests that no partition can take at once.
     service = replace(BUSY, writes_per_s=100.0, reads_per_s=100.0)
@@ -83,26 +83,26 @@ def test_no_partition_accepts_more_than_its_rate_over_any_window(write: bool, re
             assert most <= 100.0 * (window * outcome.step_s + service.burst_s) + 1
 
 
-def test_the_rate_of_a_partition_decides_when_it_is_the_narrowest() -> None:
+def test_decides_by_the_rate_of_a_partition_when_it_is_the_narrowest() -> None:
     work = save_work(200 * MIB, TransferOptions())
     outcome = run(work, replace(BUSY, partitions=1, writes_per_s=50.0))
     assert outcome.wall_s == pytest.approx(outcome.requests / 50, rel=0.1)
 
 
-def test_the_ceiling_decides_when_it_is_the_narrowest() -> None:
+def test_decides_by_the_ceiling_when_it_is_the_narrowest() -> None:
     work = save_work(400 * MIB, TransferOptions())
     outcome = run(work, Service(partitions=64, ceiling_bytes_per_s=1e9))
     assert outcome.wall_s == pytest.approx(work.nbytes * CLUSTER.ranks / 1e9, rel=0.1)
 
 
-def test_the_card_of_a_node_is_shared_by_its_ranks() -> None:
+def test_shares_the_card_of_a_node_among_its_ranks() -> None:
     work = save_work(400 * MIB, TransferOptions())
     cluster = replace(CLUSTER, nic_bytes_per_s=0.2e9)
     outcome = run(work, Service(partitions=64), cluster)
     assert outcome.wall_s == pytest.approx(work.nbytes * 8 / 0.2e9, rel=0.1)
 
 
-def test_the_same_seed_gives_the_same_outcome_and_another_seed_another() -> None:
+def test_gives_the_same_outcome_for_the_same_seed_and_another_for_another() -> None:
     work = save_work(100 * MIB, TransferOptions())
     one, same, other = run(work, seed=1), run(work, seed=1), run(work, seed=2)
     assert one.wall_s == same.wall_s
@@ -110,7 +110,7 @@ def test_the_same_seed_gives_the_same_outcome_and_another_seed_another() -> None
     assert one.wall_s != other.wall_s
 
 
-def test_refused_requests_are_sent_again_until_they_are_accepted() -> None:
+def test_sends_refused_requests_again_until_they_are_accepted() -> None:
     work = save_work(100 * MIB, TransferOptions())
     outcome = run(work, replace(BUSY, partitions=1, writes_per_s=20.0), refuse=True)
     assert outcome.refused > 0
@@ -119,7 +119,7 @@ def test_refused_requests_are_sent_again_until_they_are_accepted() -> None:
     assert outcome.wall_s > run(work, replace(BUSY, partitions=1, writes_per_s=20.0)).wall_s
 
 
-def test_a_save_fails_when_a_request_is_refused_until_its_deadline() -> None:
+def test_fails_a_save_when_a_request_is_refused_until_its_deadline() -> None:
     work = save_work(100 * MIB, TransferOptions())
     outcome = run(work, replace(BUSY, partitions=1, writes_per_s=0.2), refuse=True)
     assert outcome.failed
@@ -128,7 +128,7 @@ def test_a_save_fails_when_a_request_is_refused_until_its_deadline() -> None:
 
 @given(events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=200))
 @settings(max_examples=50)
-def test_the_simulated_limiter_does_what_the_real_one_does(events: list[tuple[int, int]]) -> None:
+def test_limits_in_the_simulation_as_the_real_limiter_does(events: list[tuple[int, int]]) -> None:
     real, simulated = retry.ConcurrencyLimiter(), Limiters(ranks=2, connections=8)
     random = np.random.default_rng(0)
     idle, running, now = list(range(8, 16)), {}, 0.0
@@ -158,7 +158,7 @@ def test_the_simulated_limiter_does_what_the_real_one_does(events: list[tuple[in
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("nbytes", [10 * MIB, 977_000_000, 30_000_000_000])
-def test_planned_requests_carry_the_bytes_of_the_rank(nbytes: int, device: bool) -> None:
+def test_carries_the_bytes_of_the_rank_in_planned_requests(nbytes: int, device: bool) -> None:
     for plan in (save_work, load_work):
         work = plan(nbytes, TransferOptions(), device=device)
         assert work.nbytes == nbytes
@@ -166,13 +166,13 @@ def test_planned_requests_carry_the_bytes_of_the_rank(nbytes: int, device: bool)
     assert sum(size for _, _, size in object_sizes(nbytes)) == nbytes
 
 
-def test_keys_spread_over_the_partitions_about_evenly() -> None:
+def test_spreads_keys_over_the_partitions_about_evenly() -> None:
     counts = np.bincount(partitions(2048, 10**9, 64).reshape(-1), minlength=64)
     assert counts.sum() == 2 * 2048
     assert counts.max() <= 2 * counts.mean()
 
 
-def test_the_defaults_stay_near_the_ideal_at_a_thousand_ranks() -> None:
+def test_stays_near_the_ideal_with_the_defaults_at_a_thousand_ranks() -> None:
     nbytes = 10**13 // 1024
     outcome = simulate(
         save_work(nbytes, TransferOptions()), partitions(1024, nbytes, 64), Cluster(1024), Service(), seed=1
@@ -180,7 +180,7 @@ def test_the_defaults_stay_near_the_ideal_at_a_thousand_ranks() -> None:
     assert outcome.over_ideal <= 1.25
 
 
-def test_coordinator_costs_are_counted_for_ours_and_for_stock_dcp() -> None:
+def test_counts_coordinator_costs_for_ours_and_for_stock_dcp() -> None:
     layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
     for who in (OURS, STOCK):
         found = measure(layout, who)
@@ -191,7 +191,7 @@ def test_coordinator_costs_are_counted_for_ours_and_for_stock_dcp() -> None:
     assert found["second"]["sent"]["plans_up"] == found["first"]["sent"]["plans_up"]
 
 
-def test_copies_of_a_rank_cost_the_coordinator_what_real_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_the_coordinator_for_copies_of_a_rank_what_real_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
     real = measure(layout, OURS)
     monkeypatch.setattr(coordinator, "PLAYED_RANKS", 2)
@@ -202,13 +202,13 @@ def test_copies_of_a_rank_cost_the_coordinator_what_real_ranks_do(monkeypatch: p
             assert 0.7 * nbytes <= copied[save]["sent"][message] <= 1.3 * nbytes, message
 
 
-def test_a_prediction_is_no_less_than_the_bound() -> None:
+def test_predicts_no_less_than_the_bound() -> None:
     for case in CASES:
         cluster = Cluster(case.processes, ranks_per_node=1, nic_bytes_per_s=1e12, connections=4)
         assert min(predicted(case)) >= ideal_s(40 * MIB * case.processes, cluster, case.service)
 
 
-def test_reading_each_byte_once_never_takes_longer_than_broadcasting() -> None:
+def test_reads_each_byte_once_in_no_more_time_than_broadcasting_takes() -> None:
     for case in REPLICA_CASES:
         assert case.shared_reads_s <= case.one_broadcasts_s
     assert metadata_s(1e9, 1.0, 10240, nic=12.5e9, store=125e9, once=True) < metadata_s(
@@ -216,7 +216,7 @@ def test_reading_each_byte_once_never_takes_longer_than_broadcasting() -> None:
     )
 
 
-def test_rows_of_an_earlier_run_stay_unless_they_were_measured_again() -> None:
+def test_keeps_rows_of_an_earlier_run_unless_they_were_measured_again() -> None:
     row = {"who": OURS, "model": "8B", "ranks": 8, "replicas": 1}
     earlier = {"coordinator": [{**row, "kept": 1}, {**row, "ranks": 16, "kept": 2}]}
     now = {"coordinator": [{**row, "kept": 3}]}

@@ -36,38 +36,38 @@ def _refuse_violations(family: str, first: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("family", [family.__name__ for family, _ in FAMILIES])
-def test_nothing_that_was_acknowledged_is_lost(family: str) -> None:
+def test_loses_nothing_that_was_acknowledged(family: str) -> None:
     _refuse_violations(family, 0, A_FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family.__name__ for family, _ in FAMILIES])
-def test_nothing_is_lost_in_many_schedules(family: str) -> None:
+def test_loses_nothing_in_many_schedules(family: str) -> None:
     _refuse_violations(family, A_FEW, MANY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUARDS)
-def test_without_a_guard_something_is_violated(name: str) -> None:
+def test_violates_something_without_a_guard(name: str) -> None:
     with switched_off(name):
         found = (run(seed, only=GUARDS[name].family).violation for seed in range(GUARD_SEEDS))
         assert any(isinstance(violation, ViolationError) for violation in found)
 
 
-def test_guards_of_a_deletion_belong_to_its_changes() -> None:
+def test_gives_guards_of_a_deletion_to_its_changes() -> None:
     guards = {guard for change in CHANGES.values() for guard in change.guards}
     others = {"metrics of a commit", "one commit on all ranks", "ranks that staged the state", "a refusal is no damage"}
     assert guards | others == GUARDS.keys()
 
 
-def test_documents_show_all_changes_of_a_deletion() -> None:
+def test_shows_all_changes_of_a_deletion_in_the_documents() -> None:
     rows = (" | ".join((name, *(text or "-" for text in change[:5]))) for name, change in CHANGES.items())
     assert "".join(f"| {row} |\n" for row in rows) in (Path(__file__).parents[2] / "docs" / "catalog.md").read_text(
         encoding="utf-8"
     )
 
 
-def test_a_seed_is_repeated_to_the_request() -> None:
+def test_repeats_a_seed_to_the_request() -> None:
     first, second = run(7, only="mixture"), run(7, only="mixture")
     assert first.requests > 10
     assert [line[2:] for line in first.trace] == [line[2:] for line in second.trace]

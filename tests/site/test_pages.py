@@ -31,7 +31,7 @@ def linked(text: str, source: str = "docs/x.md") -> str:
     return github_pages.with_links(text, source, "x.md", PAGES, ROOT, "https://host/repo/{}/v1")
 
 
-def test_every_link_within_the_built_site_leads_to_a_file_and_to_an_anchor_of_it() -> None:
+def test_leads_every_link_within_the_built_site_to_a_file_and_an_anchor() -> None:
     site = ROOT / "build" / "site"
     pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("index.html")}
     anchors = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in pages.items()}
@@ -50,7 +50,7 @@ def test_every_link_within_the_built_site_leads_to_a_file_and_to_an_anchor_of_it
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_page_of_the_site_has_the_lists_tables_and_code_that_github_shows(source: Path) -> None:
+def test_renders_the_lists_tables_and_code_of_a_page_that_github_shows(source: Path) -> None:
     page = OUTSIDE.get(str(source.relative_to(ROOT)), source.stem)
     built = (ROOT / "build" / "site" / page / "index.html").read_text(encoding="utf-8")
     article = built[built.index("<article") : built.index("</article>")]
@@ -63,17 +63,17 @@ def test_a_page_of_the_site_has_the_lists_tables_and_code_that_github_shows(sour
         )
 
 
-def test_a_link_to_a_page_outside_docs_leads_to_its_page() -> None:
+def test_leads_a_link_to_a_page_outside_docs_to_its_page() -> None:
     assert linked("[a](../SECURITY.md#reporting)") == "[a](security.md#reporting)"
     assert linked("[a](docs/saving.md)", "README.md") == "[a](saving.md)"
 
 
-def test_a_link_to_a_file_or_a_folder_leads_to_the_repository_at_the_version() -> None:
+def test_leads_a_link_to_a_file_or_a_folder_to_the_repository_at_the_version() -> None:
     assert linked("[`a`](../Makefile)") == "[`a`](https://host/repo/blob/v1/Makefile)"
     assert linked("[a](../policies)") == "[a](https://host/repo/tree/v1/policies)"
 
 
-def test_links_that_lead_nowhere_or_elsewhere_and_code_stay_as_they_are() -> None:
+def test_leaves_links_that_lead_nowhere_or_elsewhere_and_code_as_they_are() -> None:
     for text in (
         "[a](../no.md)",
         "[a](#here)",
@@ -84,18 +84,18 @@ def test_links_that_lead_nowhere_or_elsewhere_and_code_stay_as_they_are() -> Non
         assert linked(text) == text
 
 
-def test_a_nested_list_is_indented_as_python_markdown_wants_it_and_code_is_not() -> None:
+def test_indents_a_nested_list_as_python_markdown_wants_it_and_no_code() -> None:
     given = "- a\n  more\n  - b\n\n```yaml\n- a:\n  - b\n```\n- c\n\n  ```\n  x\n    y\n  ```\n"
     assert github_pages.deeper_lists(given) == (
         "- a\n    more\n    - b\n\n```yaml\n- a:\n  - b\n```\n- c\n\n    ```\n    x\n      y\n    ```\n"
     )
 
 
-def test_the_anchor_of_a_heading_is_githubs() -> None:
+def test_makes_githubs_anchor_of_a_heading() -> None:
     assert github_pages.slug("`restore(state)`: what, and *why*") == "restorestate-what-and-why"
 
 
-def test_the_navigation_is_the_index_with_each_page_once() -> None:
+def test_makes_the_navigation_of_the_index_with_each_page_once() -> None:
     index = """# Documents
 
 ## How-to: one task each
@@ -110,20 +110,20 @@ def test_the_navigation_is_the_index_with_each_page_once() -> None:
     assert navigation.sections(index) == {"How-to": [{"Stores": ["s3.md", "r2.md"]}], "Reference": ["retention.md"]}
 
 
-def test_parameters_that_share_an_entry_get_one_each() -> None:
+def test_gives_each_of_parameters_that_share_an_entry_one() -> None:
     given = "Do.\n\nArgs:\n    a, b: text\n        more\n    c: d, e: f\n\nReturns:\n    x, y: z\n"
     assert griffe_docstrings.apart(given) == (
         "Do.\n\nArgs:\n    a: text\n        more\n    b: text\n        more\n    c: d, e: f\n\nReturns:\n    x, y: z\n"
     )
 
 
-def test_the_text_of_a_setting_is_that_of_its_annotation() -> None:
+def test_takes_the_text_of_a_setting_from_its_annotation() -> None:
     assert griffe_docstrings.annotated_text("Annotated[int, WholeNumber(1), 'so many']") == "so many"
     assert griffe_docstrings.annotated_text("Annotated[int, WholeNumber(1)]") is None
     assert griffe_docstrings.annotated_text("int | None") is None
 
 
-def test_a_plain_word_is_a_name_only_on_the_page_that_has_its_entry() -> None:
+def test_treats_a_plain_word_as_a_name_only_on_the_page_of_its_entry() -> None:
     ours = reference_pages.ReferencePage("reference/saving.md", "", "", ("bucketpoint.save", "bucketpoint.rank_state"))
     rays = reference_pages.ReferencePage("reference/ray.md", "", "", ("bucketpoint.integrations.ray.save",))
     assert reference_pages.mentioned([ours, rays], "reference/ray.md") == {
@@ -133,7 +133,7 @@ def test_a_plain_word_is_a_name_only_on_the_page_that_has_its_entry() -> None:
     assert reference_pages.mentioned([ours, rays], "api.md") == {"rank_state": "bucketpoint.rank_state"}
 
 
-def test_names_and_documents_in_docstrings_become_links_but_not_in_code() -> None:
+def test_links_names_and_documents_in_docstrings_but_not_in_code() -> None:
     given = "<p><code>Stager</code>, docs/saving.md</p><pre><code>Stager</code></pre>"
     assert reference_pages.with_links(given, {"Stager": "bucketpoint.Stager"}) == (
         '<p><autoref identifier="bucketpoint.Stager"><code>Stager</code></autoref>, '

@@ -32,13 +32,13 @@ def save(url: str, timeout: float) -> None:
     ],
     ids=["complete", "parameter", "unit", "error"],
 )
-def test_a_gap_of_a_docstring_is_found(old: str, new: str, fault: str | None) -> None:
+def test_finds_a_gap_of_a_docstring(old: str, new: str, fault: str | None) -> None:
     with griffe.temporary_visited_module(COMPLETE.replace(old, new)) as module:
         found = list(check_reference._faults_of(module["save"], "save", {"StoreError"}))
     assert [fault in each for each in found] == [True] if fault is not None else found == []
 
 
-def test_the_fields_of_a_dataclass_may_have_docstrings_of_their_own() -> None:
+def test_allows_docstrings_of_their_own_for_fields_of_a_dataclass() -> None:
     code = '''
 from dataclasses import dataclass
 

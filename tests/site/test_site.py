@@ -21,7 +21,7 @@ def _addresses() -> list[str]:
     return ["" if page == "." else f"{page}/" for page in pages]
 
 
-def test_every_page_fits_a_phone_and_a_desktop_and_loads_without_an_error(site: str, page_at: PageAt) -> None:
+def test_fits_every_page_to_phone_and_desktop_and_loads_it_without_an_error(site: str, page_at: PageAt) -> None:
     page = page_at(PHONE)
     faults = _heard(page)
     addresses = _addresses()
@@ -53,7 +53,7 @@ def _left(request: Any) -> bool:
     return bool(request.failure == "net::ERR_ABORTED")
 
 
-def test_search_leads_to_a_name_and_to_a_page(site: str, page_at: PageAt) -> None:
+def test_leads_a_search_to_a_name_and_to_a_page(site: str, page_at: PageAt) -> None:
     page = page_at(DESKTOP)
     faults = _heard(page)
     for query, wanted in (("max_delete", "retention/"), ("latest_checkpoint", "reference/runs/")):
@@ -66,7 +66,7 @@ def test_search_leads_to_a_name_and_to_a_page(site: str, page_at: PageAt) -> Non
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_system_chooses_light_or_dark_and_text_stays_readable(dark: bool, site: str, page_at: PageAt) -> None:
+def test_follows_the_system_in_light_or_dark_with_readable_text(dark: bool, site: str, page_at: PageAt) -> None:
     page = page_at(DESKTOP, dark=dark)
     for address in ("", "quickstart/", "reference/saving/"):
         page.goto(site + address)
@@ -106,7 +106,7 @@ FAINT = """selector => {
 """Texts whose luminance is too near to that of what is behind them: a ratio below 4.5, which WCAG 2 asks of text."""
 
 
-def test_the_toggle_goes_from_the_systems_setting_to_light_and_dark(site: str, page_at: PageAt) -> None:
+def test_goes_by_the_toggle_from_the_systems_setting_to_light_and_dark(site: str, page_at: PageAt) -> None:
     page = page_at(DESKTOP, dark=True)
     page.goto(site)
     scheme: Callable[[], str] = lambda: page.evaluate("document.body.getAttribute('data-md-color-scheme')")  # noqa: E731
@@ -117,7 +117,7 @@ def test_the_toggle_goes_from_the_systems_setting_to_light_and_dark(site: str, p
     assert seen == ["slate", "default", "slate"]
 
 
-def test_wide_tables_and_code_scroll_in_their_box_on_a_phone(site: str, page_at: PageAt) -> None:
+def test_scrolls_wide_tables_and_code_in_their_box_on_a_phone(site: str, page_at: PageAt) -> None:
     page = page_at(PHONE)
     for address, box in (("benchmark/", ".md-typeset__scrollwrap"), ("quickstart/", ".highlight code")):
         page.goto(site + address)
@@ -126,7 +126,7 @@ def test_wide_tables_and_code_scroll_in_their_box_on_a_phone(site: str, page_at:
         )
 
 
-def test_a_link_out_of_the_documents_leads_to_the_repository_or_to_a_page(site: str, page_at: PageAt) -> None:
+def test_leads_a_link_out_of_the_documents_to_the_repository_or_to_a_page(site: str, page_at: PageAt) -> None:
     page = page_at(DESKTOP)
     page.goto(f"{site}quickstart/")
     repository = "https://github.com/bucketpoint/bucketpoint/blob/main/"

@@ -81,7 +81,7 @@ def end(job: subprocess.Popen[bytes], log: Path) -> int:
 
 
 @pytest.mark.parametrize("how", ["warned", "preempted"])
-def test_a_job_that_is_told_to_end_saves_and_is_requeued_and_goes_on_with_fewer_nodes(
+def test_saves_requeues_and_resumes_with_fewer_nodes_a_job_told_to_end(
     how: str, env: dict[str, str], tmp_path: Path
 ) -> None:
     log, script = tmp_path / "log", EXAMPLES / "train.sbatch"
@@ -123,7 +123,7 @@ def test_a_job_that_is_told_to_end_saves_and_is_requeued_and_goes_on_with_fewer_
     assert not (tmp_path / "requeued").exists()
 
 
-def test_a_job_that_fails_is_not_requeued(env: dict[str, str], tmp_path: Path) -> None:
+def test_requeues_no_job_that_fails(env: dict[str, str], tmp_path: Path) -> None:
     broken, log = tmp_path / "broken.py", tmp_path / "log"
     broken.write_text("raise SystemExit('out of luck')\n", encoding="utf-8")
     job = stubs.batch(

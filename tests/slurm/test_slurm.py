@@ -54,7 +54,7 @@ def until(said: Callable[[], bool], log: Path, slurm: Cluster) -> None:
     ],
     indirect=["slurm"],
 )
-def test_a_job_saves_is_requeued_and_goes_on_with_the_nodes_that_are_left(
+def test_saves_requeues_and_resumes_a_job_with_the_nodes_that_are_left(
     slurm: Cluster, how: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

@@ -86,7 +86,7 @@ def from_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @both_kinds
 @pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 4097, 3 * MIB + 1])
-def test_an_arena_is_rounded_up_to_a_cache_line_and_no_further(nbytes: int, shared: bool) -> None:
+def test_rounds_an_arena_up_to_a_cache_line_and_no_further(nbytes: int, shared: bool) -> None:
     arena = Arena(nbytes, shared=shared)
     assert nbytes <= arena.nbytes < nbytes + 64
     assert arena.memory.untyped_storage().nbytes() == arena.nbytes
@@ -95,7 +95,7 @@ def test_an_arena_is_rounded_up_to_a_cache_line_and_no_further(nbytes: int, shar
 
 
 @both_kinds
-def test_memory_that_is_not_to_be_had_says_how_much_was_wanted(shared: bool) -> None:
+def test_says_how_much_was_wanted_of_memory_that_is_not_to_be_had(shared: bool) -> None:
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
     with pytest.raises(StagingError, match=f"{1 << 60} bytes of host memory"):
         Arena(1 << 60, shared=shared)
@@ -117,7 +117,7 @@ def test_leaves_staged_states_out_of_core_dumps(shared: bool) -> None:
 
 
 @both_kinds
-def test_a_tensor_outlives_the_arena_that_it_lies_in(shared: bool) -> None:
+def test_keeps_a_tensor_after_the_arena_that_it_lies_in(shared: bool) -> None:
     arena = Arena(1 << 20, shared=shared)
     gone = weakref.ref(arena)
     view = arena.view((torch.float32, (1 << 18,), (1,), 0))
@@ -131,7 +131,7 @@ def test_a_tensor_outlives_the_arena_that_it_lies_in(shared: bool) -> None:
 
 
 @both_kinds
-def test_an_arena_is_registered_once_over_any_number_of_saves(driver: Driver, from_cuda: None, shared: bool) -> None:
+def test_registers_an_arena_once_over_any_number_of_saves(driver: Driver, from_cuda: None, shared: bool) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared))
     for step in range(5):
         copied = finished(stager.stage({"w": torch.full((1000,), float(step))}))
@@ -148,14 +148,14 @@ def test_an_arena_is_registered_once_over_any_number_of_saves(driver: Driver, fr
 
 
 @both_kinds
-def test_every_page_is_backed_before_the_driver_is_asked(driver: Driver, from_cuda: None, shared: bool) -> None:
+def test_backs_every_page_before_the_driver_is_asked(driver: Driver, from_cuda: None, shared: bool) -> None:
     """The driver would back them itself, slowly, and kernels of training would wait for it."""
     with Stager(StagingOptions(use_shared_memory=shared)) as stager:
         finished(stager.stage({"w": torch.ones(8 * MIB)}))
     assert driver.resident == [1]
 
 
-def test_memory_of_a_layout_that_has_gone_is_unregistered(driver: Driver, from_cuda: None) -> None:
+def test_unregisters_memory_of_a_layout_that_has_gone(driver: Driver, from_cuda: None) -> None:
     stager = Stager()
     for size in (100, 200, 300):
         finished(stager.stage({"w": torch.ones(size)}))
@@ -165,7 +165,7 @@ def test_memory_of_a_layout_that_has_gone_is_unregistered(driver: Driver, from_c
     assert len(driver.named("unregister")) == 3
 
 
-def test_a_stager_that_nobody_closed_leaves_no_registration_behind(driver: Driver, from_cuda: None) -> None:
+def test_leaves_no_registration_behind_a_stager_that_nobody_closed(driver: Driver, from_cuda: None) -> None:
     stager = Stager()
     finished(stager.stage({"w": torch.ones(100)}))
     assert len(driver.registered) == 1
@@ -176,7 +176,7 @@ def test_a_stager_that_nobody_closed_leaves_no_registration_behind(driver: Drive
 
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
-def test_a_driver_that_refuses_is_warned_of_once_and_not_asked_again(
+def test_warns_once_of_a_driver_that_refuses_and_asks_it_no_more(
     driver: Driver, from_cuda: None, beside: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     driver.refuses = True
@@ -192,7 +192,7 @@ def test_a_driver_that_refuses_is_warned_of_once_and_not_asked_again(
     assert not driver.named("unregister")
 
 
-def test_prefault_registers_and_the_save_does_not_again(driver: Driver, from_cuda: None) -> None:
+def test_registers_in_prefault_and_not_again_in_the_save(driver: Driver, from_cuda: None) -> None:
     stager = Stager()
     stager.prefault({"w": torch.ones(100)})
     assert len(driver.registered) == 1
@@ -200,7 +200,7 @@ def test_prefault_registers_and_the_save_does_not_again(driver: Driver, from_cud
     assert len(driver.named("register")) == 1
 
 
-def test_without_pinning_the_driver_is_not_asked(driver: Driver, from_cuda: None) -> None:
+def test_asks_no_driver_without_pinning(driver: Driver, from_cuda: None) -> None:
     stager = Stager(StagingOptions(use_pinned_memory=False))
     stager.prefault({"w": torch.ones(100)})
     finished(stager.stage({"w": torch.ones(100)}))
@@ -208,14 +208,14 @@ def test_without_pinning_the_driver_is_not_asked(driver: Driver, from_cuda: None
     assert not driver.calls
 
 
-def test_a_state_of_the_processors_is_not_pinned(driver: Driver) -> None:
+def test_pins_no_state_of_the_processors(driver: Driver) -> None:
     with Stager() as stager:
         finished(stager.stage({"w": torch.ones(100)}))
     assert not driver.calls
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
-def test_the_callers_device_is_set_before_the_driver_is_asked(
+def test_sets_the_callers_device_before_the_driver_is_asked(
     driver: Driver, from_cuda: None, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
     """The first call on a new thread makes a context, of half a GiB, on whatever device is current."""

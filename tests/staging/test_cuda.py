@@ -46,7 +46,7 @@ def add_later(weight: torch.Tensor) -> None:
 @both_kinds
 @pinned_or_not
 @pytest.mark.parametrize("non_blocking", [False, True], ids=["blocking", "non_blocking"])
-def test_a_kernel_that_still_runs_is_always_seen_in_the_copy(
+def test_sees_a_kernel_that_still_runs_always_in_the_copy(
     beside: bool, shared: bool, pinned: bool, non_blocking: bool
 ) -> None:
     with Stager(StagingOptions(pinned, shared, beside, non_blocking)) as stager:
@@ -62,7 +62,7 @@ def test_a_kernel_that_still_runs_is_always_seen_in_the_copy(
 
 
 @sync_and_async
-def test_a_kernel_on_the_callers_own_stream_is_seen(beside: bool) -> None:
+def test_sees_a_kernel_on_the_callers_own_stream(beside: bool) -> None:
     with Stager(StagingOptions(use_async_staging=beside)) as stager:
         weight = weights()
         finished(stager.stage({"w": weight}))
@@ -76,7 +76,7 @@ def test_a_kernel_on_the_callers_own_stream_is_seen(beside: bool) -> None:
 
 
 @sync_and_async
-def test_the_state_may_change_once_it_is_staged(beside: bool) -> None:
+def test_allows_changes_of_the_state_once_it_is_staged(beside: bool) -> None:
     with Stager(StagingOptions(use_async_staging=beside, when_busy="double_buffer")) as stager:
         weight = weights()
         uploads = []
@@ -92,7 +92,7 @@ def test_the_state_may_change_once_it_is_staged(beside: bool) -> None:
 
 
 @sync_and_async
-def test_sources_that_are_freed_right_after_stage_are_copied_whole(beside: bool) -> None:
+def test_copies_sources_whole_that_are_freed_right_after_stage(beside: bool) -> None:
     with Stager(StagingOptions(use_async_staging=beside)) as stager:
         for step in range(5):
             weight = weights(step, 1 << 24)
@@ -107,7 +107,7 @@ def test_sources_that_are_freed_right_after_stage_are_copied_whole(beside: bool)
 
 @sync_and_async
 @both_kinds
-def test_staging_memory_is_pinned_and_stays_where_it_is(beside: bool, shared: bool) -> None:
+def test_pins_staging_memory_that_stays_where_it_is(beside: bool, shared: bool) -> None:
     with Stager(StagingOptions(use_async_staging=beside, use_shared_memory=shared)) as stager:
         addresses = set()
         for step in range(5):
@@ -121,7 +121,7 @@ def test_staging_memory_is_pinned_and_stays_where_it_is(beside: bool, shared: bo
 
 
 @both_kinds
-def test_prefaulted_memory_is_pinned_before_the_first_save(shared: bool) -> None:
+def test_pins_prefaulted_memory_before_the_first_save(shared: bool) -> None:
     with Stager(StagingOptions(use_shared_memory=shared)) as stager:
         state = {"w": weights(5)}
         stager.prefault(state)
@@ -131,7 +131,7 @@ def test_prefaulted_memory_is_pinned_before_the_first_save(shared: bool) -> None
         del copied
 
 
-def test_without_pinning_nothing_is_pinned() -> None:
+def test_pins_nothing_without_pinning() -> None:
     with Stager(StagingOptions(use_pinned_memory=False)) as stager:
         copied = finished(stager.stage({"w": weights(3)}))
         assert not copied["w"].is_pinned()
@@ -139,7 +139,7 @@ def test_without_pinning_nothing_is_pinned() -> None:
         del copied
 
 
-def test_memory_can_be_pinned_again_after_close() -> None:
+def test_pins_memory_again_after_close() -> None:
     """A registration that is left behind makes the next one at its address fail."""
     for _ in range(5):
         with Stager() as stager:
@@ -150,7 +150,7 @@ def test_memory_can_be_pinned_again_after_close() -> None:
 
 
 @sync_and_async
-def test_tensors_of_device_and_processor_are_staged_together(beside: bool) -> None:
+def test_stages_tensors_of_device_and_processor_together(beside: bool) -> None:
     on_device, on_host = weights(2), torch.full((100,), 3.0)
     z = torch.randn(8, 8, dtype=torch.complex64, device="cuda")
     with Stager(StagingOptions(use_async_staging=beside)) as stager:
@@ -186,7 +186,7 @@ def test_tensors_of_device_and_processor_are_staged_together(beside: bool) -> No
 
 @sync_and_async
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second CUDA device here")
-def test_tensors_of_another_device_than_the_current_are_staged(beside: bool) -> None:
+def test_stages_tensors_of_another_device_than_the_current(beside: bool) -> None:
     current = torch.cuda.current_device()
     others = [torch.full((1 << 20,), float(index), device=f"cuda:{index}") for index in range(2)]
     with Stager(StagingOptions(use_async_staging=beside)) as stager:
@@ -201,7 +201,7 @@ def test_tensors_of_another_device_than_the_current_are_staged(beside: bool) -> 
     assert torch.cuda.current_device() == current
 
 
-def test_no_device_memory_is_kept_by_a_staged_state() -> None:
+def test_keeps_no_device_memory_by_a_staged_state() -> None:
     for shared in (False, True):
         for beside in (False, True):
             with Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside)) as stager:

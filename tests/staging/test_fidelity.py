@@ -61,7 +61,7 @@ def test_keeps_the_class_and_attributes_of_a_dict_that_is_pickled_with_its_value
 # -- a snapshot -------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_state_is_staged() -> None:
+def test_stages_an_empty_state() -> None:
     assert dict(staged_copy({})) == {}
 
 
@@ -75,7 +75,7 @@ DTYPES = sorted(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_every_dtype_are_kept(dtype: torch.dtype) -> None:
+def test_keeps_the_bits_of_every_dtype(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
     source = bits.clone().view(dtype)
     copied = staged_copy({"w": source, "column": source.view(2, 3)[:, 1], "none": source[:0]})
@@ -108,7 +108,7 @@ def test_the_bits_of_every_dtype_are_kept(dtype: torch.dtype) -> None:
         pytest.param(torch.randn(5)[2:2], id="empty slice"),
     ],
 )
-def test_shape_and_strides_are_kept(source: torch.Tensor) -> None:
+def test_keeps_shape_and_strides(source: torch.Tensor) -> None:
     copied = staged_copy({"w": source})["w"]
     assert copied.shape == source.shape
     assert copied.stride() == source.stride()
@@ -116,7 +116,7 @@ def test_shape_and_strides_are_kept(source: torch.Tensor) -> None:
     assert source.numel() == 0 or copied.data_ptr() != source.data_ptr()
 
 
-def test_a_column_of_a_tensor_that_is_saved_too_costs_nothing_and_shows_the_same_memory() -> None:
+def test_adds_no_memory_for_a_column_of_a_tensor_that_is_saved_too() -> None:
     large = torch.randn(256, 256)
     state = {"whole": large, "column": large[:, 3:7], "every other": large[::2]}
     assert staged_bytes(state) <= large.nbytes + 64
@@ -126,7 +126,7 @@ def test_a_column_of_a_tensor_that_is_saved_too_costs_nothing_and_shows_the_same
     assert not copied["every other"].any()
 
 
-def test_one_column_in_two_places_is_copied_once_and_stays_shared() -> None:
+def test_copies_one_column_in_two_places_once_and_keeps_it_shared() -> None:
     large = torch.randn(256, 256)
     state = {"a": large[:, 3:7], "b": large[:, 3:7]}
     assert staged_bytes(state) <= 256 * 4 * 4 + 64
@@ -138,7 +138,7 @@ def test_one_column_in_two_places_is_copied_once_and_stays_shared() -> None:
 # -- memory that is shared --------------------------------------------------------------------------------------------
 
 
-def test_a_tied_parameter_is_still_one_parameter() -> None:
+def test_keeps_a_tied_parameter_one_parameter() -> None:
     embedding, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
     head.weight = embedding.weight
     copied = staged_copy(
@@ -147,7 +147,7 @@ def test_a_tied_parameter_is_still_one_parameter() -> None:
     assert copied["e.weight"] is copied["h.weight"]
 
 
-def test_parts_of_one_numpy_array_overlap_in_the_copy_though_each_has_a_storage() -> None:
+def test_overlaps_parts_of_one_numpy_array_in_the_copy_too() -> None:
     array = np.arange(100.0)
     state = {"a": torch.from_numpy(array[:60]), "b": torch.from_numpy(array[40:80]), "c": torch.from_numpy(array[75:])}
     copied = staged_copy(state)
@@ -160,7 +160,7 @@ def test_parts_of_one_numpy_array_overlap_in_the_copy_though_each_has_a_storage(
     assert copied["c"][:5].tolist() == [-2] * 5
 
 
-def test_memory_that_is_not_aligned_to_its_elements_is_copied() -> None:
+def test_copies_memory_that_is_not_aligned_to_its_elements() -> None:
     raw = bytearray(range(65))
     source = torch.frombuffer(raw, dtype=torch.float64, offset=1, count=8)
     assert source.data_ptr() % 8
@@ -183,7 +183,7 @@ def test_memory_that_is_not_aligned_to_its_elements_is_copied() -> None:
         pytest.param(lambda z: z.conj().t(), id="adjoint"),
     ],
 )
-def test_lazily_conjugated_and_negated_tensors_have_their_values(lazy: Any) -> None:
+def test_copies_the_values_of_lazily_conjugated_and_negated_tensors(lazy: Any) -> None:
     z = torch.randn(3, 4, dtype=torch.complex64)
     source = lazy(z)
     assert source.is_conj() or source.is_neg()
@@ -194,7 +194,7 @@ def test_lazily_conjugated_and_negated_tensors_have_their_values(lazy: Any) -> N
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
-def test_the_same_memory_seen_otherwise_at_the_next_save_has_its_new_values(tied: bool) -> None:
+def test_copies_new_values_of_the_same_memory_seen_otherwise_at_the_next_save(tied: bool) -> None:
     """Address, shape, strides and dtype are the same each time."""
     z = torch.randn(3, 4, dtype=torch.complex64)
     stager = Stager()
@@ -208,7 +208,7 @@ def test_the_same_memory_seen_otherwise_at_the_next_save_has_its_new_values(tied
 # -- kinds of tensor --------------------------------------------------------------------------------------------------
 
 
-def test_parameters_stay_parameters_and_leaves() -> None:
+def test_keeps_parameters_parameters_and_leaves() -> None:
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     computed = torch.nn.Parameter(torch.ones(2)) * 2
     copied = staged_copy({"p": torch.nn.Parameter(torch.ones(2)), "frozen": frozen, "computed": computed})
@@ -219,7 +219,7 @@ def test_parameters_stay_parameters_and_leaves() -> None:
     assert all(copied[name].is_leaf for name in copied)
 
 
-def test_a_tensor_that_requires_grad_still_does_without_the_graph() -> None:
+def test_keeps_requires_grad_of_a_tensor_without_the_graph() -> None:
     source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
     copied = staged_copy({"c": source, "view": source[0]})
     assert copied["c"].requires_grad
@@ -237,7 +237,7 @@ class Loaded(torch.nn.Parameter):
     pass
 
 
-def test_a_subclass_keeps_its_class_its_attributes_and_its_memory() -> None:
+def test_keeps_class_attributes_and_memory_of_a_subclass() -> None:
     source = torch.arange(6.0).reshape(2, 3).as_subclass(Labelled)
     source.label = ["a"]
     copied = staged_copy({"w": source, "view": source.as_subclass(torch.Tensor)[1]})
@@ -251,7 +251,7 @@ def test_a_subclass_keeps_its_class_its_attributes_and_its_memory() -> None:
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_subclass_of_parameter_requires_grad_as_before(requires_grad: bool) -> None:
+def test_keeps_requires_grad_of_a_subclass_of_parameter(requires_grad: bool) -> None:
     copied = staged_copy({"p": Loaded(torch.ones(2), requires_grad=requires_grad)})["p"]
     assert type(copied) is Loaded
     assert isinstance(copied, torch.nn.Parameter)
@@ -286,7 +286,7 @@ class Opaque(Scaled):
     __tensor_flatten__ = None  # type: ignore[assignment]
 
 
-def test_a_subclass_made_of_tensors_is_taken_apart_and_made_again() -> None:
+def test_takes_a_subclass_made_of_tensors_apart_and_makes_it_again() -> None:
     scale = torch.tensor([0.5])
     source = Scaled(torch.arange(4, dtype=torch.int8), scale, "per tensor")
     copied = staged_copy({"w": source, "scale": scale})
@@ -298,13 +298,13 @@ def test_a_subclass_made_of_tensors_is_taken_apart_and_made_again() -> None:
     assert copied["w"].scale.data_ptr() == copied["scale"].data_ptr()
 
 
-def test_a_wrapper_that_does_not_say_what_it_wraps_is_named_by_its_key() -> None:
+def test_names_a_wrapper_that_does_not_say_what_it_wraps_by_its_key() -> None:
     with pytest.raises(StagingError) as caught:
         staged_copy({"model": {"w": Opaque(torch.ones(2), torch.ones(1), "")}})
     assert caught.value.key == "model.w"
 
 
-def test_a_tensor_that_describes_itself_as_a_shard_stays_one() -> None:
+def test_keeps_a_tensor_a_shard_that_describes_itself_as_one() -> None:
     source = torch.arange(4.0)
     described = {
         "global_shape": (8,),
@@ -322,7 +322,7 @@ def test_a_tensor_that_describes_itself_as_a_shard_stays_one() -> None:
     assert type(copied["b"]) is torch.nn.Parameter
 
 
-def test_quantised_tensors_keep_scale_and_zero_point() -> None:
+def test_keeps_scale_and_zero_point_of_quantised_tensors() -> None:
     per_tensor = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.qint8)
     per_channel = torch.quantize_per_channel(
         torch.randn(2, 3), torch.tensor([0.1, 0.2]), torch.zeros(2), 0, torch.qint8
@@ -334,7 +334,7 @@ def test_quantised_tensors_keep_scale_and_zero_point() -> None:
     assert copied["t"].int_repr().data_ptr() != per_tensor.int_repr().data_ptr()
 
 
-def test_sparse_tensors_are_snapshots_too() -> None:
+def test_copies_sparse_tensors_as_snapshots_too() -> None:
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     coo, csr = dense.to_sparse().coalesce(), dense.to_sparse_csr()
     copied = staged_copy({"coo": coo, "csr": csr})
@@ -346,21 +346,21 @@ def test_sparse_tensors_are_snapshots_too() -> None:
     assert torch.equal(copied["csr"].to_dense(), dense)
 
 
-def test_a_jagged_tensor_keeps_its_rows() -> None:
+def test_keeps_the_rows_of_a_jagged_tensor() -> None:
     source = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
     copied = staged_copy({"n": source})["n"]
     assert copied.values().data_ptr() != source.values().data_ptr()
     assert [row.tolist() for row in copied.unbind()] == [[1, 1], [0, 0, 0]]
 
 
-def test_a_collectives_result_is_waited_for() -> None:
+def test_waits_for_a_collectives_result() -> None:
     copied = staged_copy({"w": AsyncCollectiveTensor(torch.arange(3.0))})["w"]
     assert type(copied) is torch.Tensor
     assert copied.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()])
-def test_a_distributed_tensor_keeps_its_mesh_and_placements(one_rank: None, placement: Any) -> None:
+def test_keeps_mesh_and_placements_of_a_distributed_tensor(one_rank: None, placement: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     values = torch.arange(6.0).reshape(2, 3)
     tensor = DTensor.from_local(values.clone(), mesh, [placement], run_check=False)
@@ -375,7 +375,7 @@ def test_a_distributed_tensor_keeps_its_mesh_and_placements(one_rank: None, plac
     assert bool((copied["w"].to_local() == 7).all())
 
 
-def test_a_distributed_parameter_is_staged_with_its_gradient_flag(one_rank: None) -> None:
+def test_stages_a_distributed_parameter_with_its_gradient_flag(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     copied = staged_copy({"w": parameter, "tied": parameter})
@@ -388,7 +388,7 @@ def _sharded(values: torch.Tensor) -> ShardedTensor:
     return init_from_local_shards([LocalShard.from_tensor_and_offsets(values, [0, 0], 0)], *values.shape)
 
 
-def test_a_sharded_tensors_local_shards_are_copied(one_rank: None) -> None:
+def test_copies_a_sharded_tensors_local_shards(one_rank: None) -> None:
     values = torch.arange(6.0).reshape(2, 3)
     source = _sharded(values.clone())
     copied = staged_copy({"s": source})["s"]
@@ -400,7 +400,7 @@ def test_a_sharded_tensors_local_shards_are_copied(one_rank: None) -> None:
     assert copied._process_group is source._process_group
 
 
-def test_a_sharded_tensor_is_staged_away_from_the_device_of_its_placement(one_rank: None) -> None:
+def test_stages_a_sharded_tensor_away_from_the_device_of_its_placement(one_rank: None) -> None:
     """As one on a CUDA device is: ShardedTensor's own constructor compares what it is told with what it finds."""
     on_cpu = _sharded(torch.ones(2, 3))
     elsewhere = on_cpu.metadata()
@@ -426,7 +426,7 @@ class Typed(NamedTuple):
     step: int
 
 
-def test_containers_keep_their_kinds_and_their_order() -> None:
+def test_keeps_kinds_and_order_of_containers() -> None:
     state = OrderedDict(
         z=[1, (2, torch.ones(1)), [torch.zeros(1)]],
         a={"pair": Pair(torch.ones(1), "r"), "typed": Typed(torch.ones(2), 3)},
@@ -449,7 +449,7 @@ def test_containers_keep_their_kinds_and_their_order() -> None:
     assert type(copied["size"]) is torch.Size
 
 
-def test_a_tuple_in_two_places_stays_one() -> None:
+def test_keeps_a_tuple_in_two_places_one() -> None:
     pair = (torch.ones(1), torch.zeros(1))
     copied = staged_copy({"a": pair, "b": pair, "first": pair[0]})
     assert copied["a"] is copied["b"]
@@ -463,7 +463,7 @@ class Lazy(dict[str, Any]):
         return ((key, make()) for key, make in super().items())
 
 
-def test_values_that_live_only_while_they_are_read_are_not_taken_for_each_other() -> None:
+def test_separates_values_that_live_only_while_they_are_read() -> None:
     values = [torch.tensor([float(number)]) for number in range(100)]
     place = torch.zeros((1, 1), dtype=torch.long)
     dense = {str(number): value.clone for number, value in enumerate(values)}
@@ -485,7 +485,7 @@ class Progress:
     weight: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
 
 
-def test_objects_are_copied_deeply() -> None:
+def test_copies_objects_deeply() -> None:
     state = {"progress": Progress(1, [1, 2]), "names": {"a"}, "raw": bytearray(b"ab"), "array": np.zeros(2)}
     copied = staged_copy(state)
     state["progress"].history.append(3)
@@ -516,7 +516,7 @@ class Stubborn:
     ids=["object", "lock", "meta", "nested"],
 )
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
-def test_what_cannot_be_copied_is_refused_at_once(value: Any, said: str, beside: bool) -> None:
+def test_refuses_at_once_what_cannot_be_copied(value: Any, said: str, beside: bool) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside))
     with pytest.raises(StagingError, match=said) as caught:
         stager.stage({"fine": torch.ones(1), "app": {"things": [1, value]}})
@@ -525,14 +525,14 @@ def test_what_cannot_be_copied_is_refused_at_once(value: Any, said: str, beside:
     finished(stager.stage({"w": torch.ones(1)}))
 
 
-def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+def test_refuses_a_tensor_whose_memory_was_freed() -> None:
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     with pytest.raises(StagingError, match=r"shape \(3,\) has no memory"):
         staged_copy({"w": freed})
 
 
-def test_a_state_that_contains_itself_is_refused() -> None:
+def test_refuses_a_state_that_contains_itself() -> None:
     state: dict[str, Any] = {}
     state["self"] = state
     with pytest.raises(StagingError, match="contains itself"):
@@ -544,7 +544,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_what_is_staged_in_inference_mode_can_be_written_to_later(shared: bool, beside: bool) -> None:
+def test_allows_later_writes_to_what_is_staged_in_inference_mode(shared: bool, beside: bool) -> None:
     with torch.inference_mode():
         source = torch.ones(3) + 1
         copied = staged_copy({"w": source, "s": source.to_sparse()}, use_shared_memory=shared, use_async_staging=beside)
@@ -555,7 +555,7 @@ def test_what_is_staged_in_inference_mode_can_be_written_to_later(shared: bool, 
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_memory_that_was_made_in_inference_mode_serves_outside_of_it(shared: bool) -> None:
+def test_uses_memory_made_in_inference_mode_outside_of_it(shared: bool) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared))
     with torch.inference_mode():
         stager.prefault({"w": torch.ones(3)})
@@ -565,7 +565,7 @@ def test_memory_that_was_made_in_inference_mode_serves_outside_of_it(shared: boo
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 @pytest.mark.parametrize("mode", [functools.partial(torch.device, "meta"), torch.enable_grad], ids=["device", "grad"])
-def test_the_callers_default_device_and_grad_mode_do_not_matter(shared: bool, mode: Any) -> None:
+def test_ignores_the_callers_default_device_and_grad_mode(shared: bool, mode: Any) -> None:
     source = torch.arange(20.0).reshape(4, 5).requires_grad_()
     state = {"w": source, "column": source[:, 1:3], "head": source.view(-1)[:7], "tail": source.view(-1)[5:9]}
     with mode():

@@ -37,7 +37,7 @@ def stage_twice(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]
         return {name: value.clone() for name, value in dict(staged).items()}
 
 
-def test_a_dict_made_afresh_over_the_same_memory_is_not_planned_again(planned: list[int]) -> None:
+def test_plans_a_dict_made_afresh_over_the_same_memory_only_once(planned: list[int]) -> None:
     w, b = torch.zeros(4, 3), torch.zeros(7)
     staged = stage_twice({"w": w.detach(), "b": b.detach()}, {"w": w.fill_(2).detach(), "b": b.fill_(3).detach()})
     assert staged["w"].unique().tolist() == [2]
@@ -56,7 +56,7 @@ def test_a_dict_made_afresh_over_the_same_memory_is_not_planned_again(planned: l
     ],
     ids=["shape", "strides", "dtype", "address", "memory"],
 )
-def test_any_other_tensor_is_planned_again(planned: list[int], other: Any) -> None:
+def test_plans_any_other_tensor_again(planned: list[int], other: Any) -> None:
     w = torch.arange(12.0).reshape(4, 3)
     staged = stage_twice({"w": w}, {"w": other(w)})
     assert torch.equal(staged["w"], other(w))
@@ -64,7 +64,7 @@ def test_any_other_tensor_is_planned_again(planned: list[int], other: Any) -> No
     assert len(planned) == 2
 
 
-def test_tied_weights_are_remembered_as_tied(planned: list[int]) -> None:
+def test_remembers_tied_weights_as_tied(planned: list[int]) -> None:
     w = torch.ones(6)
     with Stager() as stager:
         for step in range(3):
@@ -76,7 +76,7 @@ def test_tied_weights_are_remembered_as_tied(planned: list[int]) -> None:
     assert planned == [2]
 
 
-def test_no_tensor_is_kept() -> None:
+def test_keeps_no_tensor() -> None:
     memory = LayoutMemory()
     tensor = torch.ones(3)
     gone = weakref.ref(tensor.untyped_storage())

@@ -50,7 +50,7 @@ def uploading(staged: StagedState, *, error: Exception | None = None) -> Upload:
 
 
 @sync_and_async
-def test_by_default_the_next_save_waits_for_the_one_that_reads(beside: bool) -> None:
+def test_waits_by_default_with_the_next_save_for_the_one_that_reads(beside: bool) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside))
     first = finished(stager.stage(state(1)))
     address = memory_of(first)
@@ -65,7 +65,7 @@ def test_by_default_the_next_save_waits_for_the_one_that_reads(beside: bool) -> 
 
 
 @sync_and_async
-def test_double_buffering_copies_at_once_and_the_third_save_waits(beside: bool) -> None:
+def test_copies_at_once_by_double_buffering_and_waits_with_the_third_save(beside: bool) -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer", use_async_staging=beside))
     first = finished(stager.stage(state(1)))
     uploads = [uploading(first)]
@@ -85,7 +85,7 @@ def test_double_buffering_copies_at_once_and_the_third_save_waits(beside: bool) 
 
 
 @sync_and_async
-def test_the_error_says_which_save_is_in_flight(beside: bool) -> None:
+def test_says_in_the_error_which_save_is_in_flight(beside: bool) -> None:
     stager = Stager(StagingOptions(when_busy="error", use_async_staging=beside))
     go_on, begun = threading.Event(), threading.Event()
 
@@ -107,14 +107,14 @@ def test_the_error_says_which_save_is_in_flight(beside: bool) -> None:
     assert values(finished(stager.stage(state(3)))) == {3}
 
 
-def test_the_error_policy_forgives_a_save_that_is_about_to_end() -> None:
+def test_forgives_a_save_that_is_about_to_end_under_the_error_policy() -> None:
     stager = Stager(StagingOptions(when_busy="error"))
     upload = uploading(finished(stager.stage(state(1))))
     threading.Timer(0.02, upload.go_on.set).start()
     assert values(finished(stager.stage(state(2)))) == {2}
 
 
-def test_the_error_policy_counts_saves_of_other_stagers_on_the_same_thread() -> None:
+def test_counts_saves_of_other_stagers_on_the_same_thread_in_the_error_policy() -> None:
     """Their memory is not in the way, but their collectives are."""
     upload = uploading(finished(Stager().stage(state(1))))
     strict = Stager(StagingOptions(when_busy="error"))
@@ -130,20 +130,20 @@ def test_the_error_policy_counts_saves_of_other_stagers_on_the_same_thread() -> 
 
 @waiting
 @sync_and_async
-def test_a_staged_state_that_is_dropped_lets_the_next_have_its_memory(when_busy: Any, beside: bool) -> None:
+def test_lets_the_next_have_the_memory_of_a_staged_state_that_is_dropped(when_busy: Any, beside: bool) -> None:
     stager = Stager(StagingOptions(when_busy=when_busy, use_async_staging=beside, unread_timeout_s=math.inf))
     addresses = {memory_of(finished(stager.stage(state(step)))) for step in range(3)}
     assert len(addresses) == 1
 
 
-def test_a_future_that_is_dropped_unread_lets_the_next_have_its_memory() -> None:
+def test_lets_the_next_have_the_memory_of_a_future_that_is_dropped_unread() -> None:
     stager = Stager(StagingOptions(use_async_staging=True, unread_timeout_s=math.inf))
     for step in range(3):
         stager.stage(state(step))
     assert values(finished(stager.stage(state(9)))) == {9}
 
 
-def test_a_future_that_is_cancelled_before_the_copy_lets_the_next_have_its_memory() -> None:
+def test_lets_the_next_have_the_memory_of_a_future_cancelled_before_the_copy() -> None:
     stager = Stager(StagingOptions(use_async_staging=True, when_busy="double_buffer", unread_timeout_s=math.inf))
     # The first copy holds the only worker for some milliseconds.
     futures = [stager.stage(state(step, 1 << 20)) for step in range(2)]
@@ -155,7 +155,7 @@ def test_a_future_that_is_cancelled_before_the_copy_lets_the_next_have_its_memor
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "error"])
-def test_a_thread_that_failed_lets_go_though_its_traceback_is_kept(when_busy: Any) -> None:
+def test_lets_go_on_a_thread_that_failed_though_its_traceback_is_kept(when_busy: Any) -> None:
     stager = Stager(StagingOptions(when_busy=when_busy, unread_timeout_s=math.inf))
     first = finished(stager.stage(state(1)))
     address, alive = memory_of(first), weakref.ref(first)
@@ -168,7 +168,7 @@ def test_a_thread_that_failed_lets_go_though_its_traceback_is_kept(when_busy: An
     assert memory_of(finished(stager.stage(state(2)))) == address
 
 
-def test_a_state_whose_save_has_ended_cannot_be_saved_again() -> None:
+def test_refuses_to_save_a_state_again_whose_save_has_ended() -> None:
     stager = Stager()
     first = finished(stager.stage(state(1)))
     uploading(first).finish()
@@ -176,7 +176,7 @@ def test_a_state_whose_save_has_ended_cannot_be_saved_again() -> None:
         first.items()
 
 
-def test_the_thread_that_staged_may_save_and_stage_again() -> None:
+def test_lets_the_thread_that_staged_save_and_stage_again() -> None:
     """As a plain loop of `dcp.save(stager.stage(state))` does."""
     stager = Stager(StagingOptions(unread_timeout_s=math.inf))
     addresses = set()
@@ -189,7 +189,7 @@ def test_the_thread_that_staged_may_save_and_stage_again() -> None:
     assert len(addresses) == 1
 
 
-def test_a_thread_that_goes_on_to_another_save_lets_go_of_the_last() -> None:
+def test_lets_go_of_the_last_save_on_a_thread_that_goes_on_to_another() -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer"))
     first, second = finished(stager.stage(state(1))), finished(stager.stage(state(2)))
 
@@ -204,7 +204,7 @@ def test_a_thread_that_goes_on_to_another_save_lets_go_of_the_last() -> None:
     assert second.lease.ended
 
 
-def test_reading_the_copy_by_key_begins_no_save() -> None:
+def test_begins_no_save_by_reading_the_copy_by_key() -> None:
     staged = finished(Stager().stage(state(1)))
     assert values(staged) == {1}
     assert not staged.lease.begun
@@ -214,7 +214,7 @@ def test_reading_the_copy_by_key_begins_no_save() -> None:
 
 @sync_and_async
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_nothing_of_the_source_is_kept_alive_by_the_copy(shared: bool, beside: bool) -> None:
+def test_keeps_nothing_of_the_source_alive_by_the_copy(shared: bool, beside: bool) -> None:
     source = torch.ones(64)
     gone = weakref.ref(source)
     staged = finished(Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside)).stage({"w": source}))
@@ -239,7 +239,7 @@ def _in_time(condition: Any, patience_s: float = 10.0) -> bool:
 
 @waiting
 @sync_and_async
-def test_a_held_state_that_is_never_saved_stops_blocking_and_keeps_its_values(
+def test_stops_blocking_by_a_held_state_that_is_never_saved_and_keeps_its_values(
     when_busy: Any, beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stager = Stager(StagingOptions(when_busy=when_busy, use_async_staging=beside, unread_timeout_s=0.2))
@@ -257,7 +257,7 @@ def test_a_held_state_that_is_never_saved_stops_blocking_and_keeps_its_values(
     assert [values(staged) for staged in held] == [{step} for step in range(len(held))]
 
 
-def test_a_held_state_can_still_be_saved_after_its_deadline() -> None:
+def test_saves_a_held_state_after_its_deadline() -> None:
     stager = Stager(StagingOptions(unread_timeout_s=0.1))
     held = finished(stager.stage(state(1)))
     newer = finished(stager.stage(state(2)))
@@ -267,7 +267,7 @@ def test_a_held_state_can_still_be_saved_after_its_deadline() -> None:
     assert values(newer) == {2}
 
 
-def test_a_save_that_has_begun_is_waited_for_beyond_the_deadline() -> None:
+def test_waits_for_a_save_that_has_begun_beyond_the_deadline() -> None:
     stager = Stager(StagingOptions(unread_timeout_s=0.1))
     upload = uploading(finished(stager.stage(state(1))))
     second = Beside(lambda: finished(stager.stage(state(2))))
@@ -279,7 +279,7 @@ def test_a_save_that_has_begun_is_waited_for_beyond_the_deadline() -> None:
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def test_close_waits_for_the_saves_under_way() -> None:
+def test_waits_in_close_for_the_saves_under_way() -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer"))
     first, second = (Upload(finished(stager.stage(state(step)))) for step in range(2))
     assert first.reads.wait(60)
@@ -293,7 +293,7 @@ def test_close_waits_for_the_saves_under_way() -> None:
     assert stager.staged_bytes == 0
 
 
-def test_close_waits_for_the_copies_under_way() -> None:
+def test_waits_in_close_for_the_copies_under_way() -> None:
     stager = Stager(StagingOptions(use_async_staging=True))
     future = stager.stage(state(1, 1 << 20))
     assert isinstance(future, Future)
@@ -308,21 +308,21 @@ def test_close_waits_for_the_copies_under_way() -> None:
 
 
 @pytest.mark.parametrize("call", ["stage", "prefault"])
-def test_a_closed_stager_refuses(call: str) -> None:
+def test_refuses_after_a_stager_is_closed(call: str) -> None:
     with Stager() as stager:
         finished(stager.stage(state(1)))
     with pytest.raises(StagingError, match="closed"):
         getattr(stager, call)(state(2))
 
 
-def test_closing_twice_or_unused_is_no_mistake() -> None:
+def test_accepts_closing_twice_or_unused() -> None:
     stager = Stager()
     stager.close()
     stager.close()
     assert stager.staged_bytes == 0
 
 
-def test_synchronize_staging_waits_for_the_copy_and_raises_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_in_synchronize_staging_for_the_copy_and_raises_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     stager = Stager(StagingOptions(use_async_staging=True))
     stager.synchronize_staging()
     future = stager.stage(state(1, 1 << 20))
@@ -345,7 +345,7 @@ def test_synchronize_staging_waits_for_the_copy_and_raises_its_failure(monkeypat
 
 @sync_and_async
 @pytest.mark.parametrize("failure", [RuntimeError("device lost"), KeyboardInterrupt()])
-def test_a_copy_that_fails_gives_its_memory_back(
+def test_gives_its_memory_back_after_a_copy_that_fails(
     monkeypatch: pytest.MonkeyPatch, beside: bool, failure: BaseException
 ) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside, unread_timeout_s=math.inf))
@@ -364,7 +364,7 @@ def test_a_copy_that_fails_gives_its_memory_back(
 # -- the order of saves -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_staged_save_waits_for_its_turn_on_a_thread_of_its_own() -> None:
+def test_waits_with_a_second_staged_save_for_its_turn_on_a_thread_of_its_own() -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer"))
     first, second = finished(stager.stage(state(1))), finished(stager.stage(state(2)))
     late = Upload(second)
@@ -376,7 +376,7 @@ def test_a_second_staged_save_waits_for_its_turn_on_a_thread_of_its_own() -> Non
     late.finish()
 
 
-def test_the_thread_that_staged_both_waits_when_it_takes_its_turn() -> None:
+def test_waits_on_the_thread_that_staged_both_when_it_takes_its_turn() -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer"))
     order: list[str] = []
     uploads: list[Upload] = []
@@ -399,7 +399,7 @@ def test_the_thread_that_staged_both_waits_when_it_takes_its_turn() -> None:
     assert order == ["first ended", "second"]
 
 
-def test_saves_of_different_stagers_are_in_the_order_of_staging() -> None:
+def test_saves_by_different_stagers_in_the_order_of_staging() -> None:
     staged = [finished(Stager().stage(state(step))) for step in range(3)]
     uploads = [Upload(one) for one in reversed(staged)][::-1]
     del staged
@@ -409,7 +409,7 @@ def test_saves_of_different_stagers_are_in_the_order_of_staging() -> None:
         upload.finish()
 
 
-def test_a_plain_save_waits_for_what_the_same_thread_has_staged() -> None:
+def test_waits_in_a_plain_save_for_what_the_same_thread_has_staged() -> None:
     go_on = threading.Event()
     uploads: list[Upload] = []
 
@@ -425,7 +425,7 @@ def test_a_plain_save_waits_for_what_the_same_thread_has_staged() -> None:
     training.outcome.result(60)
 
 
-def test_the_order_holds_when_the_save_between_two_is_dropped() -> None:
+def test_holds_the_order_when_the_save_between_two_is_dropped() -> None:
     staged = [finished(Stager().stage(state(step))) for step in range(3)]
     first = uploading(staged[0])
     del staged[1]
@@ -436,7 +436,7 @@ def test_the_order_holds_when_the_save_between_two_is_dropped() -> None:
     last.finish()
 
 
-def test_the_order_holds_for_what_is_staged_after_one_was_dropped() -> None:
+def test_holds_the_order_for_what_is_staged_after_one_was_dropped() -> None:
     first = uploading(finished(Stager().stage(state(1))))
     finished(Stager().stage(state(2)))
     last = Upload(finished(Stager().stage(state(3))))
@@ -446,14 +446,14 @@ def test_the_order_holds_for_what_is_staged_after_one_was_dropped() -> None:
     last.finish()
 
 
-def test_a_save_that_is_never_begun_does_not_hold_up_the_order_for_ever() -> None:
+def test_ends_the_wait_for_a_save_that_is_never_begun() -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer", unread_timeout_s=0.2))
     held, second = finished(stager.stage(state(1))), finished(stager.stage(state(2)))
     uploading(second).finish()
     assert values(held) == {1}
 
 
-def test_two_threads_that_stage_do_not_wait_for_each_others_turn() -> None:
+def test_lets_two_threads_that_stage_not_wait_for_each_others_turn() -> None:
     mine = uploading(finished(Stager().stage(state(1))))
 
     def theirs() -> set[float]:
@@ -470,7 +470,7 @@ def test_two_threads_that_stage_do_not_wait_for_each_others_turn() -> None:
 
 
 @sync_and_async
-def test_leases_do_not_pile_up(beside: bool) -> None:
+def test_limits_the_number_of_leases(beside: bool) -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer", use_async_staging=beside))
     held = finished(stager.stage(state(0)))
     leases: list[weakref.ref[Lease]] = []
@@ -483,7 +483,7 @@ def test_leases_do_not_pile_up(beside: bool) -> None:
     assert values(held) == {0}
 
 
-def test_saved_leases_do_not_pile_up_either() -> None:
+def test_limits_the_number_of_saved_leases() -> None:
     stager = Stager()
     leases: list[weakref.ref[Lease]] = []
     for step in range(200):
@@ -501,13 +501,13 @@ def test_saved_leases_do_not_pile_up_either() -> None:
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, dict])
-def test_copies_of_a_staged_state_are_plain_dicts(make: Any) -> None:
+def test_makes_plain_dicts_of_copies_of_a_staged_state(make: Any) -> None:
     copied = make(finished(Stager().stage({"w": torch.ones(2), "n": {"step": 1}})))
     assert type(copied) is dict
     assert copied["n"] == {"step": 1}
 
 
-def test_a_staged_state_crosses_to_another_process_over_the_same_memory_with_a_lease_of_that_process() -> None:
+def test_sends_a_staged_state_over_the_same_memory_with_a_lease_of_that_process() -> None:
     stager = Stager()
     staged = finished(stager.stage(state(1)))
     received = ForkingPickler.loads(ForkingPickler.dumps(staged))
@@ -518,7 +518,7 @@ def test_a_staged_state_crosses_to_another_process_over_the_same_memory_with_a_l
     assert staged.lease.begun
 
 
-def test_private_memory_that_crosses_is_not_used_for_another_state() -> None:
+def test_uses_private_memory_that_crosses_for_no_other_state() -> None:
     """Torch moves it to shared memory under the tensors."""
     stager = Stager(StagingOptions(use_shared_memory=False))
     staged = finished(stager.stage(state(1)))

@@ -49,7 +49,7 @@ def save(stager: Stager, source: dict[str, torch.Tensor], step: int) -> None:
 
 @both_kinds
 @sync_and_async
-def test_resident_memory_and_descriptors_stay_the_same_over_fifty_saves(shared: bool, beside: bool) -> None:
+def test_keeps_resident_memory_and_descriptors_over_fifty_saves(shared: bool, beside: bool) -> None:
     source = {str(index): torch.ones(MIB // 4) for index in range(16)}
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
     for step in range(5):
@@ -68,7 +68,7 @@ def test_resident_memory_and_descriptors_stay_the_same_over_fifty_saves(shared: 
 @both_kinds
 @sync_and_async
 @pytest.mark.parametrize(("when_busy", "count"), [("wait", 1), ("double_buffer", 2)])
-def test_all_memory_is_returned_by_close(shared: bool, beside: bool, when_busy: Any, count: int) -> None:
+def test_returns_all_memory_by_close(shared: bool, beside: bool, when_busy: Any, count: int) -> None:
     state = {"w": torch.ones(64 * MIB, dtype=torch.uint8)}
     give_back()
     resident_before, descriptors_before = resident(), descriptors()
@@ -84,7 +84,7 @@ def test_all_memory_is_returned_by_close(shared: bool, beside: bool, when_busy: 
 
 
 @both_kinds
-def test_a_changed_layout_returns_the_old_memory(shared: bool) -> None:
+def test_returns_the_old_memory_of_a_changed_layout(shared: bool) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared))
     # Both are there throughout, so that only staging memory changes: 96 MiB go, and 8 MiB come.
     states = [{"w": torch.ones(size * MIB, dtype=torch.uint8)} for size in (96, 8)]
@@ -96,7 +96,7 @@ def test_a_changed_layout_returns_the_old_memory(shared: bool) -> None:
 
 
 @both_kinds
-def test_prefaulted_memory_is_resident_before_the_first_save(shared: bool) -> None:
+def test_makes_prefaulted_memory_resident_before_the_first_save(shared: bool) -> None:
     state = {"w": torch.ones(64 * MIB, dtype=torch.uint8)}
     before = resident()
     stager = Stager(StagingOptions(use_shared_memory=shared))
@@ -108,7 +108,7 @@ def test_prefaulted_memory_is_resident_before_the_first_save(shared: bool) -> No
 
 
 @both_kinds
-def test_a_state_that_was_never_saved_is_returned_when_it_is_dropped(shared: bool) -> None:
+def test_returns_a_state_that_was_never_saved_when_it_is_dropped(shared: bool) -> None:
     """Its arena was given up after the deadline: only the state itself keeps it."""
     state = {"w": torch.ones(64 * MIB, dtype=torch.uint8)}
     stager = Stager(StagingOptions(use_shared_memory=shared, unread_timeout_s=0.05))

@@ -34,7 +34,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped=st.sets(st.integers(0, 19)),
     threads=st.integers(1, 5),
 )
-def test_every_byte_of_every_region_arrives_and_no_other_is_touched(
+def test_copies_every_byte_of_every_region_and_touches_no_other(
     cuts: list[int], skipped: set[int], threads: int
 ) -> None:
     source = torch.randint(1, 255, (5000,), dtype=torch.uint8)
@@ -53,7 +53,7 @@ def test_every_byte_of_every_region_arrives_and_no_other_is_touched(
     assert torch.equal(target, expected)
 
 
-def test_tensors_that_touch_are_one_region_and_stay_where_they_are_to_one_another() -> None:
+def test_joins_tensors_that_touch_to_one_region_in_their_places() -> None:
     buffer = torch.arange(1000.0)
     state = {"a": buffer[:300], "b": buffer[300:700], "c": buffer[700:]}
     with Stager() as stager:
@@ -63,7 +63,7 @@ def test_tensors_that_touch_are_one_region_and_stay_where_they_are_to_one_anothe
         assert stager.staged_bytes <= 4000 + 64
 
 
-def test_an_interrupt_leaves_no_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_no_thread_that_writes_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
     writing: list[int] = []
     memmove = ctypes.memmove
@@ -86,7 +86,7 @@ def test_an_interrupt_leaves_no_thread_that_writes(monkeypatch: pytest.MonkeyPat
     stager.close()
 
 
-def test_a_failure_on_a_helping_thread_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fails_the_save_by_a_failure_on_a_helping_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     memmove = ctypes.memmove
 
     def fails(target: int, source: int, size: int) -> Any:
@@ -100,7 +100,7 @@ def test_a_failure_on_a_helping_thread_fails_the_save(monkeypatch: pytest.Monkey
         stager.stage({"w": torch.ones(5000)})
 
 
-def test_close_ends_the_threads_that_copied() -> None:
+def test_ends_the_threads_that_copied_in_close() -> None:
     def copying_threads() -> int:
         return sum(thread.name.startswith("bucketpoint-copy") for thread in threading.enumerate())
 
@@ -119,7 +119,7 @@ def test_close_ends_the_threads_that_copied() -> None:
     ],
     ids=["gradient", "attribute"],
 )
-def test_what_is_done_to_a_staged_tensor_is_not_seen_in_the_next_save(change: Any) -> None:
+def test_hides_what_is_done_to_a_staged_tensor_from_the_next_save(change: Any) -> None:
     w = torch.ones(100)
     with Stager() as stager:
         staged = finished(stager.stage({"w": w}))
@@ -130,14 +130,14 @@ def test_what_is_done_to_a_staged_tensor_is_not_seen_in_the_next_save(change: An
         assert not hasattr(again, "note")
 
 
-def test_a_tensor_that_no_longer_requires_a_gradient_is_staged_as_it_is() -> None:
+def test_stages_a_tensor_that_no_longer_requires_a_gradient_as_it_is() -> None:
     w = torch.ones(100, requires_grad=True)
     with Stager() as stager:
         assert finished(stager.stage({"w": w}))["w"].requires_grad
         assert not finished(stager.stage({"w": w.detach()}))["w"].requires_grad
 
 
-def test_a_thread_that_the_system_refuses_leaves_none_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_no_thread_that_writes_if_the_system_refuses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
     writing: list[int] = []
     begin, memmove = threading.Thread.start, ctypes.memmove
@@ -176,7 +176,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("failing", ["cpu", "meta"])
-def test_copies_of_a_device_have_ended_when_a_later_copy_fails(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_ends_copies_of_a_device_when_a_later_copy_fails(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """The arena goes to the next save: a copy still under way would write to its state."""
     stream, device = Stream(), torch.device("meta")
 
@@ -199,7 +199,7 @@ def test_copies_of_a_device_have_ended_when_a_later_copy_fails(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("beside", "expected"), [(True, [64, 0, 64, 0, 22, 0]), (False, [150, 0])])
-def test_copies_beside_training_leave_room_in_the_drivers_queue(
+def test_leaves_room_in_the_drivers_queue_beside_training(
     monkeypatch: pytest.MonkeyPatch, beside: bool, expected: list[int]
 ) -> None:
     """Copies that are queued together, and a 0 for each wait for them."""

@@ -128,7 +128,7 @@ class Training:
     shared=st.booleans(),
     elements=st.lists(st.sampled_from([64, 64, 50_000]), min_size=6, max_size=6),
 )
-def test_every_upload_reads_its_own_step_from_beginning_to_end(
+def test_reads_its_own_step_from_beginning_to_end_in_every_upload(
     plan: list[Save], when_busy: Any, beside: bool, shared: bool, elements: list[int]
 ) -> None:
     stager = Stager(

@@ -35,7 +35,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("make", [StagingOptions, TorchStagingOptions])
 @pytest.mark.parametrize("switches", COMBINATIONS, ids=_name)
-def test_every_combination_stages_without_an_accelerator(
+def test_stages_without_an_accelerator_in_every_combination(
     switches: dict[str, bool], make: Any, no_accelerator: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.arange(12.0).reshape(3, 4)
@@ -61,19 +61,19 @@ def test_every_combination_stages_without_an_accelerator(
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
-def test_torchs_own_options_keep_their_meaning() -> None:
+def test_keeps_the_meaning_of_torchs_own_options() -> None:
     for switches in COMBINATIONS:
         taken = as_staging_options(TorchStagingOptions(**switches))
         assert {name: getattr(taken, name) for name in SWITCHES} == switches
         assert taken == StagingOptions(**switches)
 
 
-def test_the_default_returns_the_copy_and_no_future() -> None:
+def test_returns_the_copy_and_no_future_by_default() -> None:
     assert as_staging_options(None) == StagingOptions()
     assert not isinstance(Stager().stage({"w": torch.ones(1)}), Future)
 
 
-def test_ours_are_taken_as_they_are() -> None:
+def test_takes_ours_as_they_are() -> None:
     options = StagingOptions(when_busy="error", max_bytes=1 << 20, unread_timeout_s=math.inf)
     assert as_staging_options(options) is options
 
@@ -90,12 +90,12 @@ def test_ours_are_taken_as_they_are() -> None:
         ({"unread_timeout_s": math.nan}, "unread_timeout_s=nan"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_refuses_a_value_that_cannot_work(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(BucketpointError, match=said):
         StagingOptions(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"use_pinned_memory": True}, "fast", 1, True, SimpleNamespace(use_pinned_memory=1)])
-def test_anything_else_is_refused_by_name(wrong: Any) -> None:
+def test_refuses_anything_else_by_name(wrong: Any) -> None:
     with pytest.raises(BucketpointError, match=f"^{type(wrong).__qualname__} does not describe staging options"):
         Stager(wrong)

@@ -41,7 +41,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_states_made_afresh_for_each_save_find_the_memory_of_the_last(
+def test_finds_the_memory_of_the_last_for_states_made_afresh_for_each_save(
     shared: bool, beside: bool, made: list[int]
 ) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
@@ -60,7 +60,7 @@ def test_states_made_afresh_for_each_save_find_the_memory_of_the_last(
     assert stager.staged_bytes == 0
 
 
-def test_other_tensors_of_the_same_size_use_the_same_memory(made: list[int]) -> None:
+def test_uses_the_same_memory_for_other_tensors_of_the_same_size(made: list[int]) -> None:
     stager = Stager()
     addresses = set()
     for state in ({"w": torch.ones(16, 16)}, {"x": torch.ones(256)}, {"a": torch.ones(128), "b": torch.zeros(128)}):
@@ -71,7 +71,7 @@ def test_other_tensors_of_the_same_size_use_the_same_memory(made: list[int]) -> 
     assert len(addresses) == 1
 
 
-def test_a_changed_layout_gives_the_old_memory_back(made: list[int]) -> None:
+def test_gives_the_old_memory_of_a_changed_layout_back(made: list[int]) -> None:
     stager = Stager()
     for kib in (64, 128, 32, 96):
         finished(stager.stage(state_of(kib)))
@@ -79,7 +79,7 @@ def test_a_changed_layout_gives_the_old_memory_back(made: list[int]) -> None:
     assert made == [kib * KIB for kib in (64, 128, 32, 96)]
 
 
-def test_sizes_that_come_back_in_turn_are_both_kept_from_the_second_round_on(made: list[int]) -> None:
+def test_keeps_both_sizes_that_come_back_in_turn_from_the_second_round_on(made: list[int]) -> None:
     stager = Stager()
     for _ in range(4):
         for kib in (64, 32):
@@ -88,14 +88,14 @@ def test_sizes_that_come_back_in_turn_are_both_kept_from_the_second_round_on(mad
     assert stager.staged_bytes == (64 + 32) * KIB
 
 
-def test_a_size_that_no_longer_comes_is_given_back_when_another_does(made: list[int]) -> None:
+def test_gives_a_size_back_that_no_longer_comes_when_another_does(made: list[int]) -> None:
     stager = Stager()
     for kib in (64, 32, 64, 32, 16, 16, 16, 16, 8):
         finished(stager.stage(state_of(kib)))
     assert stager.staged_bytes == 8 * KIB
 
 
-def test_one_stager_serves_plain_and_double_buffered_use_with_no_more_memory_than_needed(made: list[int]) -> None:
+def test_serves_plain_and_double_buffered_use_by_one_stager_in_the_needed_memory(made: list[int]) -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer"))
     for _ in range(5):
         finished(stager.stage(state_of(64)))
@@ -114,7 +114,7 @@ def test_one_stager_serves_plain_and_double_buffered_use_with_no_more_memory_tha
 
 
 @pytest.mark.parametrize("call", ["stage", "prefault"])
-def test_a_cap_below_the_state_says_how_much_is_needed(call: str, made: list[int]) -> None:
+def test_says_how_much_is_needed_under_a_cap_below_the_state(call: str, made: list[int]) -> None:
     stager = Stager(StagingOptions(max_bytes=64 * KIB))
     with pytest.raises(StagingError, match=rf"needs {128 * KIB} bytes.*max_bytes is {64 * KIB}.*{128 * KIB} or more"):
         getattr(stager, call)(state_of(128))
@@ -122,14 +122,14 @@ def test_a_cap_below_the_state_says_how_much_is_needed(call: str, made: list[int
     assert finished(stager.stage(state_of(64, 5)))["w"].unique().tolist() == [5]
 
 
-def test_a_cap_of_exactly_the_need_is_enough() -> None:
+def test_works_with_a_cap_of_exactly_the_need() -> None:
     stager = Stager(StagingOptions(max_bytes=64 * KIB))
     finished(stager.stage(state_of(64)))
     finished(stager.stage(state_of(64)))
     assert stager.staged_bytes == 64 * KIB
 
 
-def test_a_cap_without_room_for_two_makes_double_buffering_wait(made: list[int]) -> None:
+def test_waits_in_double_buffering_under_a_cap_without_room_for_two(made: list[int]) -> None:
     stager = Stager(StagingOptions(when_busy="double_buffer", max_bytes=100 * KIB))
     upload = Upload(finished(stager.stage(state_of(64))))
     assert upload.reads.wait(60)
@@ -141,14 +141,14 @@ def test_a_cap_without_room_for_two_makes_double_buffering_wait(made: list[int])
     assert made == [64 * KIB]
 
 
-def test_idle_memory_of_other_sizes_makes_room_under_the_cap() -> None:
+def test_makes_room_under_the_cap_from_idle_memory_of_other_sizes() -> None:
     stager = Stager(StagingOptions(max_bytes=100 * KIB))
     for kib in (64, 32, 64, 32, 80, 64):
         finished(stager.stage(state_of(kib)))
         assert stager.staged_bytes <= 100 * KIB
 
 
-def test_the_cap_counts_states_that_were_never_saved_for_as_long_as_they_are_kept() -> None:
+def test_counts_states_never_saved_under_the_cap_as_long_as_they_are_kept() -> None:
     stager = Stager(StagingOptions(max_bytes=100 * KIB, unread_timeout_s=0.01))
     unsaved = finished(stager.stage(state_of(64, 5)))
     with pytest.raises(StagingError, match=rf"needs {64 * KIB} bytes.*never saved hold {64 * KIB} of the {100 * KIB}"):
@@ -158,7 +158,7 @@ def test_the_cap_counts_states_that_were_never_saved_for_as_long_as_they_are_kep
     assert finished(stager.stage(state_of(64, 6)))["w"].unique().tolist() == [6]
 
 
-def test_the_cap_counts_private_memory_that_another_process_saves() -> None:
+def test_counts_private_memory_that_another_process_saves_under_the_cap() -> None:
     stager = Stager(StagingOptions(use_shared_memory=False, max_bytes=100 * KIB))
     staged: Any = finished(stager.stage(state_of(64)))
     sent = ForkingPickler.dumps(staged)
@@ -173,7 +173,7 @@ def test_the_cap_counts_private_memory_that_another_process_saves() -> None:
 
 
 @pytest.mark.parametrize(("when_busy", "count"), [("wait", 1), ("double_buffer", 2), ("error", 1)])
-def test_prefault_makes_what_the_next_saves_use(when_busy: Any, count: int, made: list[int]) -> None:
+def test_makes_by_prefault_what_the_next_saves_use(when_busy: Any, count: int, made: list[int]) -> None:
     stager = Stager(StagingOptions(when_busy=when_busy))
     stager.prefault(state_of(64))
     assert made == [64 * KIB] * count
@@ -182,21 +182,21 @@ def test_prefault_makes_what_the_next_saves_use(when_busy: Any, count: int, made
     assert len(made) == count
 
 
-def test_prefaulting_again_makes_nothing_new(made: list[int]) -> None:
+def test_makes_nothing_new_by_prefaulting_again(made: list[int]) -> None:
     stager = Stager()
     for _ in range(3):
         stager.prefault(state_of(64))
     assert made == [64 * KIB]
 
 
-def test_prefault_does_not_touch_memory_that_a_save_reads() -> None:
+def test_touches_no_memory_that_a_save_reads_in_prefault() -> None:
     stager = Stager()
     copied = finished(stager.stage(state_of(64, 5)))
     stager.prefault(state_of(64))
     assert copied["w"].unique().tolist() == [5]
 
 
-def test_nobody_is_given_memory_that_prefault_still_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gives_nobody_memory_that_prefault_still_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save on another thread, while the pages are being made."""
     stager = Stager()
     saves = collections.deque[Beside]()

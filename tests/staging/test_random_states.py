@@ -162,7 +162,7 @@ def in_one_leaf(*views: View) -> State:
     beside=False,
 )
 @given(state=states(), shared=st.booleans(), beside=st.sampled_from([False, False, False, True]))
-def test_values_and_sharing_of_any_state_are_kept(state: State, shared: bool, beside: bool) -> None:
+def test_keeps_values_and_sharing_of_any_state(state: State, shared: bool, beside: bool) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
     buffers = random_bytes(state.buffers)
     check_a_copy(stager, state, buffers)
@@ -171,7 +171,9 @@ def test_values_and_sharing_of_any_state_are_kept(state: State, shared: bool, be
 
 @settings(max_examples=100)
 @given(chosen=st.lists(states(), min_size=1, max_size=3), order=st.lists(st.integers(0, 2), min_size=3, max_size=6))
-def test_one_stager_serves_any_states_over_the_same_memory_in_any_order(chosen: list[State], order: list[int]) -> None:
+def test_serves_any_states_over_the_same_memory_in_any_order_by_one_stager(
+    chosen: list[State], order: list[int]
+) -> None:
     """What it has learnt from one save must not be taken for true of the next."""
     stager = Stager()
     buffers = random_bytes(3)
