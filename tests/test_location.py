@@ -21,7 +21,7 @@ def test_keeps_one_form_of_the_url_and_makes_one_store(tmp_path: Path) -> None:
     assert Location.of(tmp_path).url == str(tmp_path)
 
 
-def test_other_urls_have_the_same_options_and_another_store() -> None:
+def test_gives_other_urls_the_same_options_and_another_store() -> None:
     place = Location.of("s3://bucket/run", {"endpoint_url": "http://e"})
     assert place.opened
     other = place.at("s3://other/")

@@ -18,27 +18,27 @@ from bucketpoint import errors
 HEAVY = ("torch", "boto3", "botocore", "fsspec", "awscrt", "accelerate", "torchtitan")
 
 
-def test_importing_the_package_imports_nothing_large() -> None:
+def test_imports_nothing_large_with_the_package() -> None:
     program = f"import bucketpoint, sys; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", bucketpoint.__all__)
-def test_every_public_name_is_there_and_listed(name: str) -> None:
+def test_lists_every_public_name_and_has_it(name: str) -> None:
     assert getattr(bucketpoint, name) is not None
     assert name in dir(bucketpoint)
 
 
 @pytest.mark.parametrize("name", [name for name in bucketpoint.__all__ if not hasattr(errors, name)])
-def test_a_signature_says_what_may_be_passed(name: str) -> None:
+def test_says_in_a_signature_what_may_be_passed(name: str) -> None:
     public = getattr(bucketpoint, name)
     if callable(public):
         kinds = {each.kind for each in inspect.signature(public).parameters.values()}
         assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def test_a_remedy_installs_what_an_extra_requires() -> None:
+def test_installs_by_a_remedy_what_an_extra_requires() -> None:
     package = Path(bucketpoint.__file__).parent
     named = {
         requirement
@@ -50,12 +50,12 @@ def test_a_remedy_installs_what_an_extra_requires() -> None:
     assert [requirement for requirement in named if not re.search(f'"{re.escape(requirement)}[";]', required)] == []
 
 
-def test_a_name_that_is_not_there_is_missed_like_any_other() -> None:
+def test_misses_a_name_that_is_not_there_like_any_other() -> None:
     with pytest.raises(AttributeError, match="'bucketpoint' has no attribute 'S4Writer'"):
         bucketpoint.S4Writer  # noqa: B018
 
 
-def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_time() -> None:
+def test_shows_type_checkers_each_public_name_in_its_module_at_run_time() -> None:
     tree = ast.parse(Path(bucketpoint.__file__).read_text(encoding="utf-8"))
     (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -64,7 +64,9 @@ def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_t
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "megatron", "ray", "torch_checkpointing", "transformers"])
-def test_an_integration_without_its_framework_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_to_install_for_an_integration_without_its_framework(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
         monkeypatch.delitem(sys.modules, module)

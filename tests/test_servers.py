@@ -33,18 +33,18 @@ def status(error: pytest.ExceptionInfo[ClientError]) -> int:
     return code
 
 
-def test_what_is_put_is_what_is_read(s3: S3Server, bucket: str) -> None:
+def test_reads_what_is_put(s3: S3Server, bucket: str) -> None:
     put(s3, bucket, b"first")
     assert get(s3, bucket) == b"first"
     assert s3.keys(bucket) == ["key"]
 
 
-def test_every_test_gets_an_empty_bucket_of_its_own(s3: S3Server, bucket: str) -> None:
+def test_gives_every_test_an_empty_bucket_of_its_own(s3: S3Server, bucket: str) -> None:
     assert s3.keys(bucket) == []
     assert s3.make_bucket() != bucket
 
 
-def test_a_put_that_demands_absence_is_refused_when_the_key_exists(s3: S3Server, bucket: str) -> None:
+def test_refuses_a_put_that_demands_absence_when_the_key_exists(s3: S3Server, bucket: str) -> None:
     put(s3, bucket, b"first", IfNoneMatch="*")
     with pytest.raises(ClientError) as error:
         put(s3, bucket, b"second", IfNoneMatch="*")
@@ -52,7 +52,7 @@ def test_a_put_that_demands_absence_is_refused_when_the_key_exists(s3: S3Server,
     assert get(s3, bucket) == b"first"
 
 
-def test_a_put_that_demands_an_etag_is_refused_when_the_object_changed(s3: S3Server, bucket: str) -> None:
+def test_refuses_a_put_that_demands_an_etag_when_the_object_changed(s3: S3Server, bucket: str) -> None:
     first = put(s3, bucket, b"first")
     put(s3, bucket, b"second", IfMatch=first)
     with pytest.raises(ClientError) as error:
@@ -61,7 +61,7 @@ def test_a_put_that_demands_an_etag_is_refused_when_the_object_changed(s3: S3Ser
     assert get(s3, bucket) == b"second"
 
 
-def test_options_carry_what_a_client_needs(s3: S3Server, bucket: str) -> None:
+def test_carries_what_a_client_needs_in_options(s3: S3Server, bucket: str) -> None:
     options = s3.options
     client = boto3.client(
         "s3", aws_access_key_id=options["key"], aws_secret_access_key=options["secret"], **options["client_kwargs"]
@@ -70,14 +70,16 @@ def test_options_carry_what_a_client_needs(s3: S3Server, bucket: str) -> None:
     assert get(s3, bucket) == b"body"
 
 
-def test_environment_carries_what_a_client_needs(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_carries_what_a_client_needs_in_the_environment(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
     boto3.session.Session().client("s3").put_object(Bucket=bucket, Key="key", Body=b"body")
     assert get(s3, bucket) == b"body"
 
 
-def test_tls_is_accepted_with_the_authority_and_refused_without(s3_tls: S3Server, bucket_tls: str) -> None:
+def test_accepts_tls_with_the_authority_and_refuses_it_without(s3_tls: S3Server, bucket_tls: str) -> None:
     put(s3_tls, bucket_tls, b"body")
     assert get(s3_tls, bucket_tls) == b"body"
     options = s3_tls.options
@@ -98,7 +100,7 @@ def test_tls_is_accepted_with_the_authority_and_refused_without(s3_tls: S3Server
     ],
     ids=["sse-s3", "sse-kms", "sse-c"],
 )
-def test_minio_over_tls_serves_every_kind_of_encryption(
+def test_serves_every_kind_of_encryption_by_minio_over_tls(
     s3_tls: S3Server, bucket_tls: str, encryption: dict[str, str]
 ) -> None:
     put(s3_tls, bucket_tls, b"body", **encryption)
@@ -106,7 +108,7 @@ def test_minio_over_tls_serves_every_kind_of_encryption(
     assert s3_tls.client().get_object(Bucket=bucket_tls, Key="key", **customer)["Body"].read() == b"body"
 
 
-def test_limited_credentials_may_do_only_what_they_are_granted(minio: S3Server) -> None:
+def test_lets_limited_credentials_do_only_what_they_are_granted(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     put(minio, bucket, b"body")
     options = minio.limited_options(
@@ -125,16 +127,16 @@ def test_limited_credentials_may_do_only_what_they_are_granted(minio: S3Server) 
     assert status(error) == 403
 
 
-def test_no_setting_of_the_host_reaches_a_test() -> None:
+def test_keeps_settings_of_the_host_from_every_test() -> None:
     allowed = {"AWS_EC2_METADATA_DISABLED", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"}
     assert {name for name in os.environ if name.startswith("AWS_")} <= allowed
 
 
-def test_a_secret_is_not_in_the_repr(s3: S3Server) -> None:
+def test_keeps_a_secret_out_of_the_repr(s3: S3Server) -> None:
     assert s3.secret not in repr(s3)
 
 
-def test_a_server_ends_with_the_process_that_started_it_even_when_that_is_killed(tmp_path: Path) -> None:
+def test_ends_a_server_with_its_process_even_when_that_is_killed(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     killed = textwrap.dedent(

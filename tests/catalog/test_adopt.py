@@ -55,7 +55,7 @@ def test_takes_the_later_save_of_a_step_whatever_the_clocks_say(
     assert sum(store.calls.values()) == 0
 
 
-def test_takes_the_later_of_two_saves_in_one_second_of_the_store_though_its_clock_is_behind(
+def test_takes_the_later_of_two_saves_in_one_second_though_the_stores_clock_lags(
     store: MemoryStore, catalog: Catalog
 ) -> None:
     # S3 tells whole seconds.

@@ -320,9 +320,7 @@ def test_gives_what_is_newer_than_a_rollback_a_tombstone_and_restores_its_step(p
         assert manager.restore(state).step == 20  # type: ignore[union-attr]
 
 
-def test_leaves_what_is_held_in_a_rollback_and_gives_nothing_up_for_what_is_not_whole(
-    program: Program, root: str
-) -> None:
+def test_leaves_what_is_held_in_a_rollback_and_gives_nothing_up_for_damage(program: Program, root: str) -> None:
     save_run(root, *STEPS)
     assert program("pin", root, "40").code == 0
     run = open_catalog(root)

@@ -140,7 +140,7 @@ def test_restores_integer_keys_that_are_known_from_a_file_and_from_ours(tmp_path
     assert same(torch.load(tmp_path / "d.pt"), less)
 
 
-def test_names_the_keys_that_may_have_been_integers_where_the_source_does_not_note_them(tmp_path: Path) -> None:
+def test_names_keys_that_may_have_been_integers_where_the_source_notes_none(tmp_path: Path) -> None:
     dcp.save(MIXED, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
     plan = plan_conversion(tmp_path / "a", tmp_path / "b.pt")
     for to in ("bucketpoint", "torch"):

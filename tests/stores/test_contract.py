@@ -204,7 +204,7 @@ def store(case: Case) -> Store:
     return case.store
 
 
-def test_what_was_put_is_read_back_whole(store: Store) -> None:
+def test_reads_what_was_put_back_whole(store: Store) -> None:
     info = store.put("a/b", views(b"hello ", b"", b"world"))
     data, found = store.get("a/b")
     assert data == b"hello world"
@@ -213,20 +213,20 @@ def test_what_was_put_is_read_back_whole(store: Store) -> None:
     assert store.head("a/b").etag == info.etag is not None
 
 
-def test_an_empty_object_can_be_put_and_read(store: Store) -> None:
+def test_puts_and_reads_an_empty_object(store: Store) -> None:
     store.put("empty", [], crc32c=0)
     assert store.get("empty")[0] == b""
     assert store.head("empty").size == 0
 
 
-def test_a_put_replaces_what_was_there_and_its_etag(store: Store) -> None:
+def test_replaces_what_was_there_and_its_etag_by_a_put(store: Store) -> None:
     first = store.put("k", views(b"one"))
     second = store.put("k", views(b"two"))
     assert store.get("k")[0] == b"two"
     assert first.etag != second.etag
 
 
-def test_a_checksum_that_does_not_fit_the_body_is_refused_and_nothing_is_written(case: Case) -> None:
+def test_refuses_a_checksum_that_does_not_fit_the_body_and_writes_nothing(case: Case) -> None:
     store = case.store
     store.put("good", views(b"body"), crc32c=checksums.crc32c(b"body"))
     if not case.verifies:
@@ -237,7 +237,7 @@ def test_a_checksum_that_does_not_fit_the_body_is_refused_and_nothing_is_written
         store.head("bad")
 
 
-def test_get_refuses_an_object_larger_than_expected(store: Store) -> None:
+def test_refuses_an_object_larger_than_expected_in_get(store: Store) -> None:
     store.put("k", views(b"x" * 100))
     assert store.get("k", max_bytes=100)[1].size == 100
     with pytest.raises(CorruptDataError):
@@ -246,7 +246,7 @@ def test_get_refuses_an_object_larger_than_expected(store: Store) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 99, 100, 101, 5000])
-def test_the_first_bytes_of_an_object_come_with_its_size_and_etag(store: Store, first: int) -> None:
+def test_returns_the_first_bytes_of_an_object_with_its_size_and_etag(store: Store, first: int) -> None:
     body = bytes(range(100))
     written = store.put("k", views(body))
     data, info = store.get("k", max_bytes=5000, first=first)
@@ -261,7 +261,7 @@ def test_the_first_bytes_of_an_object_come_with_its_size_and_etag(store: Store, 
 
 
 @pytest.mark.parametrize("key", ODD_KEYS)
-def test_odd_keys_come_back_exactly(store: Store, key: str) -> None:
+def test_returns_odd_keys_exactly(store: Store, key: str) -> None:
     store.put(key, views(key.encode()))
     assert store.get(key)[0] == key.encode()
     assert store.head(key).key == key
@@ -277,7 +277,7 @@ def test_odd_keys_come_back_exactly(store: Store, key: str) -> None:
     assert list(store.list("")) == []
 
 
-def test_two_slashes_in_a_row_are_written_and_read_as_given(case: Case) -> None:
+def test_writes_and_reads_two_slashes_in_a_row_as_given(case: Case) -> None:
     store = case.store
     if case.refuses_double_slashes:
         with pytest.raises(StoreError):
@@ -290,7 +290,7 @@ def test_two_slashes_in_a_row_are_written_and_read_as_given(case: Case) -> None:
 
 
 @in_parts
-def test_multipart_in_odd_keys(case: Case) -> None:
+def test_uploads_odd_keys_in_parts(case: Case) -> None:
     for key in ODD_KEYS:
         upload = case.store.create_multipart(key)
         part = case.store.put_part(key, upload, 1, views(b"abc"))
@@ -298,7 +298,7 @@ def test_multipart_in_odd_keys(case: Case) -> None:
         assert case.store.get(key)[0] == b"abc"
 
 
-def test_a_range_is_received_into_the_callers_buffers_in_order(store: Store) -> None:
+def test_receives_a_range_into_the_callers_buffers_in_order(store: Store) -> None:
     content = bytes(range(256)) * 1024
     store.put("k", views(content))
     for offset, sizes in [
@@ -320,20 +320,20 @@ def test_a_range_is_received_into_the_callers_buffers_in_order(store: Store) -> 
         assert memory[at - 2 :] == b"\xaa\xaa"
 
 
-def test_a_range_that_ends_or_begins_beyond_the_object_is_corrupt(store: Store) -> None:
+def test_treats_a_range_that_ends_or_begins_beyond_the_object_as_corrupt(store: Store) -> None:
     store.put("k", views(b"0123456789"))
     for offset, size in [(5, 6), (10, 1), (1000, 10), (0, 11)]:
         with pytest.raises(CorruptDataError):
             store.read_into("k", offset, room(size)[1])
 
 
-def test_an_empty_range_costs_nothing(store: Store) -> None:
+def test_asks_nothing_for_an_empty_range(store: Store) -> None:
     store.put("k", views(b"0123456789"))
     store.read_into("k", 3, [])
     store.read_into("k", 3, room(0)[1])
 
 
-def test_a_pinned_read_refuses_an_object_that_was_replaced(store: Store) -> None:
+def test_refuses_a_replaced_object_in_a_pinned_read(store: Store) -> None:
     first = store.put("k", views(b"0123456789"))
     data, buffers = room(10)
     store.read_into("k", 0, buffers, if_match=first.etag)
@@ -343,7 +343,7 @@ def test_a_pinned_read_refuses_an_object_that_was_replaced(store: Store) -> None
         store.read_into("k", 0, buffers, if_match=first.etag)
 
 
-def test_a_missing_key_is_an_object_not_found(store: Store) -> None:
+def test_raises_object_not_found_for_a_missing_key(store: Store) -> None:
     gone = store.put("missing", views(b"x"))
     store.delete(["missing"])
     for call in (
@@ -363,7 +363,7 @@ def test_a_missing_key_is_an_object_not_found(store: Store) -> None:
 
 
 @conditions
-def test_a_create_only_put_does_not_replace(store: Store) -> None:
+def test_replaces_nothing_by_a_create_only_put(store: Store) -> None:
     store.put("k", views(b"first"), if_none_match=True)
     with pytest.raises(PreconditionFailedError):
         store.put("k", views(b"second"), if_none_match=True)
@@ -371,7 +371,7 @@ def test_a_create_only_put_does_not_replace(store: Store) -> None:
 
 
 @conditions
-def test_an_if_match_put_replaces_only_the_object_it_names(store: Store) -> None:
+def test_replaces_only_the_object_it_names_by_an_if_match_put(store: Store) -> None:
     first = store.put("k", views(b"first"))
     second = store.put("k", views(b"second"), if_match=first.etag)
     with pytest.raises(PreconditionFailedError):
@@ -406,7 +406,7 @@ def test_lets_one_of_concurrent_conditional_puts_win(store: Store, over: bool) -
 
 
 @in_parts
-def test_parts_sent_in_any_order_become_one_object_in_the_order_of_their_numbers(case: Case) -> None:
+def test_joins_parts_sent_in_any_order_in_the_order_of_their_numbers(case: Case) -> None:
     store, size = case.store, case.part_bytes
     bodies = {1: b"a" * size, 2: b"b" * size, 3: b"c" * 17}
     upload = store.create_multipart("up/load")
@@ -427,7 +427,7 @@ def test_parts_sent_in_any_order_become_one_object_in_the_order_of_their_numbers
 
 
 @in_parts
-def test_parts_are_numbered_by_the_caller_and_may_leave_gaps(case: Case) -> None:
+def test_lets_the_caller_number_parts_and_leave_gaps(case: Case) -> None:
     store = case.store
     upload = store.create_multipart("k")
     parts = [
@@ -439,7 +439,7 @@ def test_parts_are_numbered_by_the_caller_and_may_leave_gaps(case: Case) -> None
 
 
 @in_parts
-def test_a_part_sent_again_replaces_the_earlier_one(case: Case) -> None:
+def test_replaces_the_earlier_part_by_one_sent_again(case: Case) -> None:
     store = case.store
     upload = store.create_multipart("k")
     store.put_part("k", upload, 1, views(b"wrong"))
@@ -449,7 +449,7 @@ def test_a_part_sent_again_replaces_the_earlier_one(case: Case) -> None:
 
 
 @in_parts
-def test_a_part_that_fails_its_checksum_is_refused(case: Case) -> None:
+def test_refuses_a_part_that_fails_its_checksum(case: Case) -> None:
     if not case.verifies:
         pytest.skip("nobody verifies checksums here")
     upload = case.store.create_multipart("k")
@@ -459,7 +459,7 @@ def test_a_part_that_fails_its_checksum_is_refused(case: Case) -> None:
 
 
 @in_parts
-def test_an_aborted_upload_leaves_nothing_and_can_be_aborted_again(case: Case) -> None:
+def test_leaves_nothing_of_an_aborted_upload_and_aborts_it_again(case: Case) -> None:
     store = case.store
     upload = store.create_multipart("up/load")
     store.put_part("up/load", upload, 1, views(b"x" * 100))
@@ -478,7 +478,7 @@ def test_an_aborted_upload_leaves_nothing_and_can_be_aborted_again(case: Case) -
 
 
 @in_parts
-def test_completing_an_upload_that_is_gone_says_so(case: Case) -> None:
+def test_says_that_an_upload_is_gone_when_it_is_completed(case: Case) -> None:
     store = case.store
     upload = store.create_multipart("k")
     part = store.put_part("k", upload, 1, views(b"x"))
@@ -488,7 +488,7 @@ def test_completing_an_upload_that_is_gone_says_so(case: Case) -> None:
     assert list(store.list("")) == []
 
 
-def test_list_gives_keys_by_prefix_in_order_and_from_a_start(store: Store) -> None:
+def test_lists_keys_by_prefix_in_order_and_from_a_start(store: Store) -> None:
     keys = ["a/1", "a/10", "a/2", "a/b/c", "a-b", "ab/x", "b"]
     for key in keys:
         store.put(key, views(key.encode()))
@@ -502,7 +502,7 @@ def test_list_gives_keys_by_prefix_in_order_and_from_a_start(store: Store) -> No
     assert described.modified is None or described.modified > 1e9
 
 
-def test_list_folders_names_each_folder_below_once(store: Store) -> None:
+def test_lists_each_folder_below_once(store: Store) -> None:
     for key in ["run/step-1/.metadata", "run/step-1/data/x", "run/step-10/y", "run/step 2/z", "run/file", "other/q"]:
         store.put(key, views(b"x"))
     assert list(store.list_folders("run/")) == ["run/step 2/", "run/step-1/", "run/step-10/"]
@@ -510,9 +510,7 @@ def test_list_folders_names_each_folder_below_once(store: Store) -> None:
     assert list(store.list_folders("none/")) == []
 
 
-def test_listing_passes_the_page_limit_of_a_thousand_and_a_batched_delete_too(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_and_deletes_beyond_the_page_limit_of_a_thousand(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     store = case.store
     # GCS takes the size of a page, and batches of 100.
     monkeypatch.setattr(gcs_bucket, "MAX_PAGE_KEYS", 100)
@@ -528,7 +526,7 @@ def test_listing_passes_the_page_limit_of_a_thousand_and_a_batched_delete_too(
     assert [info.key for info in store.list("")] == keys[-1:]
 
 
-def test_deleting_keys_that_are_not_there_succeeds(store: Store) -> None:
+def test_succeeds_in_deleting_keys_that_are_not_there(store: Store) -> None:
     store.put("here", views(b"x"))
     assert store.delete(["not/here", "here", "nor/there"]) == []
     assert store.delete([]) == []
@@ -536,7 +534,7 @@ def test_deleting_keys_that_are_not_there_succeeds(store: Store) -> None:
         store.head("here")
 
 
-def test_a_conditional_delete_takes_only_the_object_that_it_names(case: Case) -> None:
+def test_deletes_on_condition_only_the_object_that_it_names(case: Case) -> None:
     store = case.store
     able = proven_deletes(store, "run")
     assert (able.conditional_delete, able.expiring_delete) == (case.conditional_delete, case.expiring_delete)
@@ -556,7 +554,7 @@ def test_a_conditional_delete_takes_only_the_object_that_it_names(case: Case) ->
     assert case.left_behind() == []
 
 
-def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
+def test_makes_an_object_of_its_own_by_a_copy(store: Store) -> None:
     store.put("from/a b", views(b"content"))
     info = store.copy(store.head("from/a b"), "to/c+d")
     assert info.size == 7
@@ -565,13 +563,13 @@ def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
     assert store.get("to/c+d")[0] == b"content"
 
 
-def test_a_source_without_an_etag_is_copied_as_it_is(store: Store) -> None:
+def test_copies_a_source_without_an_etag_as_it_is(store: Store) -> None:
     store.put("k", views(b"content"))
     store.copy(ObjectInfo("k", 7), "copied")
     assert store.get("copied")[0] == b"content"
 
 
-def test_a_copy_of_an_object_that_was_replaced_is_refused_and_leaves_nothing(case: Case) -> None:
+def test_refuses_a_copy_of_a_replaced_object_and_leaves_nothing(case: Case) -> None:
     store = case.store
     proven(store, "")
     first = store.put("k", views(b"0123456789"))
@@ -590,7 +588,7 @@ def test_a_copy_of_an_object_that_was_replaced_is_refused_and_leaves_nothing(cas
     assert sorted(info.key for info in store.list("")) == ["copied", "k"]
 
 
-def test_a_missing_bucket_is_named_and_never_made(case: Case) -> None:
+def test_names_a_missing_bucket_and_never_makes_it(case: Case) -> None:
     if not isinstance(case.store, S3Store | GCSStore):
         pytest.skip("this store has no buckets")
     nowhere = dataclasses.replace(case.store, bucket="no-such-bucket-here")
@@ -607,14 +605,14 @@ def test_a_missing_bucket_is_named_and_never_made(case: Case) -> None:
         assert (caught.value.url or "").startswith(nowhere.url)
 
 
-def test_a_store_pickles_and_serves_afterwards(store: Store) -> None:
+def test_pickles_a_store_that_serves_afterwards(store: Store) -> None:
     store.put("k", views(b"x"))
     again = pickle.loads(pickle.dumps(store))
     assert again == store
     assert again.get("k")[0] == b"x"
 
 
-def test_a_closed_store_can_be_used_again(store: Store) -> None:
+def test_uses_a_closed_store_again(store: Store) -> None:
     store.put("k", views(b"x"))
     store.close()
     assert store.get("k")[0] == b"x"
@@ -628,7 +626,7 @@ class TestS3:
     def store(self, s3: S3Server, bucket: str) -> S3Store:
         return S3Store(bucket, S3Options.from_storage_options(s3.options))
 
-    def test_a_copy_beyond_the_limit_of_one_request_is_made_in_parts(
+    def test_copies_in_parts_beyond_the_limit_of_one_request(
         self, store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         content = b"0123456789abcdef" * (11 * MIB // 16)
@@ -641,7 +639,7 @@ class TestS3:
         assert info.etag is not None
         assert info.etag.endswith("-3")
 
-    def test_a_copy_in_parts_of_an_object_that_was_replaced_is_refused(
+    def test_refuses_a_copy_in_parts_of_an_object_that_was_replaced(
         self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first = store.put("big", views(b"0" * (6 * MIB)))
@@ -656,12 +654,12 @@ class TestS3:
         assert s3.open_uploads(store.bucket, "target") == []
         assert s3.keys(store.bucket) == ["big"]
 
-    def test_a_copy_has_the_content_type_of_its_source(self, s3: S3Server, store: S3Store) -> None:
+    def test_keeps_the_content_type_of_the_source_of_a_copy(self, s3: S3Server, store: S3Store) -> None:
         store.copy(store.put("k", views(b"x")), "copied")
         kinds = {key: s3.client().head_object(Bucket=store.bucket, Key=key)["ContentType"] for key in ("k", "copied")}
         assert kinds["copied"] == kinds["k"]
 
-    def test_a_failed_copy_in_parts_leaves_no_upload(
+    def test_leaves_no_upload_of_a_failed_copy_in_parts(
         self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         info = store.put("big", views(b"x" * (6 * MIB)))
@@ -677,7 +675,7 @@ class TestSignedDeletes:
     """moto looks at no expiry, so it is not among these."""
 
     @pytest.mark.parametrize("kind", ["minio", "versitygw"])
-    def test_one_that_arrives_in_time_is_made_and_a_later_one_refused(
+    def test_deletes_if_the_request_arrives_in_time_and_refuses_a_later_one(
         self, kind: str, request: pytest.FixtureRequest
     ) -> None:
         server: S3Server = request.getfixturevalue(kind)
@@ -697,7 +695,7 @@ class TestSignedDeletes:
         assert store.get(key)[0] == b"y"
         assert "Signature" not in repr(late)
 
-    def test_a_service_of_which_nothing_is_known_is_tried_once(
+    def test_tries_a_service_of_which_nothing_is_known_once(
         self, moto: S3Server, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = S3Store(moto.make_bucket(), S3Options.from_storage_options(moto.options))
@@ -707,7 +705,7 @@ class TestSignedDeletes:
         monkeypatch.setattr(s3_store, "tried", None)
         assert proven_deletes(S3Store(store.bucket, store.options), "run") == able
 
-    def test_a_refusal_in_time_is_an_error_and_not_taken_for_one_that_came_too_late(self, minio: S3Server) -> None:
+    def test_raises_for_a_refusal_in_time_and_takes_it_for_none_that_came_too_late(self, minio: S3Server) -> None:
         bucket = minio.make_bucket()
         allowed = {"Effect": "Allow", "Action": ["s3:PutObject"], "Resource": [f"arn:aws:s3:::{bucket}/*"]}
         store = S3Store(bucket, S3Options.from_storage_options(minio.limited_options(allowed)))
@@ -717,7 +715,7 @@ class TestSignedDeletes:
         assert "X-Amz" not in repr(caught.value)
         assert minio.keys(bucket) == ["k"]
 
-    def test_requests_that_are_not_signed_do_not_expire(self, minio: S3Server) -> None:
+    def test_lets_requests_that_are_not_signed_not_expire(self, minio: S3Server) -> None:
         store = S3Store("bucket", S3Options(endpoint_url=minio.endpoint, anon=True, service="minio"))
         assert not store.capabilities.expiring_delete
 
@@ -725,7 +723,7 @@ class TestSignedDeletes:
 class TestDenied:
     """MinIO is the one that checks who asks."""
 
-    def test_keys_that_may_not_be_deleted_are_reported_each_and_the_others_go(self, minio: S3Server) -> None:
+    def test_reports_each_key_that_may_not_be_deleted_and_deletes_the_others(self, minio: S3Server) -> None:
         bucket = minio.make_bucket()
         owner = S3Store(bucket, S3Options.from_storage_options(minio.options))
         keys = [f"open/{number:04}" for number in range(1100)]
@@ -742,14 +740,14 @@ class TestDenied:
 
 
 class TestLocal:
-    def test_a_key_that_is_a_folder_is_no_object(self, tmp_path: Path) -> None:
+    def test_finds_no_object_at_a_key_that_is_a_folder(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         store.put("a/b", views(b"x"))
         for call in (lambda: store.get("a"), lambda: store.head("a"), lambda: store.head("a/b/c")):
             with pytest.raises(ObjectNotFoundError):
                 call()
 
-    def test_what_cannot_be_deleted_is_reported_by_key(self, tmp_path: Path) -> None:
+    def test_reports_what_cannot_be_deleted_by_key(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         store.put("folder/file", views(b"x"))
         store.put("other", views(b"x"))
@@ -759,13 +757,13 @@ class TestLocal:
         assert [info.key for info in store.list("")] == ["folder/file"]
 
     @pytest.mark.parametrize("offset", [8, 1 << 50, 1 << 62, 1 << 64])
-    def test_an_offset_that_no_file_has_is_one_beyond_the_end(self, tmp_path: Path, offset: int) -> None:
+    def test_treats_an_offset_that_no_file_has_as_one_beyond_the_end(self, tmp_path: Path, offset: int) -> None:
         store = LocalStore(str(tmp_path))
         store.put("k", views(b"content"))
         with pytest.raises(CorruptDataError, match="ends before the range"):
             store.read_into("k", offset, [memoryview(bytearray(4))])
 
-    def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
+    def test_leaves_the_old_object_and_nothing_else_after_a_write_that_fails(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = LocalStore(str(tmp_path))
@@ -781,7 +779,7 @@ class TestLocal:
         assert everything_below(tmp_path) == [str(tmp_path / "k")]
 
     @pytest.mark.parametrize("name", ["k", "with-dashes", "ä" * 40], ids=["short", "dashes", "long"])
-    def test_what_a_killed_writer_left_is_listed_and_aborted_by_the_key(self, tmp_path: Path, name: str) -> None:
+    def test_lists_what_a_killed_writer_left_and_aborts_it_by_the_key(self, tmp_path: Path, name: str) -> None:
         store, key = LocalStore(str(tmp_path)), f"a/b/{name}"
         (tmp_path / "a/b").mkdir(parents=True)
         # Another object whose name begins alike, and one that is finished.
@@ -811,13 +809,13 @@ class TestLocal:
             assert list(tmp_path.rglob(".bucketpoint-*")) == [], call
         assert 0 < made < call
 
-    def test_a_name_as_long_as_the_filesystem_lets_it_be_is_written(self, tmp_path: Path) -> None:
+    def test_writes_a_name_as_long_as_the_filesystem_allows(self, tmp_path: Path) -> None:
         store, longest = LocalStore(str(tmp_path)), "k" * 255
         store.put(longest, views(b"x"))
         assert store.get(longest)[0] == b"x"
         assert everything_below(tmp_path) == [str(tmp_path / longest)]
 
-    def test_folders_go_when_their_last_object_does_but_never_the_root(self, tmp_path: Path) -> None:
+    def test_removes_folders_with_their_last_object_but_never_the_root(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path / "root"))
         store.put("a/b/c", views(b"x"))
         store.put("a/d", views(b"x"))
@@ -826,7 +824,7 @@ class TestLocal:
         store.delete(["a/d"])
         assert list((tmp_path / "root").iterdir()) == []
 
-    def test_no_link_to_a_folder_is_followed_below_the_root(self, tmp_path: Path) -> None:
+    def test_follows_no_link_to_a_folder_below_the_root(self, tmp_path: Path) -> None:
         outside = LocalStore(str(tmp_path / "outside"))
         outside.put("data", views(b"somebody's"))
         (tmp_path / "real/inside").mkdir(parents=True)
@@ -858,7 +856,7 @@ class TestLocal:
         assert outside.get("data")[0] == b"somebody's"
         assert store.get("inside/data")[0] == b"mine"
 
-    def test_a_key_that_leads_out_of_the_root_is_refused(self, tmp_path: Path) -> None:
+    def test_refuses_a_key_that_leads_out_of_the_root(self, tmp_path: Path) -> None:
         (tmp_path / "secret").write_bytes(b"x")
         store = LocalStore(str(tmp_path / "root"))
         store.put("a/b", views(b"x"))
@@ -869,7 +867,7 @@ class TestLocal:
             assert [failure.key for failure in store.delete([key])] == [key]
         assert (tmp_path / "secret").read_bytes() == b"x"
 
-    def test_every_folder_that_a_put_makes_is_on_the_disk_before_it_returns(
+    def test_writes_every_folder_that_a_put_makes_to_the_disk_before_it_returns(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         synced: set[int] = set()
@@ -884,7 +882,7 @@ class TestLocal:
         folders = [tmp_path / below for below in ("", "new", "new/root", "new/root/a", "new/root/a/b")]
         assert synced >= {os.stat(path).st_ino for path in folders}
 
-    def test_a_conditional_delete_never_takes_what_another_writer_has_just_put(self, tmp_path: Path) -> None:
+    def test_deletes_on_condition_nothing_that_another_writer_has_just_put(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         for number in range(100):
             etag = store.put("k", views(b"old")).etag or ""
@@ -903,7 +901,7 @@ class TestLocal:
                 done.result()
             assert store.get("k")[0] == b"new %d" % number
 
-    def test_more_buffers_than_one_call_takes(self, tmp_path: Path) -> None:
+    def test_writes_more_buffers_than_one_call_takes(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         content = bytes(range(250)) * 20
         store.put("k", [memoryview(content)[at : at + 1] for at in range(len(content))])
@@ -911,7 +909,7 @@ class TestLocal:
         store.read_into("k", 0, [memoryview(memory)[at : at + 1] for at in range(len(content))])
         assert memory == content
 
-    def test_a_folder_that_was_put_back_has_another_identity(self, tmp_path: Path) -> None:
+    def test_gives_a_folder_that_was_put_back_another_identity(self, tmp_path: Path) -> None:
         import shutil
 
         store = LocalStore(str(tmp_path / "run"))

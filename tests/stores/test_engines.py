@@ -48,7 +48,7 @@ def store_on(service: Service) -> Store:
 
 
 @pytest.mark.parametrize("server", ["minio", "minio_tls", "gcs"])
-def test_a_body_leaves_and_arrives_without_a_copy(server: str, request: pytest.FixtureRequest) -> None:
+def test_sends_and_receives_a_body_without_a_copy(server: str, request: pytest.FixtureRequest) -> None:
     store = store_on(Service.on(request.getfixturevalue(server)))
     content = bytearray(os.urandom(MIB)) * 24
     crc = checksums.crc32c(content)
@@ -75,7 +75,7 @@ def test_a_body_leaves_and_arrives_without_a_copy(server: str, request: pytest.F
 
 
 @pytest.mark.parametrize("failure", list(S3.failures))
-def test_a_retry_sends_the_whole_body_again(engine: Engine, failure: str) -> None:
+def test_sends_the_whole_body_again_in_a_retry(engine: Engine, failure: str) -> None:
     content = os.urandom(700_000)
     small = [memoryview(content)[at : at + 10] for at in range(100_000, 100_100, 10)]
     with scripted(lambda request, number: engine.failures[failure] if number < 2 else engine.written) as server:
@@ -83,7 +83,7 @@ def test_a_retry_sends_the_whole_body_again(engine: Engine, failure: str) -> Non
     assert [engine.sent(request.body) for request in server.seen] == [content] * 3
 
 
-def test_connections_are_used_again_after_each_body(engine: Engine) -> None:
+def test_uses_connections_again_after_each_body(engine: Engine) -> None:
     content = os.urandom(500_000)
     with scripted(engine.serving(content)) as server:
         store = engine.at(server)
@@ -95,7 +95,7 @@ def test_connections_are_used_again_after_each_body(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 250_000, 499_999])
-def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_again(engine: Engine, cut: int) -> None:
+def test_treats_a_body_that_breaks_off_as_transient_and_drops_its_connection(engine: Engine, cut: int) -> None:
     content = os.urandom(500_000)
     whole = engine.serving(content)
 
@@ -114,7 +114,7 @@ def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_agai
     assert server.connections == 2
 
 
-def test_a_body_without_a_length_is_received_by_the_public_way(engine: Engine) -> None:
+def test_receives_a_body_without_a_length_by_the_public_way(engine: Engine) -> None:
     content = os.urandom(300_000)
     with scripted(engine.serving(content, chunked=True)) as server:
         store = engine.at(server)
@@ -125,7 +125,7 @@ def test_a_body_without_a_length_is_received_by_the_public_way(engine: Engine) -
     assert server.connections == 1
 
 
-def test_a_store_that_ignores_ranges_is_found_out(engine: Engine) -> None:
+def test_finds_out_a_store_that_ignores_ranges(engine: Engine) -> None:
     with scripted(lambda request, number: Answer(200, dict([engine.identity]), b"x" * 100)) as server:
         store = engine.at(server)
         for offset, size in ((10, 20), (0, 20)):
@@ -139,7 +139,7 @@ def test_a_store_that_ignores_ranges_is_found_out(engine: Engine) -> None:
 # Clients and processes
 
 
-def test_threads_that_arrive_together_make_one_client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makes_one_client_for_threads_that_arrive_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     build = engine.clients.build_client
 
@@ -164,7 +164,7 @@ def test_threads_that_arrive_together_make_one_client(engine: Engine, monkeypatc
 
 @pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_makes_connections_of_its_own(service: Service, method: Any) -> None:
+def test_makes_connections_of_its_own_in_a_child_process(service: Service, method: Any) -> None:
     store = store_on(service)
     store.put("k", views(b"content"))
     context = multiprocessing.get_context(method)

@@ -21,7 +21,7 @@ def keys(store: Store) -> list[str]:
 
 
 @pytest.mark.contract
-def test_another_endpoint_is_for_stores_that_are_made_afterwards(
+def test_uses_another_endpoint_for_stores_that_are_made_afterwards(
     moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = moto.make_bucket()
@@ -48,7 +48,7 @@ def test_another_endpoint_is_for_stores_that_are_made_afterwards(
 
 
 @pytest.mark.contract
-def test_another_profile_is_for_stores_that_are_made_afterwards(
+def test_uses_another_profile_for_stores_that_are_made_afterwards(
     moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in moto.env.items():

@@ -63,7 +63,7 @@ def test_refuses_every_answer_that_is_not_the_stores(make: Callable[[str], HttpS
         assert answer is not MOVED or "https://portal.example/login" in str(caught.value)
 
 
-def test_a_write_without_the_checksum_of_the_writes_before_is_no_write() -> None:
+def test_distrusts_a_write_without_the_checksum_of_the_writes_before() -> None:
     def script(request: Any, number: int) -> Answer:
         crc = {"x-amz-checksum-crc32c": request.headers["x-amz-checksum-crc32c"]} if number < 1 else {}
         return Answer(200, {"ETag": '"e"', **crc})
@@ -80,7 +80,7 @@ def test_a_write_without_the_checksum_of_the_writes_before_is_no_write() -> None
 
 
 @pytest.mark.parametrize("make", [s3, gcs])
-def test_an_error_is_read_up_to_a_bound(make: Callable[[str], HttpStore]) -> None:
+def test_reads_an_error_up_to_a_bound(make: Callable[[str], HttpStore]) -> None:
     endless = Answer(400, {"Content-Type": "application/xml"}, b"<Error>" + b" " * (2 * ERROR_BYTES))
     with scripted(lambda request, number: endless) as server, pytest.raises(EndpointError, match="longer than 1 MiB"):
         make(server.endpoint).get("k")
@@ -109,7 +109,7 @@ def test_names_the_remedy_of_what_answered(answer: Answer, remedy: str) -> None:
         s3(server.endpoint).put("k", views(b"x"))
 
 
-def test_a_proxy_that_does_not_reach_the_store_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_treats_a_proxy_that_does_not_reach_the_store_as_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "pause", lambda seconds: None)
     away = Answer(502, {"Content-Type": "text/html"}, b"<h1>Bad Gateway</h1>")
     for make, there in (

@@ -39,11 +39,11 @@ buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", fullmatch=True)
 
 
 @given(buckets, keys, st.sampled_from(["s3", "s3a", "S3"]), st.sampled_from(["", "/", "//"]))
-def test_any_key_comes_out_of_a_url_as_it_went_in(bucket: str, key: str, scheme: str, end: str) -> None:
+def test_returns_any_key_from_a_url_as_it_went_in(bucket: str, key: str, scheme: str, end: str) -> None:
     assert parse_url(f"{scheme}://{bucket}/{key}{end}") == (scheme.lower(), bucket, key)
 
 
-def test_a_class_for_one_scheme_refuses_the_others_and_says_what_to_pass() -> None:
+def test_refuses_other_schemes_in_a_class_for_one_and_says_what_to_pass() -> None:
     for url in ("/a/b", "b/c", "gs://b/x", "bucket"):
         with pytest.raises(InvalidURLError, match="s3://"):
             open_store(url, schemes=("s3",))
@@ -55,7 +55,7 @@ def test_a_class_for_one_scheme_refuses_the_others_and_says_what_to_pass() -> No
     assert not accepts_url("s3://")
 
 
-def test_a_url_is_accepted_only_if_something_can_serve_it() -> None:
+def test_accepts_a_url_only_if_something_can_serve_it() -> None:
     for url in ("abc://abc.abc", "abc::s3://b/x", "S3FS://b/x", "s4://bucket/run"):
         assert not accepts_url(url)
         with pytest.raises(InvalidURLError, match=r"Pass s3://, gs:// or az://|is not installed"):
@@ -83,7 +83,7 @@ def test_a_url_is_accepted_only_if_something_can_serve_it() -> None:
         (S3Writer, S3Reader, "memory://x", "s3:// or s3a://"),
     ],
 )
-def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(
+def test_refuses_a_url_of_another_store_by_every_way_into_a_class(
     writer: Any, reader: Any, url: str, wanted: str
 ) -> None:
     state = {"w": torch.zeros(1)}
@@ -136,7 +136,7 @@ def test_names_storage_options_for_the_keywords_of_fsspec(kind: Any) -> None:
         ("https://b.s3-website.us-west-2.amazonaws.com/", "s3://bucket/prefix, its service's address as endpoint_url"),
     ],
 )
-def test_web_address_is_answered_with_its_url(address: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_a_web_address_with_its_url(address: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As where fsspec's library for https is not installed.
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
@@ -159,7 +159,7 @@ def test_web_address_is_answered_with_its_url(address: str, url: str, monkeypatc
         ("run", "Check the URL"),
     ],
 )
-def test_a_local_path_with_nothing_may_be_a_url_without_its_scheme(
+def test_advises_the_url_that_a_local_path_with_nothing_may_mean(
     place: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -198,7 +198,7 @@ REFUSED = {**dict.fromkeys(FOLDED, "Pass the URL as text"), "s3:": "the URL name
     # A Path makes one slash of two, and what is left may be any folder.
     [(given, kind) for given in REFUSED for kind in (str, Path) if kind is str or "//" not in given],
 )
-def test_a_url_that_a_path_has_folded_or_that_is_mistyped_is_refused_by_every_way_in_and_makes_no_folder(
+def test_refuses_a_folded_or_mistyped_url_by_every_way_in_and_makes_no_folder(
     given: str, as_path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -233,7 +233,7 @@ def test_a_url_that_a_path_has_folded_or_that_is_mistyped_is_refused_by_every_wa
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_one_slash_behind_file_is_the_path_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_treats_one_slash_behind_file_as_the_path_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for text in (f"file:{tmp_path}/a", f"local:{tmp_path}/a"):
         for url in (text, Path(text)):
@@ -367,13 +367,13 @@ def test_refuses_half_a_character_in_the_name_of_an_object_but_not_of_a_file(sch
 @pytest.mark.parametrize(
     "url", ["s3://bucket/home/s3:/x", "a:b/c", "./data:x/y", "c:/x", "memory://s3:/x", "run:/x", *FOLDERS]
 )
-def test_what_only_looks_like_a_folded_or_mistyped_url_is_taken(url: str) -> None:
+def test_accepts_what_only_looks_like_a_folded_or_mistyped_url(url: str) -> None:
     assert accepts_url(url)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a"])
 @pytest.mark.parametrize("between", [":", "/"])
-def test_both_forms_of_an_access_points_arn_are_one_place(scheme: str, between: str) -> None:
+def test_takes_both_forms_of_an_access_points_arn_for_one_place(scheme: str, between: str) -> None:
     point = "arn:aws:s3:us-west-2:123456789012:accesspoint"
     bucket, url = f"{point}:name", f"{scheme}://{point}{between}name/run/step-1"
     assert parse_url(url) == (scheme, bucket, "run/step-1")
@@ -397,11 +397,11 @@ def test_both_forms_of_an_access_points_arn_are_one_place(scheme: str, between: 
         "/a/s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name",
     ],
 )
-def test_what_only_resembles_an_access_point_stays_as_it_is(url: str) -> None:
+def test_leaves_what_only_resembles_an_access_point_as_it_is(url: str) -> None:
     assert as_url(url) == url.rstrip("/")
 
 
-def test_a_copy_from_an_access_point_names_it_as_amazon_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_an_access_point_in_a_copy_as_amazon_does(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"key": "k", "secret": "s", "region": "us-west-2", **s3_attempts(1)}
     point = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
     store, _ = open_store(f"s3://{point}", storage_options=options)
@@ -420,7 +420,7 @@ def test_a_copy_from_an_access_point_names_it_as_amazon_does(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "b[ra]c*k?t", "per%41cent", "ha#sh"])
-def test_local_paths_and_file_urls_are_the_same_place(tmp_path: Path, name: str) -> None:
+def test_takes_local_paths_and_file_urls_for_the_same_place(tmp_path: Path, name: str) -> None:
     for url in (f"file://{tmp_path}/{name}", f"{tmp_path}/{name}/", tmp_path / name, PurePosixPath(tmp_path, name)):
         store, prefix = open_store(url)
         assert isinstance(store, LocalStore)
@@ -429,7 +429,7 @@ def test_local_paths_and_file_urls_are_the_same_place(tmp_path: Path, name: str)
     assert (tmp_path / name / "k").read_bytes() == b"x"
 
 
-def test_a_relative_path_is_fixed_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixes_a_relative_path_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     store, _ = open_store("run/step-1")
     monkeypatch.chdir("/")
@@ -437,7 +437,7 @@ def test_a_relative_path_is_fixed_when_it_is_opened(tmp_path: Path, monkeypatch:
     assert (tmp_path / "run/step-1/k").exists()
 
 
-def test_other_schemes_go_through_fsspec_with_their_options(tmp_path: Path) -> None:
+def test_opens_other_schemes_through_fsspec_with_their_options(tmp_path: Path) -> None:
     store, prefix = open_store("memory://some/place")
     assert isinstance(store, FsspecStore)
     assert (store.root, prefix) == ("/some/place", "")
@@ -449,7 +449,7 @@ def test_other_schemes_go_through_fsspec_with_their_options(tmp_path: Path) -> N
             open_store(url)
 
 
-def test_a_filesystem_of_the_callers_own_serves_whatever_the_url_says(tmp_path: Path) -> None:
+def test_uses_a_filesystem_of_the_callers_own_whatever_the_url_says(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     store, prefix = open_store("memory://own/place", fs=memory)
     assert isinstance(store, FsspecStore)
@@ -464,7 +464,7 @@ def test_a_filesystem_of_the_callers_own_serves_whatever_the_url_says(tmp_path: 
 
 
 @pytest.mark.parametrize(("service", "scheme"), [("s3", "s3"), ("gcs", "gs"), ("gcs", "gcs")])
-def test_opening_a_store_makes_no_request_and_no_client(
+def test_makes_no_request_and_no_client_by_opening_a_store(
     service: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: object) -> object:

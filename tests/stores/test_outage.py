@@ -64,7 +64,7 @@ def s3(server: ScriptedServer) -> S3Store:
     return S3Store("bucket", S3Options(endpoint_url=server.endpoint, access_key="a", secret_key="hush-hush"))
 
 
-def test_an_outage_of_s3_is_a_warning_and_its_end_is_told(lines: Any) -> None:
+def test_warns_of_an_outage_of_s3_and_tells_its_end(lines: Any) -> None:
     slow = answers(20, error(503, "SlowDown"), Answer(headers={"ETag": '"e"'}))
     with scripted(slow) as server:
         s3(server).put("run/k", [memoryview(b"content")])
@@ -77,7 +77,7 @@ def test_an_outage_of_s3_is_a_warning_and_its_end_is_told(lines: Any) -> None:
     assert over == "requests to s3://bucket succeed again, after 20 s"
 
 
-def test_an_outage_of_gcs_is_a_warning_and_its_end_is_told(lines: Any) -> None:
+def test_warns_of_an_outage_of_gcs_and_tells_its_end(lines: Any) -> None:
     found = Answer(200, body=b'{"name": "k", "size": "7", "generation": "1", "etag": "e"}')
     with scripted(answers(20, Answer(503), found)) as server:
         GCSStore("bucket", GCSOptions(endpoint_url=server.endpoint, token="anon", max_attempts=40)).head("k")
@@ -87,9 +87,7 @@ def test_an_outage_of_gcs_is_a_warning_and_its_end_is_told(lines: Any) -> None:
     assert "HTTP 503" in warning
 
 
-def test_an_outage_of_a_filesystem_is_a_warning_and_its_end_is_told(
-    lines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warns_of_an_outage_of_a_filesystem_and_tells_its_end(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fs = fsspec.filesystem("memory")
     store = FsspecStore(fs, "/outage")
     store.put("k", [memoryview(b"content")])
@@ -108,13 +106,13 @@ def test_an_outage_of_a_filesystem_is_a_warning_and_its_end_is_told(
     assert over == "requests to memory:// succeed again, after 20 s"
 
 
-def test_what_passes_soon_is_not_logged(lines: Any) -> None:
+def test_logs_nothing_that_passes_soon(lines: Any) -> None:
     with scripted(answers(3, error(503, "SlowDown"), Answer(headers={"ETag": '"e"'}))) as server:
         s3(server).put("k", [memoryview(b"content")])
     assert lines() == []
 
 
-def test_many_threads_that_fail_together_give_one_line(lines: Any, clock: Clock) -> None:
+def test_logs_one_line_of_many_threads_that_fail_together(lines: Any, clock: Clock) -> None:
     def until(ends: float) -> Any:
         def attempt() -> None:
             if clock.now < ends:
@@ -137,7 +135,7 @@ def test_many_threads_that_fail_together_give_one_line(lines: Any, clock: Clock)
     assert found == ["WARNING"] * 3 + ["INFO"], "one at first, one a minute, and the end"
 
 
-def test_a_request_that_is_given_up_does_not_end_an_outage_well(lines: Any) -> None:
+def test_ends_no_outage_well_by_a_request_that_is_given_up(lines: Any) -> None:
     def fails() -> None:
         raise ThrottledError("no", url="s3://bucket/k")
 

@@ -86,7 +86,7 @@ ERROR = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Len
     [(OBJECT, b"x" * 500), (ERROR, b"<Error>".ljust(500)), (b"", OBJECT * 3)],
     ids=["object", "error", "head"],
 )
-def test_an_answer_that_drips_ends_at_the_deadline(
+def test_ends_an_answer_that_drips_at_the_deadline(
     make: Callable[[str, float], HttpStore], head: bytes, body: bytes
 ) -> None:
     with dripping(head, body, drips=None) as endpoint, pytest.raises(StoreError, match="TooSlowError"):
@@ -94,7 +94,7 @@ def test_an_answer_that_drips_ends_at_the_deadline(
 
 
 @pytest.mark.parametrize("make", [s3, gcs])
-def test_a_read_that_drips_is_cut_off_and_sent_again(make: Callable[[str, float], HttpStore]) -> None:
+def test_cuts_off_a_read_that_drips_and_sends_it_again(make: Callable[[str, float], HttpStore]) -> None:
     with dripping(OBJECT, b"x" * 500, drips=2) as endpoint:
         data = bytearray(500)
         store = make(endpoint, 60)
@@ -111,7 +111,7 @@ def test_counts_only_the_time_of_waiting_and_lets_pass_what_computes() -> None:
     pace.Throughput(pace.Limits(time.monotonic() - 60, computes=True)).moved(1, 100)
 
 
-def test_an_upload_that_drips_is_cut_off() -> None:
+def test_cuts_off_an_upload_that_drips() -> None:
     """The server takes nothing more once the kernel's buffers are full."""
     listener = socket.create_server(("127.0.0.1", 0))
     endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -66,7 +66,7 @@ def failing(count: int, answer: Answer) -> Callable[[Seen, int], Answer]:
 # The table
 
 
-def test_every_rule_of_the_table_is_typed() -> None:
+def test_types_every_rule_of_the_table() -> None:
     rules = [*RULES.values(), *(rule for _, rule in RULE_BY_TYPE)]
     assert {rule.action for rule in rules} == set(Action)
     for rule in rules:
@@ -77,7 +77,7 @@ def test_every_rule_of_the_table_is_typed() -> None:
             assert rule.kind is CredentialsError
 
 
-def test_each_code_is_sent_as_often_as_its_rule_says() -> None:
+def test_sends_each_code_as_often_as_its_rule_says() -> None:
     # The options hold the credentials, so there are no others to be had.
     expected = {Action.RETRY: 3, Action.THROTTLE: 3, Action.REFRESH: 1, Action.FATAL: 1}
     answers: list[Answer] = []
@@ -99,7 +99,7 @@ def test_each_code_is_sent_as_often_as_its_rule_says() -> None:
 # How long
 
 
-def test_a_failing_request_is_sent_six_times_and_a_throttled_one_until_the_deadline() -> None:
+def test_sends_a_failing_request_six_times_and_a_throttled_one_until_the_deadline() -> None:
     with scripted(lambda request, number: error(500, "InternalError")) as server, pytest.raises(TransientStoreError):
         put(store_at(server))
     assert len(server.seen) == 6
@@ -108,7 +108,7 @@ def test_a_failing_request_is_sent_six_times_and_a_throttled_one_until_the_deadl
     assert len(server.seen) == 41
 
 
-def test_a_store_that_throttles_for_ever_is_given_up_at_the_deadline() -> None:
+def test_gives_up_a_store_that_throttles_for_ever_at_the_deadline() -> None:
     throttling = scripted(lambda request, number: error(503, "SlowDown"))
     with throttling as server, pytest.raises(ThrottledError, match="SlowDown") as caught:
         put(store_at(server, retry_deadline_s=0.3))
@@ -116,13 +116,13 @@ def test_a_store_that_throttles_for_ever_is_given_up_at_the_deadline() -> None:
     assert caught.value.action is Action.FATAL
 
 
-def test_the_users_number_of_attempts_counts_every_kind() -> None:
+def test_counts_every_kind_in_the_users_number_of_attempts() -> None:
     with scripted(lambda request, number: error(503, "SlowDown")) as server, pytest.raises(ThrottledError):
         put(store_at(server, **s3_attempts(3)))
     assert len(server.seen) == 3
 
 
-def test_waits_have_full_jitter_and_grow_to_a_limit(quick: list[float]) -> None:
+def test_waits_with_full_jitter_that_grows_to_a_limit(quick: list[float]) -> None:
     with scripted(failing(60, error(503, "SlowDown"))) as server:
         put(store_at(server))
     highs = [min(retry.FIRST_THROTTLED_DELAY_S * 2.0**number, retry.LONGEST_THROTTLED_DELAY_S) for number in range(60)]
@@ -162,7 +162,7 @@ def test_refuses_at_once_an_untrusted_endpoint_and_one_without_tls(minio_tls: S3
     assert not quick
 
 
-def test_loops_within_loops_do_not_multiply_attempts() -> None:
+def test_multiplies_no_attempts_by_loops_within_loops() -> None:
     with scripted(lambda request, number: error(500, "InternalError")) as server:
         store = store_at(server)
         with pytest.raises(TransientStoreError):
@@ -170,7 +170,7 @@ def test_loops_within_loops_do_not_multiply_attempts() -> None:
     assert len(server.seen) == 6
 
 
-def test_loops_within_loops_share_the_deadline() -> None:
+def test_shares_the_deadline_among_loops_within_loops() -> None:
     ends: list[float] = []
     with retry.deadline(5) as outer:
         with retry.deadline(1000) as inner:
@@ -184,7 +184,7 @@ def test_loops_within_loops_share_the_deadline() -> None:
 # What it says
 
 
-def test_the_last_error_carries_the_first() -> None:
+def test_carries_the_first_error_in_the_last() -> None:
     answers = [error(500, "InternalError"), error(503, "SlowDown"), error(403, "AccessDenied")]
     with scripted(lambda request, number: answers[number]) as server, pytest.raises(StoreError) as caught:
         put(store_at(server))
@@ -197,7 +197,7 @@ def test_the_last_error_carries_the_first() -> None:
     assert "hush" not in str(found)
 
 
-def test_an_error_that_is_alone_is_as_it_was() -> None:
+def test_leaves_an_error_that_is_alone_as_it_was() -> None:
     denying = scripted(lambda request, number: error(403, "AccessDenied"))
     with denying as server, pytest.raises(StoreError) as caught:
         put(store_at(server))
@@ -223,7 +223,7 @@ def fail_with_a_body(attempts: int) -> tuple[StoreError, weakref.ref[Body]]:
     raise AssertionError
 
 
-def test_the_first_error_does_not_keep_the_body_alive() -> None:
+def test_keeps_no_body_alive_by_the_first_error() -> None:
     last, body = fail_with_a_body(2)
     first = last.__cause__ or last
     del last
@@ -233,7 +233,7 @@ def test_the_first_error_does_not_keep_the_body_alive() -> None:
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
-def test_an_error_that_was_handled_frees_the_body_at_once(attempts: int) -> None:
+def test_frees_the_body_at_once_after_an_error_that_was_handled(attempts: int) -> None:
     gc.disable()
     try:
         assert fail_with_a_body(attempts)[1]() is None
@@ -244,7 +244,7 @@ def test_an_error_that_was_handled_frees_the_body_at_once(attempts: int) -> None
 # At whose cost
 
 
-def test_the_process_stops_repeating_once_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_repeating_in_the_process_once_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "_budgets", {"process": retry.Budget(tokens=8)})
     with scripted(lambda request, number: error(500, "InternalError")) as server:
         for bucket in ("one", "two", "three"):
@@ -255,7 +255,7 @@ def test_the_process_stops_repeating_once_its_budget_is_spent(monkeypatch: pytes
     assert (counts["succeeded"], counts["retried"], counts["given_up"]) == (0, 8, 3)
 
 
-def test_successes_fill_the_budget_again() -> None:
+def test_fills_the_budget_again_by_successes() -> None:
     with scripted(lambda request, number: OK if number % 3 == 2 else error(500, "InternalError")) as server:
         store = store_at(server)
         budget = retry.process_budget()
@@ -265,7 +265,7 @@ def test_successes_fill_the_budget_again() -> None:
     assert budget.tokens == retry.BUDGET_TOKENS - 20 + 10 * retry.REFUND
 
 
-def test_what_is_throttled_takes_nothing_of_the_budget() -> None:
+def test_takes_nothing_of_the_budget_for_what_is_throttled() -> None:
     with scripted(failing(30, error(503, "SlowDown"))) as server:
         put(store_at(server))
     counts = retry.process_budget().counts
@@ -276,7 +276,7 @@ def test_what_is_throttled_takes_nothing_of_the_budget() -> None:
 # How many at once
 
 
-def test_the_first_slow_down_of_a_round_halves_and_the_others_do_not() -> None:
+def test_halves_at_the_first_slow_down_of_a_round_and_at_no_other() -> None:
     gate = retry.ConcurrencyLimiter()
     epochs = [gate.enter(math.inf) for _ in range(16)]
     for epoch in epochs:
@@ -286,7 +286,7 @@ def test_the_first_slow_down_of_a_round_halves_and_the_others_do_not() -> None:
     assert gate.limit == 1, "half of the one that was under way, and never none"
 
 
-def test_successes_let_the_number_grow_back_until_there_is_no_limit() -> None:
+def test_raises_the_number_by_successes_until_there_is_no_limit() -> None:
     gate = retry.ConcurrencyLimiter()
     for epoch in [gate.enter(math.inf) for _ in range(8)]:
         gate.leave(epoch, answered=True, throttled=True, succeeded=False)
@@ -300,7 +300,7 @@ def test_successes_let_the_number_grow_back_until_there_is_no_limit() -> None:
     assert len(limits) < 16 * 16
 
 
-def test_no_more_requests_are_under_way_than_the_store_can_bear() -> None:
+def test_keeps_no_more_requests_under_way_than_the_store_can_bear() -> None:
     """A store that takes 3 requests at once and answers SlowDown to more: all 60 arrive, and refusals stay few."""
     lock = threading.Lock()
     running = peak = refused = 0
@@ -331,7 +331,7 @@ def test_no_more_requests_are_under_way_than_the_store_can_bear() -> None:
     assert len(server.seen) == 24 + 60 + refused
 
 
-def test_a_request_that_never_gets_its_turn_fails_at_the_deadline() -> None:
+def test_fails_a_request_that_never_gets_its_turn_at_the_deadline() -> None:
     gate = retry.ConcurrencyLimiter()
     gate.leave(gate.enter(math.inf), answered=True, throttled=True, succeeded=False)
     gate.enter(math.inf)
@@ -339,7 +339,7 @@ def test_a_request_that_never_gets_its_turn_fails_at_the_deadline() -> None:
         retry.run(lambda: None, retry.RetryPolicy(deadline_s=0.05), gate=gate)
 
 
-def test_nobody_waits_for_a_throttled_request_whose_sibling_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_no_throttled_request_whose_sibling_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     waiting = threading.Event()
 
@@ -362,9 +362,7 @@ def test_nobody_waits_for_a_throttled_request_whose_sibling_has_failed(monkeypat
 # Credentials
 
 
-def test_expired_credentials_are_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minio: S3Server
-) -> None:
+def test_asks_again_for_expired_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minio: S3Server) -> None:
     """What a job sees whose credentials another program renews in a file: the session ends, the file has a new one."""
     secrets = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(secrets))
@@ -386,7 +384,7 @@ def test_expired_credentials_are_asked_for_again(
     assert retry.process_budget().counts["refreshed"] == 3
 
 
-def test_threads_whose_credentials_expire_together_make_one_new_client(
+def test_makes_one_new_client_for_threads_whose_credentials_expire_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "credentials"
@@ -422,7 +420,7 @@ def test_threads_whose_credentials_expire_together_make_one_new_client(
 
 
 @pytest.mark.parametrize("damaged", [1, 2], ids=["once", "each time"])
-def test_damaged_bytes_are_read_once_more(damaged: int) -> None:
+def test_reads_damaged_bytes_once_more(damaged: int) -> None:
     reads: list[int] = []
 
     def attempt() -> str:
@@ -439,7 +437,7 @@ def test_damaged_bytes_are_read_once_more(damaged: int) -> None:
     assert len(reads) == 2
 
 
-def test_a_body_that_the_store_found_damaged_is_sent_again() -> None:
+def test_sends_a_body_again_that_the_store_found_damaged() -> None:
     with scripted(failing(1, error(400, "BadDigest"))) as server:
         put(store_at(server))
     assert [request.body for request in server.seen] == [b"content"] * 2
@@ -448,7 +446,7 @@ def test_a_body_that_the_store_found_damaged_is_sent_again() -> None:
 # Listings
 
 
-def test_each_page_of_a_listing_is_repeated_by_itself(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_each_page_of_a_listing_by_itself(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     store = S3Store(
         minio.make_bucket(),
         S3Options.from_storage_options({**minio.options, "s3_additional_kwargs": {"MaxKeys": 3}}),

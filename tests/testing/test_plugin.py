@@ -10,7 +10,7 @@ from kit import servers
 from kit.tally import Tally
 
 
-def test_tallies_of_several_processes_add_up() -> None:
+def test_adds_up_tallies_of_several_processes() -> None:
     first, second = Tally(), Tally()
     for number, tally in enumerate((first, second), 1):
         tally.made("kills", number)

@@ -65,7 +65,7 @@ def put(store: S3Store, key: str = "key", body: bytes = BODY) -> None:
 
 
 @pytest.mark.contract
-def test_what_meets_no_fault_passes_whole_and_is_counted(s3: S3Server, fault_proxy: MakeProxy) -> None:
+def test_passes_whole_and_counts_what_meets_no_fault(s3: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(s3)
     store = store_at(s3, proxy)
     put(store)
@@ -111,7 +111,7 @@ def test_what_meets_no_fault_passes_whole_and_is_counted(s3: S3Server, fault_pro
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_put_that_meets_a_fault_fails_and_leaves_nothing(
+def test_fails_a_put_that_meets_a_fault_and_leaves_nothing(
     minio: S3Server, fault_proxy: MakeProxy, fault: Any, error: type[StoreError]
 ) -> None:
     proxy = fault_proxy(minio, always(fault, kinds=["PutObject"], times=1))
@@ -125,7 +125,9 @@ def test_a_put_that_meets_a_fault_fails_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("fault", [Refuse(500, "InternalError", acted=True), Reset(acted=True), Stall(0.1, acted=True)])
-def test_a_lost_answer_leaves_what_the_store_was_asked_for(minio: S3Server, fault_proxy: MakeProxy, fault: Any) -> None:
+def test_leaves_what_the_store_was_asked_for_after_a_lost_answer(
+    minio: S3Server, fault_proxy: MakeProxy, fault: Any
+) -> None:
     proxy = fault_proxy(minio, always(fault, kinds=["PutObject"]))
     store = store_at(minio, proxy)
     with pytest.raises(TransientStoreError):
@@ -134,7 +136,7 @@ def test_a_lost_answer_leaves_what_the_store_was_asked_for(minio: S3Server, faul
     assert proxy.exchanges[-1].status == 200
 
 
-def test_a_reply_is_cut_short_or_has_a_flipped_bit(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_cuts_a_reply_short_or_flips_a_bit_in_it(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio)
     store = store_at(minio, proxy)
     put(store)
@@ -149,7 +151,9 @@ def test_a_reply_is_cut_short_or_has_a_flipped_bit(minio: S3Server, fault_proxy:
 
 
 @pytest.mark.parametrize("acted", [False, True])
-def test_complete_answers_200_with_an_error_in_its_body(minio: S3Server, fault_proxy: MakeProxy, acted: bool) -> None:
+def test_answers_complete_with_200_and_an_error_in_its_body(
+    minio: S3Server, fault_proxy: MakeProxy, acted: bool
+) -> None:
     proxy = fault_proxy(minio, always(ErrorInBody(acted=acted)))
     store = store_at(minio, proxy)
     upload = store.create_multipart("key")
@@ -159,7 +163,7 @@ def test_complete_answers_200_with_an_error_in_its_body(minio: S3Server, fault_p
     assert minio.keys(store.bucket) == ["key"] * acted
 
 
-def test_a_stale_answer_is_the_first_that_was_given(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_gives_as_a_stale_answer_the_first_that_was_given(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, Script((Rule((Stale(),), kinds=("GetObject",), keys="key", skip=1, times=1),)))
     store = store_at(minio, proxy)
     put(store, body=b"old")
@@ -169,7 +173,7 @@ def test_a_stale_answer_is_the_first_that_was_given(minio: S3Server, fault_proxy
     assert store.get("key")[0] == b"new"
 
 
-def test_a_skewed_clock_shows_in_the_date(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_shows_a_skewed_clock_in_the_date(minio: S3Server, fault_proxy: MakeProxy) -> None:
     from bucketpoint.stores.s3.inspect import clock
 
     proxy = fault_proxy(minio, always(SkewClock(600)))
@@ -178,7 +182,7 @@ def test_a_skewed_clock_shows_in_the_date(minio: S3Server, fault_proxy: MakeProx
     assert -700 < found.ahead < -500
 
 
-def test_expired_credentials_stay_expired_and_others_do_not(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_keeps_expired_credentials_expired_and_no_others(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, always(ExpireCredentials(), kinds=["PutObject"], skip=1, times=1))
     store = store_at(minio, proxy)
     put(store)
@@ -193,7 +197,7 @@ def test_expired_credentials_stay_expired_and_others_do_not(minio: S3Server, fau
     assert S3Store(store.bucket, S3Options.from_storage_options(renewed)).get("key")[0] == BODY
 
 
-def test_a_delay_a_stall_and_a_slow_wire_take_the_time_they_say_and_change_no_byte(
+def test_takes_the_stated_time_for_delay_stall_and_slow_wire_and_changes_no_byte(
     minio: S3Server, fault_proxy: MakeProxy
 ) -> None:
     """What they take at least, by the proxy's own clock: no machine is so fast as to take less."""
@@ -212,7 +216,7 @@ def test_a_delay_a_stall_and_a_slow_wire_take_the_time_they_say_and_change_no_by
     assert proxy.counts.faults == {"delay": 1, "slow": 2, "stall": 1}
 
 
-def test_the_wire_is_as_wide_for_all_connections_as_it_says(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_keeps_the_wire_as_wide_for_all_connections_as_it_says(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, wire=Wire(total_bytes_per_s=20e6))
     store = store_at(minio, proxy)
     with ThreadPoolExecutor(4) as pool:
@@ -221,7 +225,7 @@ def test_the_wire_is_as_wide_for_all_connections_as_it_says(minio: S3Server, fau
     assert max(one.end for one in passing) - min(one.start for one in passing) >= 0.9 * 4 * len(BODY) / 20e6
 
 
-def test_after_a_kill_nothing_passes_until_another_script_is_played(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_passes_nothing_after_a_kill_until_another_script_is_played(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, always(Kill(())))
     store = store_at(minio, proxy)
     for key in ("first", "second"):
@@ -234,7 +238,7 @@ def test_after_a_kill_nothing_passes_until_another_script_is_played(minio: S3Ser
     assert minio.keys(store.bucket) == ["first", "third"]
 
 
-def test_the_default_retries_survive_every_transient_fault_once(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_survives_every_transient_fault_once_by_the_default_retries(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, mixed(0.3, seed=5))
     store = store_at(minio, proxy, **minio.attempts(6))
     for number in range(30):
@@ -244,7 +248,7 @@ def test_the_default_retries_survive_every_transient_fault_once(minio: S3Server,
     assert len(proxy.counts.faults) >= 4
 
 
-def test_a_store_is_reached_by_its_own_name_through_a_forward_proxy(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_reaches_a_store_by_its_own_name_through_a_forward_proxy(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio)
     options = {"key": minio.key, "secret": minio.secret, **proxy.options}
     store = S3Store(minio.make_bucket(), S3Options.from_storage_options(options))
@@ -254,14 +258,14 @@ def test_a_store_is_reached_by_its_own_name_through_a_forward_proxy(minio: S3Ser
     assert proxy.counts.requests == {"PutObject": 1, "GetObject": 1}
 
 
-def test_a_forward_proxy_serves_no_other_host(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_serves_no_other_host_by_a_forward_proxy(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy("http://elsewhere.invalid", always(Delay(0)))
     options = {**minio.options, "config_kwargs": {"proxies": {"http": proxy.url}, **minio.attempts(1)["config_kwargs"]}}
     with pytest.raises(BucketpointError):
         put(S3Store("bucket", S3Options.from_storage_options(options)))
 
 
-def test_a_store_under_tls_is_reached_with_plain_http_to_the_proxy(s3_tls: S3Server, fault_proxy: MakeProxy) -> None:
+def test_reaches_a_store_under_tls_with_plain_http_to_the_proxy(s3_tls: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(s3_tls)
     plain = s3_tls.at(proxy.url).options
     del plain["client_kwargs"]["verify"]
@@ -270,7 +274,7 @@ def test_a_store_under_tls_is_reached_with_plain_http_to_the_proxy(s3_tls: S3Ser
     assert store.get("key")[0] == BODY
 
 
-def test_a_client_without_a_checksum_stores_a_flipped_bit(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_stores_a_flipped_bit_from_a_client_without_a_checksum(minio: S3Server, fault_proxy: MakeProxy) -> None:
     """What the fault does to those who do not look, so that it is known to do something."""
     proxy = fault_proxy(minio, always(FlipRequest(0.0), kinds=["PutObject"]))
     server = minio.at(proxy.url)
@@ -297,7 +301,7 @@ requests = st.builds(
 
 
 @given(st.lists(requests, max_size=40), st.floats(0, 1), st.integers(0, 5))
-def test_a_script_plays_the_same_every_time(passing: list[StoreRequest], probability: float, seed: int) -> None:
+def test_plays_a_script_the_same_every_time(passing: list[StoreRequest], probability: float, seed: int) -> None:
     script = mixed(probability, seed=seed)
     first, second = Player(script), Player(script)
     chosen = [first.choose(request) for request in passing]
@@ -310,14 +314,14 @@ def test_a_script_plays_the_same_every_time(passing: list[StoreRequest], probabi
 
 
 @given(st.lists(requests, max_size=40), st.integers(0, 5), st.integers(0, 5))
-def test_a_rule_passes_over_and_strikes_as_many_as_it_says(passing: list[StoreRequest], skip: int, times: int) -> None:
+def test_passes_over_and_strikes_as_many_as_a_rule_says(passing: list[StoreRequest], skip: int, times: int) -> None:
     player = Player(always(Reset(), kinds=["PutObject"], keys="*.metadata", skip=skip, times=times))
     struck = [player.choose(request) is not None for request in passing]
     fitting = [index for index, one in enumerate(passing) if one.kind == "PutObject" and one.key != "a"]
     assert [index for index, hit in enumerate(struck) if hit] == fitting[skip : skip + times]
 
 
-def test_a_secret_is_nowhere_in_what_is_recorded(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_records_no_secret_anywhere(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio)
     put(store_at(minio, proxy))
     told = repr(proxy.exchanges)
@@ -326,7 +330,7 @@ def test_a_secret_is_nowhere_in_what_is_recorded(minio: S3Server, fault_proxy: M
     assert "Signature" not in told
 
 
-def test_what_was_answered_before_a_clear_does_not_count_after_it() -> None:
+def test_counts_nothing_that_was_answered_before_a_clear_after_it() -> None:
     """A client has its answer a moment before the exchange has ended."""
     board = Board(Script())
     exchange, _ = board.begin("1", StoreRequest("GetObject", "k", "GET", "/b/k", 0, None))

@@ -55,7 +55,7 @@ def put(store: GCSStore, key: str = "key") -> None:
     store.put(key, [memoryview(BODY)])
 
 
-def test_requests_pass_whole_and_are_counted_by_the_names_of_s3(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_passes_requests_whole_and_counts_them_by_the_names_of_s3(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     proxy = before(gcs, fault_proxy)
     store = store_at(gcs, proxy)
     put(store, "a/b")
@@ -84,7 +84,7 @@ def test_requests_pass_whole_and_are_counted_by_the_names_of_s3(gcs: GCSServer, 
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_a_put_that_meets_a_fault_fails_and_leaves_nothing(
+def test_fails_a_put_that_meets_a_fault_and_leaves_nothing(
     gcs: GCSServer, fault_proxy: MakeProxy, fault: Any, error: type[StoreError]
 ) -> None:
     proxy = before(gcs, fault_proxy, always(fault, kinds=["PutObject"], times=1))
@@ -97,7 +97,7 @@ def test_a_put_that_meets_a_fault_fails_and_leaves_nothing(
     assert store.get("key")[0] == BODY
 
 
-def test_a_lost_answer_leaves_what_the_store_was_asked_for(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_leaves_what_the_store_was_asked_for_after_a_lost_answer(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     proxy = before(gcs, fault_proxy, always(Reset(acted=True), kinds=["PutObject"]))
     store = store_at(gcs, proxy)
     with pytest.raises(TransientStoreError):
@@ -105,7 +105,7 @@ def test_a_lost_answer_leaves_what_the_store_was_asked_for(gcs: GCSServer, fault
     assert gcs.keys(store.bucket) == ["key"]
 
 
-def test_bodies_are_cut_and_bits_flipped_both_ways(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_cuts_bodies_and_flips_bits_both_ways(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     """Of a bit that flips on the way up the service says "invalid", as of much else: the body is sent once more."""
     proxy = before(gcs, fault_proxy, always(FlipRequest(), kinds=["PutObject"], times=1))
     store = store_at(gcs, proxy)
@@ -124,7 +124,7 @@ def test_bodies_are_cut_and_bits_flipped_both_ways(gcs: GCSServer, fault_proxy: 
     assert [at for at in range(len(BODY)) if found[at] != BODY[at]] == [len(BODY) // 4]
 
 
-def test_a_token_expires_and_another_one_serves(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_expires_a_token_and_lets_another_one_serve(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     from google.auth.credentials import Credentials
 
     class Renewed(Credentials):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def test_a_token_expires_and_another_one_serves(gcs: GCSServer, fault_proxy: Mak
     assert "planted" not in repr(proxy.exchanges)
 
 
-def test_who_has_no_other_token_is_told(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_tells_who_has_no_other_token(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     proxy = before(gcs, fault_proxy, always(ExpireCredentials(), times=1))
     store = store_at(gcs, proxy)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_who_has_no_other_token_is_told(gcs: GCSServer, fault_proxy: MakeProxy) 
             put(store)
 
 
-def test_a_checkpoint_is_saved_and_loaded_through_all_transient_faults(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_saves_and_loads_a_checkpoint_through_all_transient_faults(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     proxy = before(gcs, fault_proxy, mixed(0.25, seed=4))
     url = f"gs://{gcs.make_bucket()}/run/step-1"
     options = {**gcs.options, "endpoint_url": proxy.url, "max_attempts": None}
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_saved_and_loaded_through_all_transient_faults(gcs: GCSS
     assert len(proxy.counts.faults) >= 4
 
 
-def test_requests_are_known_by_the_names_of_s3() -> None:
+def test_recognises_requests_by_the_names_of_s3() -> None:
     from kit.http import Head
 
     def request(method: str, target: str, *headers: str) -> StoreRequest:

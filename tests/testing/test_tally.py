@@ -26,7 +26,7 @@ def test_kills(bucketpoint_tally, number):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_summary_has_the_sums_of_all_workers(tmp_path: Path, workers: int) -> None:
+def test_sums_all_workers_in_the_summary(tmp_path: Path, workers: int) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -39,7 +39,7 @@ def test_the_summary_has_the_sums_of_all_workers(tmp_path: Path, workers: int) -
         assert told.count(line) == 1, ran.stdout
 
 
-def test_a_run_without_faults_tells_nothing() -> None:
+def test_tells_nothing_of_a_run_without_faults() -> None:
     tally = Tally()
     tally.passed(Counts())
     assert tally.lines() == []

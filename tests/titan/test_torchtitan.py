@@ -42,7 +42,7 @@ def root(minio: S3Server) -> str:
     return minio.url(minio.make_bucket(), "run")
 
 
-def test_a_run_saves_beside_training_prunes_and_goes_on_with_another_number_of_ranks(
+def test_saves_beside_training_prunes_and_resumes_with_another_number_of_ranks(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
     catalog = open_catalog(Location.of(root, minio.options))
@@ -63,7 +63,7 @@ def test_a_run_saves_beside_training_prunes_and_goes_on_with_another_number_of_r
     assert there(catalog) == [(3, "full"), (4, "full"), (5, "full")]
 
 
-def test_saves_that_are_killed_cost_no_good_checkpoint(
+def test_loses_no_good_checkpoint_by_saves_that_are_killed(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
     catalog = open_catalog(Location.of(root, minio.options))
@@ -97,7 +97,9 @@ def test_saves_that_are_killed_cost_no_good_checkpoint(
         pytest.param(f'{OURS}={{"fresh": true}}', ["step-1", "step-2", "step-3"], id="ours does not"),
     ],
 )
-def test_dead_saves_of_an_earlier_run(override: str | None, left: list[str], assets: Path, tmp_path: Path) -> None:
+def test_trains_beside_dead_saves_of_an_earlier_run(
+    override: str | None, left: list[str], assets: Path, tmp_path: Path
+) -> None:
     checkpoints = tmp_path / "checkpoint"
     for step in (4, 5, 6):
         (checkpoints / f"step-{step}").mkdir(parents=True)
@@ -106,7 +108,7 @@ def test_dead_saves_of_an_earlier_run(override: str | None, left: list[str], ass
     assert sorted(path.parent.name for path in checkpoints.glob("step-*/.metadata")) == left
 
 
-def test_a_policy_says_where_when_and_what_and_a_model_alone_is_not_resumed_from(
+def test_follows_a_policy_in_where_when_and_what_and_resumes_from_no_model_alone(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
     policy = tmp_path / "policy.yaml"
@@ -133,7 +135,7 @@ prune: {grace: 0s}
     assert there(catalog) == [(2, "full"), (3, "full"), (4, "weights")]
 
 
-def test_a_seed_is_gone_on_from_a_signal_has_a_step_saved_and_the_last_one_is_exported(
+def test_continues_from_a_seed_saves_by_a_signal_and_exports_the_last_step(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
@@ -158,12 +160,12 @@ def test_a_seed_is_gone_on_from_a_signal_has_a_step_saved_and_the_last_one_is_ex
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
 
-def test_an_export_to_a_bucket_is_refused_before_training_begins() -> None:
+def test_refuses_an_export_to_a_bucket_before_training_begins() -> None:
     refused = called(scenarios.refusal, {"folder": "s3://bucket/run", "last_save_in_hf": True})
     assert "last_save_in_hf is not supported with a remote" in refused
 
 
-def test_the_number_to_keep_is_the_policy_where_there_is_no_file(tmp_path: Path) -> None:
+def test_takes_the_number_to_keep_for_the_policy_where_there_is_no_file(tmp_path: Path) -> None:
     few, everything = called(scenarios.policies, [{"keep_latest_k": 4}, {"keep_latest_k": 0}])
     assert (few["keep"]["latest"], few["prune"]["when"]) == (4, "after_commit")
     assert few["prune"]["grace"] == timedelta(0)
@@ -176,6 +178,6 @@ def test_the_number_to_keep_is_the_policy_where_there_is_no_file(tmp_path: Path)
     assert (named["keep"]["latest"], from_environment["keep"]["latest"]) == (7, 8)
 
 
-def test_nothing_else_imports_torchtitan() -> None:
+def test_imports_torchtitan_nowhere_else() -> None:
     code = "import sys, bucketpoint; from bucketpoint import *; assert not [n for n in sys.modules if 'titan' in n]"
     subprocess.run([sys.executable, "-c", code], check=True)

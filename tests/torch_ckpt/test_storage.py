@@ -73,7 +73,7 @@ def commit(storage: BucketStorage, name: str = "step-1", *files: str) -> None:
 # -- the table of Storage.rename ---------------------------------------------------------------------------------------
 
 
-def test_a_directory_lands_at_an_absent_destination(storage: BucketStorage) -> None:
+def test_lands_a_directory_at_an_absent_destination(storage: BucketStorage) -> None:
     storage.mkdir(Path("step-1"))
     commit(storage)
     assert storage.ls(Path("step-1")) == ["a", "b"]
@@ -86,7 +86,7 @@ def test_a_directory_lands_at_an_absent_destination(storage: BucketStorage) -> N
 
 
 @pytest.mark.parametrize("written", ["step-1/old", "step-1"])
-def test_a_directory_onto_files_raises_and_changes_nothing(storage: BucketStorage, written: str) -> None:
+def test_raises_for_a_directory_onto_files_and_changes_nothing(storage: BucketStorage, written: str) -> None:
     put(storage, written, b"old")
     with pytest.raises(OSError, match="occupied") as raised:
         commit(storage)
@@ -95,7 +95,7 @@ def test_a_directory_onto_files_raises_and_changes_nothing(storage: BucketStorag
     assert storage.read(Path("tmp_step-1/a")) == b"a"
 
 
-def test_a_committed_directory_is_not_replaced_by_another_save(storage: BucketStorage) -> None:
+def test_replaces_no_committed_directory_by_another_save(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "tmp_step-1/a", b"of a second save")
     with pytest.raises(OccupiedError, match="occupied"):
@@ -106,7 +106,7 @@ def test_a_committed_directory_is_not_replaced_by_another_save(storage: BucketSt
     assert storage.read(Path("tmp_step-1/a")) == b"of a second save"
 
 
-def test_a_file_replaces_a_file(storage: BucketStorage) -> None:
+def test_replaces_a_file_by_a_file(storage: BucketStorage) -> None:
     put(storage, "x", b"old")
     for data in (b"new", b"newer"):
         put(storage, "y", data)
@@ -119,7 +119,7 @@ def test_a_file_replaces_a_file(storage: BucketStorage) -> None:
     assert storage.read(Path("x")) == b"newest"
 
 
-def test_a_file_onto_a_directory_raises(storage: BucketStorage) -> None:
+def test_raises_for_a_file_onto_a_directory(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "d/e")
     for source, directory in (("y", "step-1"), ("y", "d"), ("step-1/y", "step-1/b")):
@@ -130,13 +130,13 @@ def test_a_file_onto_a_directory_raises(storage: BucketStorage) -> None:
     assert storage.ls(Path("step-1/b")) == ["c"]
 
 
-def test_nothing_cannot_be_renamed(storage: BucketStorage) -> None:
+def test_refuses_to_rename_nothing(storage: BucketStorage) -> None:
     for source, target in (("tmp_step-1", "step-1"), ("x", "y")):
         with pytest.raises(FileNotFoundError, match="no such file"):
             storage.rename(Path(source), Path(target))
 
 
-def test_what_torch_checkpointing_never_does_is_refused(storage: BucketStorage) -> None:
+def test_refuses_what_torch_checkpointing_never_does(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "tmp_step-2/a")
     put(storage, "d/x")
@@ -164,7 +164,7 @@ def test_what_torch_checkpointing_never_does_is_refused(storage: BucketStorage) 
 # -- files and directories ---------------------------------------------------------------------------------------------
 
 
-def test_files_written_into_a_committed_directory_are_listed_beside_its_own(storage: BucketStorage) -> None:
+def test_lists_files_written_into_a_committed_directory_beside_its_own(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "step-1/.x.tmp", b"consolidated")
     storage.rename(Path("step-1/.x.tmp"), Path("step-1/x"))
@@ -179,7 +179,7 @@ def test_files_written_into_a_committed_directory_are_listed_beside_its_own(stor
     assert storage.read(Path("step-1/a")) == b"a"
 
 
-def test_the_last_write_of_a_file_is_the_file(storage: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_last_write_of_a_file_for_the_file(storage: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time_ns()
     for path in ("x", "tmp_d/x"):
         for data in (b"old", b"new"):
@@ -191,7 +191,7 @@ def test_the_last_write_of_a_file_is_the_file(storage: BucketStorage, monkeypatc
     assert not storage.exists(Path("x"))
 
 
-def test_questions_about_what_is_not_there(storage: BucketStorage) -> None:
+def test_raises_as_a_filesystem_does_for_what_is_not_there(storage: BucketStorage) -> None:
     put(storage, "d/x")
     for ask in (storage.read, storage.getsize, storage.delete, storage.ls, storage.rmdir):
         with pytest.raises(FileNotFoundError) as raised:
@@ -207,7 +207,7 @@ def test_questions_about_what_is_not_there(storage: BucketStorage) -> None:
     assert (storage.exists(Path("nothing")), storage.isdir(Path("nothing"))) == (False, False)
 
 
-def test_a_checkpoint_that_was_deleted_with_a_tool_of_the_store_is_gone(storage: BucketStorage) -> None:
+def test_misses_a_checkpoint_that_was_deleted_with_a_tool_of_the_store(storage: BucketStorage) -> None:
     commit(storage)
     assert storage.read(Path("step-1/a")) == b"a"
     storage.store.delete([storage.where.key(("step-1",), "@d")])
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_was_deleted_with_a_tool_of_the_store_is_gone(storage:
     assert storage.ls(Path("step-1")) == ["other"]
 
 
-def test_a_deleted_directory_is_gone_with_its_objects_and_can_be_saved_again(storage: BucketStorage) -> None:
+def test_deletes_a_directory_with_its_objects_and_saves_it_again(storage: BucketStorage) -> None:
     put(storage, "tmp_step-1/killed")
     (leftover,) = storage.store.list(storage.where.prefix)
     run = BucketStorageConfig(storage._config.root, storage._config.storage_options, attempt="next").create_storage()
@@ -237,7 +237,7 @@ def test_a_deleted_directory_is_gone_with_its_objects_and_can_be_saved_again(sto
     assert run.ls(Path("step-1")) == ["other"]
 
 
-def test_deleting_a_refused_save_leaves_the_checkpoint(storage: BucketStorage) -> None:
+def test_leaves_the_checkpoint_when_a_refused_save_is_deleted(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "tmp_step-1/a", b"second")
     storage.rmdir(Path("tmp_step-1"))
@@ -245,7 +245,7 @@ def test_deleting_a_refused_save_leaves_the_checkpoint(storage: BucketStorage) -
     assert storage.read(Path("step-1/a")) == b"a"
 
 
-def test_names_that_look_like_ours_are_ordinary_files(storage: BucketStorage) -> None:
+def test_treats_names_that_look_like_ours_as_ordinary_files(storage: BucketStorage) -> None:
     looking = ["@d", "@f.0.0.0", "@n", "@tmp", "tmp_", "tmp_x", "x"]
     for name in looking:
         put(storage, f"dir/{name}", name.encode())
@@ -253,7 +253,7 @@ def test_names_that_look_like_ours_are_ordinary_files(storage: BucketStorage) ->
     assert [storage.read(Path("dir") / name).decode() for name in looking] == looking
 
 
-def test_a_path_that_begins_with_the_root_is_below_it(storage: BucketStorage) -> None:
+def test_takes_a_path_that_begins_with_the_root_as_below_it(storage: BucketStorage) -> None:
     put(storage, "d/x", b"x")
     url = storage.remap_path(Path("d/x"))
     # As a Path it has lost a slash.
@@ -268,7 +268,7 @@ def test_a_path_that_begins_with_the_root_is_below_it(storage: BucketStorage) ->
 # -- objects that others wrote -----------------------------------------------------------------------------------------
 
 
-def test_objects_of_other_tools_are_ignored(storage: BucketStorage) -> None:
+def test_ignores_objects_of_other_tools(storage: BucketStorage) -> None:
     commit(storage)
     for name in ("@f.x", "@dx.zz", "@o.x", "events.out"):
         storage.store.put(storage.where.key(("step-1",), name), [memoryview(b"1")])
@@ -281,7 +281,7 @@ def put_manifest(storage: BucketStorage, name: str, version: str, **document: An
     storage.store.put(storage.where.key((name,), "@d"), [memoryview(data)])
 
 
-def test_what_version_0_2_wrote_is_read_and_not_swept(storage: BucketStorage) -> None:
+def test_reads_what_version_0_2_wrote_and_does_not_sweep_it(storage: BucketStorage) -> None:
     put(storage, "tmp_s/x", b"old")
     (written,) = storage.store.list(storage.where.key(("tmp_s", "x")))
     put_manifest(
@@ -301,7 +301,7 @@ def put_link(storage: BucketStorage, document: Any) -> None:
     storage.store.put(storage.where.key(("d", "y"), "@l.1111111111111112..22222222"), [memoryview(body)])
 
 
-def test_a_file_that_version_0_2_renamed_is_read_and_its_source_is_not_deleted(storage: BucketStorage) -> None:
+def test_reads_a_file_that_version_0_2_renamed_and_keeps_its_source(storage: BucketStorage) -> None:
     put(storage, "tmp_s/x", b"renamed")
     (written,) = storage.store.list(storage.where.key(("tmp_s", "x")))
     data, *_ = storage.store.get(written.key)
@@ -322,7 +322,7 @@ def test_a_file_that_version_0_2_renamed_is_read_and_its_source_is_not_deleted(s
 
 
 @pytest.mark.parametrize("document", [5, [], {"key": 5, "size": "a", "etag": None}, {"key": "../x"}])
-def test_a_damaged_link_of_version_0_2_is_refused(storage: BucketStorage, document: Any) -> None:
+def test_refuses_a_damaged_link_of_version_0_2(storage: BucketStorage, document: Any) -> None:
     put_link(storage, document)
     with pytest.raises(CorruptDataError, match="link"):
         storage.read(Path("d/y"))
@@ -338,7 +338,7 @@ _NOT_OURS: list[Any] = [
 
 
 @pytest.mark.parametrize("rows", _NOT_OURS)
-def test_a_manifest_that_names_no_files_of_the_root_is_refused(tmp_path: Path, rows: Any) -> None:
+def test_refuses_a_manifest_that_names_no_files_of_the_root(tmp_path: Path, rows: Any) -> None:
     storage = BucketStorageConfig(str(tmp_path)).create_storage()
     commit(storage)
     put_manifest(storage, "t", "2", files=rows)
@@ -350,7 +350,7 @@ def test_a_manifest_that_names_no_files_of_the_root_is_refused(tmp_path: Path, r
     assert storage.ls(Path()) == ["step-1", "t"]
 
 
-def test_a_manifest_of_a_later_version_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_manifest_of_a_later_version_or_a_damaged_one(tmp_path: Path) -> None:
     storage = BucketStorageConfig(str(tmp_path)).create_storage()
     put_manifest(storage, "t", "3", files=[])
     with pytest.raises(CorruptDataError, match="newer"):
@@ -361,7 +361,7 @@ def test_a_manifest_of_a_later_version_or_a_damaged_one_is_refused(tmp_path: Pat
         storage.read(Path("t/x"))
 
 
-def test_an_object_that_is_too_short_is_damaged(storage: BucketStorage) -> None:
+def test_treats_an_object_that_is_too_short_as_damaged(storage: BucketStorage) -> None:
     storage.store.put(storage.where.key(("x",), f"@f.{'1' * 16}..00000000"), [memoryview(b"abc")])
     for ask in (storage.getsize, storage.read):
         with pytest.raises(CorruptDataError):
@@ -371,7 +371,9 @@ def test_an_object_that_is_too_short_is_damaged(storage: BucketStorage) -> None:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_of_four_ranks_makes_two_small_requests_more_than_data(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_makes_two_small_requests_more_than_data_in_a_save_of_four_ranks(
+    minio: S3Server, fault_proxy: MakeProxy
+) -> None:
     proxy = fault_proxy(minio)
     bucket = minio.make_bucket()
     ranks = [on(minio.at(proxy.url), bucket, transfer=PARTED) for _ in range(4)]
@@ -406,7 +408,7 @@ def test_a_save_of_four_ranks_makes_two_small_requests_more_than_data(minio: S3S
         assert torch.equal(loaded["a"], states[rank]["a"])
 
 
-def test_of_two_commits_to_one_place_one_fails(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fails_one_of_two_commits_to_one_place(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = minio.make_bucket()
     one, other = (on(minio, bucket, attempt=attempt) for attempt in ("one", "other"))
     put(one, "tmp_s/x", b"one")
@@ -426,7 +428,7 @@ def test_of_two_commits_to_one_place_one_fails(minio: S3Server, monkeypatch: pyt
     assert on(minio, bucket).read(Path("s/x")) == b"one"
 
 
-def test_a_commit_whose_answer_was_lost_counts(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_counts_a_commit_whose_answer_was_lost(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio)
     bucket = minio.make_bucket()
     storage = on(minio.at(proxy.url), bucket)
@@ -460,7 +462,7 @@ with storage.get_write_stream(Path("tmp_s/large"), state) as stream:
 """
 
 
-def test_a_save_killed_in_a_part_leaves_nothing_to_see_and_can_be_swept(minio: S3Server) -> None:
+def test_leaves_nothing_to_see_of_a_save_killed_in_a_part_and_sweeps_it(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     command = [sys.executable, "-c", KILLED, f"s3://{bucket}/run"]
     ran = subprocess.run(command, env={**os.environ, **minio.env}, capture_output=True, timeout=100, check=False)
@@ -482,7 +484,7 @@ def test_a_save_killed_in_a_part_leaves_nothing_to_see_and_can_be_swept(minio: S
 
 
 @pytest.mark.parametrize("step", ["put", "delete"])
-def test_a_rename_of_a_file_that_fails_in_a_step_leaves_a_whole_file(
+def test_leaves_a_whole_file_by_a_rename_that_fails_in_a_step(
     storage: BucketStorage, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     put(storage, "x", b"old")
@@ -506,7 +508,7 @@ def test_a_rename_of_a_file_that_fails_in_a_step_leaves_a_whole_file(
     assert storage.read(Path("x")) == b"new"
 
 
-def test_a_sweep_takes_what_was_replaced_and_nothing_that_is_needed(storage: BucketStorage) -> None:
+def test_sweeps_what_was_replaced_and_nothing_that_is_needed(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "plain", b"old")
     put(storage, "plain", b"new")
@@ -522,7 +524,7 @@ def test_a_sweep_takes_what_was_replaced_and_nothing_that_is_needed(storage: Buc
     assert {path: storage.read(Path(path)) for path in needed} == needed
 
 
-def test_a_deletion_that_the_store_refuses_raises(storage: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_for_a_deletion_that_the_store_refuses(storage: BucketStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     put(storage, "x", b"old")
     put(storage, "x", b"new")
     put(storage, "d/x")
@@ -541,7 +543,7 @@ def test_a_deletion_that_the_store_refuses_raises(storage: BucketStorage, monkey
 # -- the configuration -------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_can_be_pickled_and_shows_no_secret() -> None:
+def test_pickles_the_configuration_and_shows_no_secret() -> None:
     options = {"key": "AKIAIOSFODNN7EXAMPLE", "secret": "wJalrXUtnFEMI"}
     config = BucketStorageConfig("s3://bucket/run", options, attempt="7")
     assert pickle.loads(pickle.dumps(config)) == config
@@ -551,19 +553,19 @@ def test_the_configuration_can_be_pickled_and_shows_no_secret() -> None:
         assert "AKIA" not in shown
 
 
-def test_a_configuration_that_cannot_work_is_refused() -> None:
+def test_refuses_a_configuration_that_cannot_work() -> None:
     with pytest.raises(InvalidURLError, match="no bucket"):
         BucketStorageConfig("s3://")
     with pytest.raises(BucketpointError, match="attempt"):
         BucketStorageConfig("s3://bucket", attempt="a/b")
 
 
-def test_runs_have_names_of_their_own(tmp_path: Path) -> None:
+def test_gives_runs_names_of_their_own(tmp_path: Path) -> None:
     one, other = (BucketStorageConfig.for_this_run(str(tmp_path)) for _ in range(2))
     assert one.attempt != other.attempt
 
 
-def test_the_one_who_commits_is_told(tmp_path: Path) -> None:
+def test_tells_the_one_who_commits(tmp_path: Path) -> None:
     told: list[CommitInfo] = []
     config = BucketStorageConfig(str(tmp_path), on_commit=told.append)
     commit(config.create_storage(), "step-7")
@@ -571,7 +573,7 @@ def test_the_one_who_commits_is_told(tmp_path: Path) -> None:
     assert told[0].commit_s >= 0
 
 
-def test_the_time_of_a_save_is_told_after_a_question_for_its_directory(tmp_path: Path) -> None:
+def test_tells_the_time_of_a_save_after_a_question_for_its_directory(tmp_path: Path) -> None:
     told: list[CommitInfo] = []
     storage = BucketStorageConfig(str(tmp_path), on_commit=told.append).create_storage()
     put(storage, "tmp_s/a")
@@ -584,7 +586,7 @@ def test_the_time_of_a_save_is_told_after_a_question_for_its_directory(tmp_path:
     assert told[0].commit_s >= least
 
 
-def test_an_error_of_on_commit_fails_no_save(tmp_path: Path) -> None:
+def test_fails_no_save_by_an_error_of_on_commit(tmp_path: Path) -> None:
     def fail(info: CommitInfo) -> None:
         raise RuntimeError("of the tracker")
 
@@ -602,7 +604,7 @@ def manager_on(config: BucketStorageConfig) -> CheckpointManager:
     return settings.build()
 
 
-def test_a_manager_saves_and_loads_and_does_not_overwrite(storage: BucketStorage) -> None:
+def test_saves_and_loads_by_a_manager_and_does_not_overwrite(storage: BucketStorage) -> None:
     manager = manager_on(storage._config)
     state = {"model": {"w": torch.randn(100, 100)}, "step": 3}
     manager.save("step-3", state)
@@ -617,7 +619,7 @@ def test_a_manager_saves_and_loads_and_does_not_overwrite(storage: BucketStorage
     manager.close()
 
 
-def test_a_checkpoint_is_consolidated_beside_its_files(storage: BucketStorage) -> None:
+def test_consolidates_a_checkpoint_beside_its_files(storage: BucketStorage) -> None:
     settings = CheckpointManager.Config.with_sync_save()
     settings.storage_config = storage._config
     layout = LayoutInfo("model_{rank}.safetensors", SafetensorsSerialization())
@@ -636,7 +638,7 @@ def test_a_checkpoint_is_consolidated_beside_its_files(storage: BucketStorage) -
     assert storage.ls(Path("step-3")) == ["metadata.pkl", shard, "model.safetensors.index.json", "model_0.safetensors"]
 
 
-def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "torch-checkpointing.md"
     program = tmp_path / "train.py"
     code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]

@@ -43,11 +43,11 @@ def storage(request: pytest.FixtureRequest) -> BucketStorage:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 5 << 40])
-def test_the_size_of_a_file_follows_from_that_of_its_object(nbytes: int) -> None:
+def test_derives_the_size_of_a_file_from_that_of_its_object(nbytes: int) -> None:
     assert file_bytes(object_bytes(nbytes)) == nbytes
 
 
-def test_any_range_of_a_large_file_is_read_back(storage: BucketStorage) -> None:
+def test_reads_any_range_of_a_large_file_back(storage: BucketStorage) -> None:
     data = os.urandom(21 * MIB + 77)
     stream = storage.stream_write(Path("x"))
     with stream:
@@ -65,7 +65,7 @@ def test_any_range_of_a_large_file_is_read_back(storage: BucketStorage) -> None:
         assert file.read() == data[-4:]
 
 
-def test_tensors_are_sent_from_where_they_are(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sends_tensors_from_where_they_are(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = on(minio, minio.make_bucket())
     base = torch.randn(5 * MIB)
     state = {"a": base, "view": base[10:], "b": torch.randn(300, 300), "text": "x" * 100}
@@ -87,7 +87,7 @@ def test_tensors_are_sent_from_where_they_are(minio: S3Server, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("nbytes", [100, 20 * MIB])
-def test_a_stream_that_is_left_with_an_error_leaves_nothing(minio: S3Server, nbytes: int) -> None:
+def test_leaves_nothing_of_a_stream_that_is_left_with_an_error(minio: S3Server, nbytes: int) -> None:
     bucket = minio.make_bucket()
     storage = on(minio, bucket)
     with pytest.raises(RuntimeError, match="of the caller"), storage.stream_write(Path("x")) as stream:
@@ -100,7 +100,7 @@ def test_a_stream_that_is_left_with_an_error_leaves_nothing(minio: S3Server, nby
     assert not storage.exists(Path("x"))
 
 
-def test_a_stream_that_is_dropped_while_it_sends_a_part_leaves_nothing_and_no_thread(
+def test_leaves_nothing_of_a_stream_dropped_while_it_sends_a_part(
     minio: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = minio.make_bucket()
@@ -133,7 +133,7 @@ def test_a_stream_that_is_dropped_while_it_sends_a_part_leaves_nothing_and_no_th
 
 @pytest.mark.parametrize("nbytes", [1000, 6 * MIB + 5])
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.999999, 1.0])
-def test_a_flipped_byte_is_found_wherever_it_is(tmp_path: Path, nbytes: int, place: float) -> None:
+def test_finds_a_flipped_byte_wherever_it_is(tmp_path: Path, nbytes: int, place: float) -> None:
     storage = BucketStorageConfig(str(tmp_path)).create_storage()
     storage.write(Path("tmp_s/x"), os.urandom(nbytes))
     storage.rename(Path("tmp_s"), Path("s"))
@@ -154,7 +154,7 @@ def test_a_flipped_byte_is_found_wherever_it_is(tmp_path: Path, nbytes: int, pla
             pass
 
 
-def test_an_object_that_was_replaced_after_the_commit_is_found(minio: S3Server) -> None:
+def test_finds_an_object_that_was_replaced_after_the_commit(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     storage = on(minio, bucket)
     storage.write(Path("tmp_s/x"), bytes(6 * MIB))
@@ -168,12 +168,12 @@ def test_an_object_that_was_replaced_after_the_commit_is_found(minio: S3Server) 
         on(minio, bucket).read(Path("s/x"))
 
 
-def test_an_array_without_elements_is_an_empty_file(storage: BucketStorage) -> None:
+def test_writes_an_array_without_elements_as_an_empty_file(storage: BucketStorage) -> None:
     storage.write(Path("x"), np.empty((0, 3)))
     assert storage.read(Path("x")) == b""
 
 
-def test_a_tensor_without_memory_of_its_own_is_saved(storage: BucketStorage) -> None:
+def test_saves_a_tensor_without_memory_of_its_own(storage: BucketStorage) -> None:
     state = {"w": TwoTensor(torch.randn(5), torch.randn(5))}
     with storage.get_write_stream(Path("x"), state) as stream:
         torch.save(state, stream)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_a_tensor_without_memory_of_its_own_is_saved(storage: BucketStorage) -> 
 
 
 @pytest.mark.parametrize("left", [-64, -24, -10, 0])
-def test_all_parts_but_the_last_are_of_one_size(minio: S3Server, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+def test_makes_all_parts_but_the_last_of_one_size(minio: S3Server, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     storage = on(minio, minio.make_bucket(), TransferOptions(part_bytes=5 * MIB, connections=4))
     sizes = {}
     send = type(storage.store).put_part
@@ -199,7 +199,7 @@ def test_all_parts_but_the_last_are_of_one_size(minio: S3Server, monkeypatch: py
     assert last <= 5 * MIB
 
 
-def test_a_forked_process_leaves_the_upload_alone(minio: S3Server) -> None:
+def test_leaves_the_upload_alone_in_a_forked_process(minio: S3Server) -> None:
     storage = on(minio, minio.make_bucket(), TransferOptions(part_bytes=5 * MIB, connections=2))
     with storage.stream_write(Path("x")) as stream:
         stream.write(bytes(6 * MIB))

@@ -42,9 +42,7 @@ def storage(url: str, server: S3Server) -> BucketStorage:
     return BucketStorageConfig(url, server.options).create_storage()
 
 
-def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
-    minio: S3Server, tmp_path: Path
-) -> None:
+def test_resumes_with_fewer_ranks_after_a_kill_in_a_save(minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     whole = train(f"s3://{bucket}/whole", tmp_path / "whole", "sync", 4, minio)
     assert whole["from"] == 0
@@ -78,7 +76,7 @@ def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happe
     assert again.ls(Path("step-18")) == wanted_files
 
 
-def test_asynchronous_saves_commit_from_the_writers_process(minio: S3Server, tmp_path: Path) -> None:
+def test_commits_asynchronous_saves_from_the_writers_process(minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     root = f"s3://{bucket}/run"
     seen = train(root, tmp_path / "seen", "async", 2, minio)

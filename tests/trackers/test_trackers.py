@@ -54,7 +54,9 @@ def saved(on_commit: Callable[[CommitInfo], None], server: S3Server) -> str:
     return f"{root}/step-{STEP}"
 
 
-def test_weights_and_biases_has_a_reference(minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adds_a_reference_to_weights_and_biases(
+    minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     with wandb.init(mode="offline", project="bucketpoint", dir=tmp_path) as run:
@@ -66,7 +68,7 @@ def test_weights_and_biases_has_a_reference(minio: S3Server, tmp_path: Path, mon
     assert url.encode() in log.read_bytes()
 
 
-def test_mlflow_has_a_tag_and_metrics(minio: S3Server, tmp_path: Path) -> None:
+def test_adds_a_tag_and_metrics_to_mlflow(minio: S3Server, tmp_path: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     run_id = client.create_run(client.create_experiment("bucketpoint")).info.run_id
     url = saved(example("MLflow", client=client, run_id=run_id), minio)
@@ -76,7 +78,7 @@ def test_mlflow_has_a_tag_and_metrics(minio: S3Server, tmp_path: Path) -> None:
     assert [each.step for each in client.get_metric_history(run_id, "checkpoint.commit_s")] == [STEP]
 
 
-def test_tensorboard_has_a_text_and_scalars(minio: S3Server, tmp_path: Path) -> None:
+def test_adds_a_text_and_scalars_to_tensorboard(minio: S3Server, tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as board:
         url = saved(example("TensorBoard", board=board), minio)
     seen = EventAccumulator(str(tmp_path)).Reload()

@@ -14,7 +14,7 @@ from bucketpoint.transfer.copy import copy_whole
 from transfer.wrappers import CountingStore, FailingStore
 
 
-def test_a_copy_costs_one_request_beside_the_copy_itself(tmp_path: Path) -> None:
+def test_adds_one_request_to_the_copy_itself(tmp_path: Path) -> None:
     inner = LocalStore(str(tmp_path))
     source = inner.put("k", [memoryview(b"content")])
     store: Any = CountingStore(inner)
@@ -23,7 +23,7 @@ def test_a_copy_costs_one_request_beside_the_copy_itself(tmp_path: Path) -> None
     assert inner.get("t")[0] == b"content"
 
 
-def test_a_transient_failure_is_left_to_the_caller_who_has_the_bytes(tmp_path: Path) -> None:
+def test_leaves_a_transient_failure_to_the_caller_who_has_the_bytes(tmp_path: Path) -> None:
     inner = LocalStore(str(tmp_path))
     source = inner.put("k", [memoryview(b"content")])
     store: Any = FailingStore(inner, lambda name, number: number == 1, lambda: TransientStoreError("the store is away"))
@@ -31,7 +31,7 @@ def test_a_transient_failure_is_left_to_the_caller_who_has_the_bytes(tmp_path: P
         copy_whole(store, source, "t")
 
 
-def test_a_source_that_is_replaced_during_a_copy_without_a_condition_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_source_that_is_replaced_during_a_copy_without_a_condition(tmp_path: Path) -> None:
     class Careless(CountingStore):
         def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
             self.inner.put("k", [memoryview(b"another")])
@@ -43,7 +43,7 @@ def test_a_source_that_is_replaced_during_a_copy_without_a_condition_is_refused(
         copy_whole(store, source, "t")
 
 
-def test_a_replaced_source_is_refused_at_once(tmp_path: Path) -> None:
+def test_refuses_a_replaced_source_at_once(tmp_path: Path) -> None:
     store: Any = CountingStore(LocalStore(str(tmp_path)))
     source = store.put("k", [memoryview(b"content")])
     store.put("k", [memoryview(b"another")])
@@ -52,7 +52,7 @@ def test_a_replaced_source_is_refused_at_once(tmp_path: Path) -> None:
     assert store.calls["copy"] == 1
 
 
-def test_a_copy_of_another_size_is_corrupt(tmp_path: Path) -> None:
+def test_treats_a_copy_of_another_size_as_corrupt(tmp_path: Path) -> None:
     class Short(CountingStore):
         def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
             return replace(self.inner.copy(source, target), size=3)

@@ -51,7 +51,7 @@ def helper() -> Iterator[UploadHelper]:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_uploads_compute_the_digest_of_each_item_wherever_parts_end(
+def test_computes_the_digest_of_each_item_wherever_parts_end(
     data: st.DataObject, helper: UploadHelper, tmp_path: Path
 ) -> None:
     arena = filled_arena(4 * MIB)
@@ -93,7 +93,7 @@ def test_uploads_compute_the_digest_of_each_item_wherever_parts_end(
         assert found == {index: each for index, each in enumerate(expected) if each is not None}
 
 
-def test_a_table_arrives_by_the_helper_however_large_it_is(helper: UploadHelper, tmp_path: Path) -> None:
+def test_receives_a_table_from_the_helper_however_large_it_is(helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(20_000)
     segments = [Segment(2, view_of(arena, 2 * at, 2), digest_seed=b"s") for at in range(10_000)]
     work = upload_of(str(tmp_path), [ObjectSource("k", with_table(segments))], arena)
@@ -103,7 +103,7 @@ def test_a_table_arrives_by_the_helper_however_large_it_is(helper: UploadHelper,
     assert found == {at: digest(memoryview(stored)[2 * at : 2 * at + 2], b"s") for at in range(10_000)}
 
 
-def test_a_digest_depends_on_seed_size_and_each_block() -> None:
+def test_derives_a_digest_from_seed_size_and_each_block() -> None:
     data = os.urandom(2 * BLOCK_BYTES + 5)
     first = digest(memoryview(data), b"a")
     changed = [digest(memoryview(data), b"b"), digest(memoryview(data)[:-1], b"a")]
@@ -116,7 +116,7 @@ def test_a_digest_depends_on_seed_size_and_each_block() -> None:
     assert len({first, *changed}) == len(changed) + 1
 
 
-def test_digests_stay_the_same_from_version_to_version() -> None:
+def test_keeps_digests_from_version_to_version() -> None:
     data = bytes(range(256)) * 4096
     blocks = [data[at : at + (512 << 10)] for at in range(0, len(data), 512 << 10)]
     hashed = b"".join(map(xxhash.xxh3_128_digest, blocks))

@@ -12,7 +12,7 @@ from bucketpoint.transfer import BufferPool
 GRAIN = 256 << 10
 
 
-def test_a_buffer_that_came_back_is_handed_out_again() -> None:
+def test_gives_a_buffer_out_again_that_came_back() -> None:
     memory = BufferPool(4 * GRAIN, grain=GRAIN)
     first = memory.take(2 * GRAIN)
     buffer = first.obj
@@ -24,7 +24,7 @@ def test_a_buffer_that_came_back_is_handed_out_again() -> None:
     assert memory.peak_bytes == 4 * GRAIN
 
 
-def test_a_buffer_beyond_the_limit_is_not_kept() -> None:
+def test_keeps_no_buffer_beyond_the_limit() -> None:
     memory = BufferPool(GRAIN, grain=GRAIN)
     first = memory.take(2 * GRAIN)
     buffer = first.obj
@@ -32,7 +32,7 @@ def test_a_buffer_beyond_the_limit_is_not_kept() -> None:
     assert memory.take(2 * GRAIN).obj is not buffer
 
 
-def test_what_is_kept_goes_before_the_limit_is_passed() -> None:
+def test_drops_what_is_kept_before_the_limit_is_passed() -> None:
     memory = BufferPool(4 * GRAIN, grain=GRAIN)
     memory.give(memory.take(3 * GRAIN))
     memory.take(4 * GRAIN)
@@ -55,7 +55,7 @@ def test_leases_more_than_the_limit_alone_and_names_what_cannot_be_had() -> None
 
 
 @given(sizes=st.lists(st.integers(0, 5 * GRAIN), min_size=1, max_size=30), order=st.randoms(), limit=st.integers(0, 20))
-def test_buffers_in_use_never_overlap_and_the_rest_stays_within_the_limit(
+def test_overlaps_no_buffers_in_use_and_keeps_the_rest_within_the_limit(
     sizes: list[int], order: object, limit: int
 ) -> None:
     memory = BufferPool(limit * GRAIN, grain=GRAIN)

@@ -67,7 +67,7 @@ def run(store: StreamingStore, extents: list[Extent], options: TransferOptions) 
 
 
 @pytest.mark.parametrize("budget", [8 * MIB, 2 * MIB])
-def test_a_column_takes_one_request_and_one_lease_for_each_part(budget: int) -> None:
+def test_takes_one_request_and_one_lease_for_each_part_of_a_column(budget: int) -> None:
     store, taken = streaming_store(), dict[int, bytes]()
     options = TransferOptions(part_bytes=10 * MIB, connections=4, max_inflight_bytes=budget)
     extents = column(200 * KIB, len(CONTENT), lambda start, view: taken.update({start: bytes(view)}), gap=1000)
@@ -80,14 +80,14 @@ def test_a_column_takes_one_request_and_one_lease_for_each_part(budget: int) -> 
     assert pool.peak_bytes <= budget
 
 
-def test_few_requests_are_spread_over_the_connections() -> None:
+def test_spreads_few_requests_over_the_connections() -> None:
     store = streaming_store()
     options = TransferOptions(connections=4, max_inflight_bytes=8 * MIB)
     run(store, column(MIB, len(CONTENT), lambda start, view: None), options)
     assert store.calls["open_range"] == 4
 
 
-def test_without_streams_each_request_is_read_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_each_request_by_itself_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     options = TransferOptions(part_bytes=10 * MIB, connections=4, max_inflight_bytes=8 * MIB)
     extents = column(2 * MIB, len(CONTENT), lambda start, view: None)
     monkeypatch.setattr(StreamingStore, "capabilities", property(lambda self: self.inner.capabilities))
@@ -96,7 +96,7 @@ def test_without_streams_each_request_is_read_by_itself(monkeypatch: pytest.Monk
     assert plain.calls["open_range"] == 0
 
 
-def test_after_a_break_only_the_rest_is_requested_again() -> None:
+def test_requests_only_the_rest_again_after_a_break() -> None:
     store, order = streaming_store(), list[int]()
     opened = store.open_range
 
@@ -119,7 +119,7 @@ def test_after_a_break_only_the_rest_is_requested_again() -> None:
     assert meter.requests == 3
 
 
-def test_a_reply_that_always_breaks_off_is_given_up() -> None:
+def test_gives_up_a_reply_that_always_breaks_off() -> None:
     store = streaming_store()
     opened = store.open_range
 
@@ -137,7 +137,7 @@ def test_a_reply_that_always_breaks_off_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_damaged_bytes_are_requested_once_more_and_never_delivered(times: int) -> None:
+def test_requests_damaged_bytes_once_more_and_never_delivers_them(times: int) -> None:
     store, taken = streaming_store(), dict[int, bytes]()
     opened = store.open_range
 
@@ -162,7 +162,7 @@ def test_damaged_bytes_are_requested_once_more_and_never_delivered(times: int) -
     assert all(data == CONTENT[start : start + MIB] for start, data in taken.items())
 
 
-def test_an_error_of_a_delivery_ends_the_read_and_drops_its_reply() -> None:
+def test_ends_the_read_and_drops_its_reply_by_an_error_of_a_delivery() -> None:
     def deliver(start: int, view: memoryview) -> None:
         if start == 3 * MIB:
             raise OSError("the planner failed")
@@ -185,7 +185,7 @@ def test_an_error_of_a_delivery_ends_the_read_and_drops_its_reply() -> None:
     budget=st.integers(64 * KIB, 4 * MIB),
     part_bytes=st.integers(256 * KIB, 12 * MIB),
 )
-def test_any_extents_arrive_whole_through_as_little_memory_as_before(
+def test_receives_any_extents_whole_through_as_little_memory_as_before(
     pieces: list[tuple[int, int, bool, bool]], budget: int, part_bytes: int
 ) -> None:
     options = TransferOptions(part_bytes=part_bytes, connections=3, max_inflight_bytes=budget)

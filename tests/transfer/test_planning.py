@@ -26,7 +26,7 @@ S3 = Capabilities(
 
 
 @given(nbytes=st.integers(1, 48 << 40), part=st.integers(1, 1 << 30))
-def test_parts_cover_the_object_within_the_services_limits(nbytes: int, part: int) -> None:
+def test_covers_the_object_by_parts_within_the_services_limits(nbytes: int, part: int) -> None:
     plan = plan_parts(nbytes, part, S3)
     bounds = [plan.bounds(number) for number in range(1, plan.count + 1)]
     assert bounds[0][0] == 0
@@ -39,18 +39,18 @@ def test_parts_cover_the_object_within_the_services_limits(nbytes: int, part: in
     assert plan.count == 1 or plan.part_bytes >= S3.min_part_bytes
 
 
-def test_an_object_larger_than_the_service_holds_is_refused() -> None:
+def test_refuses_an_object_larger_than_the_service_holds() -> None:
     with pytest.raises(BucketpointError, match="does not fit"):
         plan_parts(60 << 40, 32 * MIB, S3)
 
 
-def test_a_tensor_of_more_than_5_gib_is_cut_into_parts_of_the_wanted_size() -> None:
+def test_cuts_a_tensor_of_more_than_5_gib_into_parts_of_the_wanted_size() -> None:
     plan = plan_parts(7 << 30, 32 * MIB, S3)
     assert (plan.count, plan.part_bytes) == (224, 32 * MIB)
 
 
 @given(sizes=st.lists(st.integers(0, 3 << 30), min_size=1, max_size=5), connections=st.integers(1, 64))
-def test_parts_of_objects_that_go_up_together_fill_whole_waves(sizes: list[int], connections: int) -> None:
+def test_fills_whole_waves_by_parts_of_objects_that_go_up_together(sizes: list[int], connections: int) -> None:
     options = TransferOptions(connections=connections)
     size = common_part_bytes(sizes, options)
     largest = options.part_bytes * 3 // 2
@@ -69,7 +69,7 @@ def extent(start: int, stop: int, *, key: str = "k", direct: bool = False) -> Ex
     pieces=st.lists(st.tuples(st.integers(0, 3 * MIB), st.integers(1, 4 * MIB), st.booleans()), max_size=40),
     keys=st.integers(1, 3),
 )
-def test_requests_hold_every_extent_once_and_overread_within_the_cap(
+def test_holds_every_extent_once_in_requests_and_overreads_within_the_cap(
     pieces: list[tuple[int, int, bool]], keys: int
 ) -> None:
     options = TransferOptions(part_bytes=16 * MIB, max_inflight_bytes=64 * MIB)
@@ -91,6 +91,6 @@ def test_requests_hold_every_extent_once_and_overread_within_the_cap(
             assert tiny or span <= options.max_overread * request.wanted + options.free_gap_bytes * len(gaps)
 
 
-def test_overlapping_extents_are_read_apart() -> None:
+def test_reads_overlapping_extents_apart() -> None:
     requests = plan_requests([extent(0, 100), extent(50, 150)], TransferOptions())
     assert len(requests) == 2

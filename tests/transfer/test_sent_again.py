@@ -30,7 +30,7 @@ def server(request: pytest.FixtureRequest) -> Server:
     return found
 
 
-def test_only_the_part_or_the_range_that_failed_is_sent_again(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_sends_only_the_part_or_the_range_again_that_failed(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, always(Reset(), Refuse(500, "InternalError"), kinds=["UploadPart"], skip=1, times=1))
     options, url = minio.at(proxy.url).options, f"s3://{minio.make_bucket()}/run"
     state = {"w": torch.arange(PARTS * (5 << 20) // 4, dtype=torch.int32)}
@@ -51,7 +51,7 @@ def test_only_the_part_or_the_range_that_failed_is_sent_again(minio: S3Server, f
     assert sorted(ranges.values()) == [1] * (len(ranges) - 1) + [2]
 
 
-def test_a_body_that_is_cut_short_on_its_way_up_is_sent_again_whole(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_sends_a_body_again_whole_that_is_cut_short_on_its_way_up(minio: S3Server, fault_proxy: MakeProxy) -> None:
     proxy = fault_proxy(minio, always(CutRequest(), kinds=["PutObject"], keys="*.distcp", times=1))
     options, url = minio.at(proxy.url).options, f"s3://{minio.make_bucket()}/run"
     dcp.save({"w": torch.ones(1000)}, storage_writer=bp.S3Writer(url, storage_options=options), no_dist=True)
@@ -59,7 +59,7 @@ def test_a_body_that_is_cut_short_on_its_way_up_is_sent_again_whole(minio: S3Ser
     assert [one.request.nbytes for one in sent] == [sent[0].request.nbytes] * 2
 
 
-def test_a_small_object_whose_body_breaks_off_is_asked_for_again(server: Server, fault_proxy: MakeProxy) -> None:
+def test_asks_again_for_a_small_object_whose_body_breaks_off(server: Server, fault_proxy: MakeProxy) -> None:
     proxy, bucket = proxy_before(server, fault_proxy), server.make_bucket()
     store = open_store(server.url(bucket), storage_options=server.at(proxy.url).options)[0]
     store.put("small", [memoryview(b"x" * 1000)])

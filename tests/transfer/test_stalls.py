@@ -42,7 +42,7 @@ def behind(service: Service, proxy: FaultProxy) -> Store:
     return open_store(service.url(), storage_options=service.at(proxy.url).options)[0]
 
 
-def test_limit_is_five_seconds_or_four_medians_and_doubles_with_each_attempt() -> None:
+def test_limits_by_five_seconds_or_four_medians_and_doubles_with_each_attempt() -> None:
     limits = StallLimits()
     assert limits.limit_s() == 5
     for seconds in (0.1, 0.2, 90.0):
@@ -59,7 +59,7 @@ def test_limit_is_five_seconds_or_four_medians_and_doubles_with_each_attempt() -
 @pytest.mark.contract
 @pytest.mark.parametrize("fault", [Stall(NEVER_S), Slow(1000.0)], ids=["answer", "body"])
 @pytest.mark.parametrize("server", ["minio", "gcs"])
-def test_silent_read_is_cut_off_and_sent_again(
+def test_cuts_off_a_silent_read_and_sends_it_again(
     server: str, fault: Fault, request: pytest.FixtureRequest, fault_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stalls, "LEAST_S", 0.5)
@@ -77,7 +77,7 @@ def test_silent_read_is_cut_off_and_sent_again(
 
 
 @pytest.mark.contract
-def test_store_that_is_slow_as_a_whole_is_waited_for(
+def test_waits_for_a_store_that_is_slow_as_a_whole(
     minio: S3Server, fault_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stalls, "LEAST_S", 0.2)

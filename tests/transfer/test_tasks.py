@@ -14,7 +14,7 @@ from bucketpoint.stores import retry
 from bucketpoint.transfer import TaskGroup
 
 
-def test_every_task_has_run_when_the_block_is_left_and_tasks_may_start_tasks() -> None:
+def test_runs_every_task_before_the_block_is_left_also_those_that_tasks_start() -> None:
     seen: list[int] = []
     with TaskGroup(3) as group:
         for number in range(10):
@@ -22,7 +22,7 @@ def test_every_task_has_run_when_the_block_is_left_and_tasks_may_start_tasks() -
     assert sorted(seen) == [*range(10), *range(100, 110)]
 
 
-def test_no_more_tasks_run_at_once_than_there_are_workers() -> None:
+def test_runs_no_more_tasks_at_once_than_there_are_workers() -> None:
     running = 0
     most = 0
     lock = threading.Lock()
@@ -43,7 +43,7 @@ def test_no_more_tasks_run_at_once_than_there_are_workers() -> None:
     assert most == 3
 
 
-def test_tasks_that_are_started_in_a_row_all_run_at_once_although_a_thread_was_idle() -> None:
+def test_runs_tasks_started_in_a_row_at_once_although_a_thread_was_idle() -> None:
     created, together = threading.Barrier(3, timeout=60), threading.Barrier(8, timeout=20)
     with TaskGroup(8) as group:
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_tasks_that_are_started_in_a_row_all_run_at_once_although_a_thread_was_i
             group.start(together.wait)
 
 
-def test_the_first_error_is_raised_and_what_has_not_begun_is_dropped() -> None:
+def test_raises_the_first_error_and_drops_what_has_not_begun() -> None:
     ran = threading.Event()
 
     def fail() -> None:
@@ -67,7 +67,7 @@ def test_the_first_error_is_raised_and_what_has_not_begun_is_dropped() -> None:
     assert not ran.is_set()
 
 
-def test_an_error_in_the_block_waits_for_what_runs() -> None:
+def test_waits_for_what_runs_after_an_error_in_the_block() -> None:
     begun, release, ended = threading.Event(), threading.Event(), threading.Event()
 
     def task() -> None:
@@ -83,7 +83,7 @@ def test_an_error_in_the_block_waits_for_what_runs() -> None:
     assert ended.is_set()
 
 
-def test_work_begun_while_the_interpreter_exits_is_finished() -> None:
+def test_finishes_work_begun_while_the_interpreter_exits() -> None:
     program = """
 import os, threading, time
 from bucketpoint.transfer.tasks import TaskGroup
@@ -99,7 +99,7 @@ threading.Thread(target=late).start()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
-def test_threads_stand_back_and_the_one_that_waits_for_them_does_not() -> None:
+def test_lowers_the_priority_of_threads_but_not_of_the_one_that_waits_for_them() -> None:
     found: list[int] = []
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     with TaskGroup(2, nice=19) as group:
@@ -109,7 +109,7 @@ def test_threads_stand_back_and_the_one_that_waits_for_them_does_not() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 
-def test_a_sandbox_that_forbids_niceness_stops_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_every_task_in_a_sandbox_that_forbids_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: int) -> None:
         raise PermissionError("not in here")
 
@@ -121,7 +121,7 @@ def test_a_sandbox_that_forbids_niceness_stops_no_task(monkeypatch: pytest.Monke
     assert sorted(ran) == [0, 1, 2, 3]
 
 
-def test_a_task_that_a_task_starts_begins_at_once_while_the_group_is_being_left(
+def test_begins_a_task_that_a_task_starts_at_once_while_the_group_is_being_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A worker that has ended a task begins to wait behind the thread that leaves the group.

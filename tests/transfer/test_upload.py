@@ -48,7 +48,7 @@ def filler(data: bytes) -> Callable[[int, memoryview], None]:
     return fill
 
 
-def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(service: Service) -> None:
+def test_sends_segments_of_every_kind_with_the_checksums_of_their_blocks(service: Service) -> None:
     big, lazy, small = os.urandom(11 * MIB + 7), os.urandom(3 * MIB + 1), b"header"
     segments = [
         Segment(len(small), memoryview(small)),
@@ -66,7 +66,9 @@ def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(servic
 
 @pytest.mark.parametrize("more", [-20, -3009, -3003, -3001, 0])
 @pytest.mark.parametrize("parts", [0, 1, 2])
-def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(service: Service, parts: int, more: int) -> None:
+def test_makes_a_table_of_the_checksums_of_all_blocks_wherever_parts_end(
+    service: Service, parts: int, more: int
+) -> None:
     first, lazy = os.urandom(max(parts * OPTIONS.part_bytes + more, 0)), os.urandom(3001)
     blocks = [first[at : at + 4 * MIB] for at in range(0, len(first), 4 * MIB)]
     blocks += [lazy[at : at + 1000] for at in range(0, len(lazy), 1000)]
@@ -84,7 +86,7 @@ def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(service: Ser
 
 
 @in_parts
-def test_a_failed_part_aborts_its_upload_and_the_others(service: Service) -> None:
+def test_aborts_the_upload_of_a_failed_part_and_the_others(service: Service) -> None:
     data = os.urandom(24 * MIB)
     sources = [ObjectSource(key, [Segment(len(data), memoryview(data))]) for key in ("one", "two")]
     inner = store_of(service)
@@ -115,7 +117,7 @@ def test_takes_a_lost_answer_to_complete_for_no_failure(service: Service, stream
     assert info.size == len(data)
 
 
-def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(service: Service) -> None:
+def test_fails_the_upload_by_a_source_that_raises_and_leaves_nothing(service: Service) -> None:
     def fill(start: int, out: memoryview) -> None:
         raise OSError("the device is gone")
 
@@ -131,7 +133,7 @@ def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(service: Servi
     block=st.integers(1, 1500),
     lazy=st.integers(0, 1 << 12),
 )
-def test_any_split_into_segments_gives_the_same_object(
+def test_makes_the_same_object_of_any_split_into_segments(
     service: Service, sizes: list[int], block: int, lazy: int
 ) -> None:
     pieces = [os.urandom(size) for size in sizes]
@@ -148,7 +150,7 @@ def test_any_split_into_segments_gives_the_same_object(
 
 
 @in_parts
-def test_memory_of_our_own_stays_within_the_budget(service: Service) -> None:
+def test_keeps_memory_of_our_own_within_the_budget(service: Service) -> None:
     data = os.urandom(40 * MIB)
     options = TransferOptions(part_bytes=8 * MIB, connections=4, max_inflight_bytes=12 * MIB)
     pool = BufferPool(options.max_inflight_bytes)
@@ -158,7 +160,7 @@ def test_memory_of_our_own_stays_within_the_budget(service: Service) -> None:
     assert service.read("k") == data
 
 
-def test_a_stream_becomes_an_object_by_commit_alone(service: Service) -> None:
+def test_makes_an_object_of_a_stream_by_commit_alone(service: Service) -> None:
     data = os.urandom(13 * MIB)
     store = store_of(service)
     meter = Meter("save", "", 0, None)
@@ -179,7 +181,7 @@ def test_a_stream_becomes_an_object_by_commit_alone(service: Service) -> None:
 
 
 @in_parts
-def test_a_stream_whose_part_fails_raises_that_error(service: Service) -> None:
+def test_raises_the_error_of_a_part_of_a_stream_that_fails(service: Service) -> None:
     store = FailingStore(store_of(service), lambda name, n: name == "put_part", lambda: BucketpointError("no"))
     meter = Meter("save", "", 0, None)
     with (
@@ -192,7 +194,7 @@ def test_a_stream_whose_part_fails_raises_that_error(service: Service) -> None:
     assert service.open_uploads("k") == service.listed() == []
 
 
-def test_no_byte_is_counted_twice_if_an_upload_begins_again() -> None:
+def test_counts_no_byte_twice_if_an_upload_begins_again() -> None:
     meter = Meter("save", "", 0, None)
     meter.add(3 * MIB)
     meter.begin_again()

@@ -34,25 +34,25 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Group 
     return lambda: None if request.param == "no_dist" else (f"{tmp_path}/{next(stores)}", 0, 1)
 
 
-def test_unsharded_to_sharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
+def test_loads_unsharded_to_sharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
     four.run(scenarios.save, url, None, group())
     items = four.run(scenarios.load, url, GRID_OF_4, group())
     assert items["even"] == 4
 
 
-def test_sharded_to_unsharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
+def test_loads_sharded_to_unsharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
     four.run(scenarios.save, url, GRID_OF_4, group())
     items = four.run(scenarios.load, url, None, group())
     assert items["even"] == 4
 
 
-def test_rows_to_a_grid_is_eight_read_items(four: Host, url: str, group: Callable[[], Group | None]) -> None:
+def test_reads_eight_items_from_rows_to_a_grid(four: Host, url: str, group: Callable[[], Group | None]) -> None:
     four.run(scenarios.save, url, ROWS_OF_4, group())
     items = four.run(scenarios.load, url, GRID_OF_4, group())
     assert items["even"] == 8
 
 
-def test_a_grid_of_sixteen_to_one_of_four_reads_four_items_for_each_shard(
+def test_reads_four_items_for_each_shard_from_a_grid_of_sixteen_to_one_of_four(
     sixteen: Host, four: Host, url: str, group: Callable[[], Group | None]
 ) -> None:
     sixteen.run(scenarios.save, url, GRID_OF_16, group())
@@ -60,18 +60,18 @@ def test_a_grid_of_sixteen_to_one_of_four_reads_four_items_for_each_shard(
     assert items["even"] == 4 * 4
 
 
-def test_a_grid_of_four_to_one_of_sixteen(sixteen: Host, four: Host, url: str) -> None:
+def test_loads_a_grid_of_four_to_one_of_sixteen(sixteen: Host, four: Host, url: str) -> None:
     four.run(scenarios.save, url, GRID_OF_4)
     items = sixteen.run(scenarios.load, url, GRID_OF_16)
     assert items["even"] == 16
 
 
-def test_shards_that_were_copied_to_the_host_first(four: Host, url: str) -> None:
+def test_saves_shards_that_were_copied_to_the_host_first(four: Host, url: str) -> None:
     four.run(scenarios.save_from_host, url, ROWS_OF_4)
     four.run(scenarios.load, url, COLUMNS_OF_4)
 
 
-def test_shards_of_which_several_devices_have_the_same(four: Host, url: str) -> None:
+def test_saves_shards_of_which_several_devices_have_the_same(four: Host, url: str) -> None:
     four.run(scenarios.save_each_once, url, TWO_REPLICAS_OF_2)
     items = four.run(scenarios.load, url, TWO_REPLICAS_OF_2)
     # Each replica is read for itself.
@@ -80,14 +80,16 @@ def test_shards_of_which_several_devices_have_the_same(four: Host, url: str) -> 
     four.run(scenarios.load_plain, url)
 
 
-def test_plain_tensors_to_shards_and_shards_to_plain_tensors(four: Host, tmp_path: Path) -> None:
+def test_loads_plain_tensors_to_shards_and_shards_to_plain_tensors(four: Host, tmp_path: Path) -> None:
     four.run(scenarios.save_plain, f"file://{tmp_path}/plain")
     four.run(scenarios.load, f"file://{tmp_path}/plain", GRID_OF_4)
     four.run(scenarios.save, f"file://{tmp_path}/sharded", ROWS_OF_4)
     four.run(scenarios.load_plain, f"file://{tmp_path}/sharded")
 
 
-def test_two_hosts_that_hold_the_same_shards(four: Host, other_four: Host, url: str, tmp_path: Path) -> None:
+def test_saves_and_loads_on_two_hosts_that_hold_the_same_shards(
+    four: Host, other_four: Host, url: str, tmp_path: Path
+) -> None:
     hosts = (four, other_four)
     for rank, host in enumerate(hosts):
         host.start(scenarios.save, url, ROWS_OF_4, (f"{tmp_path}/a", rank, 2))
@@ -98,7 +100,7 @@ def test_two_hosts_that_hold_the_same_shards(four: Host, other_four: Host, url: 
     assert [host.result()["even"] for host in hosts] == [8, 8]
 
 
-def test_to_s3_and_back(four: Host, moto: S3Server) -> None:
+def test_saves_to_s3_and_loads_back(four: Host, moto: S3Server) -> None:
     url = f"s3://{moto.make_bucket()}/run/step-1"
     four.run(scenarios.save, url, ROWS_OF_4, None, moto.options)
     items = four.run(scenarios.load, url, GRID_OF_4, None, moto.options)

@@ -92,7 +92,7 @@ def test_names_a_killed_checkpoint_process_in_its_save_and_in_the_next(rank_to_b
     rank_to_break.run(scenarios.a_killed_checkpoint_process_is_named, str(tmp_path))
 
 
-def test_a_writer_names_the_callable_that_cannot_be_sent() -> None:
+def test_names_the_callable_of_a_writer_that_cannot_be_sent() -> None:
     with pytest.raises(BucketpointError, match=r"progress cannot be sent.*function of a module"):
         pickle.dumps(BucketWriter(progress=lambda _: None))
     assert pickle.loads(pickle.dumps(BucketWriter(progress=print))).progress is print

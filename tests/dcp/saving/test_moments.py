@@ -62,7 +62,7 @@ def test_reports_moments_that_stop_once_until_they_move_again(
     assert {record.levelname for record in caplog.records if "although" in record.getMessage()} == {"WARNING"}
 
 
-def test_is_silent_in_tries_without_training_and_reports_a_stale_copy_at_its_third_step(run: Run) -> None:
+def test_reports_a_stale_copy_at_its_third_step_and_no_tries_without_training(run: Run) -> None:
     # A quick start that is run again saves other weights, and moments of zeros, at the same step.
     assert [run.save("step-1", state(1.0, weights)) for weights in range(3)] == [0, 0, 0]
     assert [run.save(step, state(1.0)) for step in range(2, 5)] == [0, 1, 0]

@@ -60,7 +60,7 @@ def test_sends_little_of_mostly_frozen_weights_and_stands_alone(run: Run, tmp_pa
     assert run.verified(3).damage == []
 
 
-def test_never_grows_in_a_chain_of_copies(run: Run) -> None:
+def test_keeps_a_chain_of_copies_from_growing(run: Run) -> None:
     writer = run.writer()
     sizes = []
     for step in range(1, 6):

@@ -102,7 +102,7 @@ def promised(name: str) -> list[str]:
 
 
 @pytest.mark.contract
-def test_the_probe_finds_what_the_page_promises_and_doctor_shows_it(found: Backend) -> None:
+def test_finds_by_the_fsspec_probe_what_the_page_promises_and_doctor_shows(found: Backend) -> None:
     store = FsspecStore(found.fs, found.root)
     able = proven(store, "")
     held = able.conditional_put and able.conditional_replace
@@ -155,7 +155,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
     return FsspecStore(fs, f"/forgetful-{os.urandom(4).hex()}")
 
 
-def test_conditions_that_a_service_ignores_are_not_relied_upon_and_that_is_said_once(
+def test_distrusts_conditions_that_a_service_ignores_and_says_so_once(
     forgetful: FsspecStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert forgetful.capabilities.conditional_put
@@ -174,7 +174,7 @@ def test_conditions_that_a_service_ignores_are_not_relied_upon_and_that_is_said_
         forgetful.put("k", [memoryview(b"second")], if_none_match=True)
 
 
-def test_a_probe_that_could_not_be_made_finds_out_nothing(
+def test_finds_nothing_out_by_a_probe_that_could_not_be_made(
     forgetful: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
@@ -188,9 +188,7 @@ def test_a_probe_that_could_not_be_made_finds_out_nothing(
     assert not proven(forgetful, "").conditional_put
 
 
-def test_a_body_whose_checksum_differs_at_the_service_is_removed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removes_a_body_whose_checksum_differs_at_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs = RecordingFileSystem()
     store = FsspecStore(fs, "bucket/run")
     monkeypatch.setattr("bucketpoint.stores.fsspec.store.driver_of", lambda _: fsspec_services.GCSFS())
@@ -206,7 +204,7 @@ def test_a_body_whose_checksum_differs_at_the_service_is_removed_again(
     assert fs.content == {}
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_a_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(fsspec.filesystem("file"), str(tmp_path))
     store.put("folder/k", [memoryview(b"old")])
     written = type(store.fs).pipe_file
@@ -251,7 +249,7 @@ def test_refuses_a_write_that_another_writer_undoes(monkeypatch: pytest.MonkeyPa
         store.put("k", [memoryview(b"second")], if_match=etag)
 
 
-def test_a_listing_of_memory_beside_writers_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_memory_again_beside_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [RuntimeError("dictionary changed size during iteration")] * 3
     find = MemoryFileSystem.find
 
@@ -267,7 +265,7 @@ def test_a_listing_of_memory_beside_writers_is_made_again(monkeypatch: pytest.Mo
     assert failures == []
 
 
-def test_many_ranges_come_in_few_calls_and_no_byte_more_than_asked_for() -> None:
+def test_receives_many_ranges_in_few_calls_and_no_byte_more_than_asked_for() -> None:
     fs = RecordingFileSystem()
     store, content = FsspecStore(fs, "bucket"), os.urandom(4 * MIB)
     fs.content["bucket/k"] = content
@@ -279,7 +277,7 @@ def test_many_ranges_come_in_few_calls_and_no_byte_more_than_asked_for() -> None
     assert 1 < fs.most_at_once <= 8
 
 
-def test_a_large_range_is_cut_for_a_call_and_what_is_held_stays_within_the_budget() -> None:
+def test_cuts_a_large_range_for_a_call_and_holds_no_more_than_the_budget() -> None:
     fs = RecordingFileSystem()
     store, content = FsspecStore(fs, "bucket"), os.urandom(12 * MIB)
     fs.content["bucket/k"] = content
@@ -293,7 +291,7 @@ def test_a_large_range_is_cut_for_a_call_and_what_is_held_stays_within_the_budge
     assert [start for start, _ in asked] == [0, *(end for _, end in asked[:-1])]
 
 
-def test_a_range_that_fails_for_now_is_asked_for_again_and_one_that_is_short_is_an_error() -> None:
+def test_asks_again_for_a_range_that_fails_for_now_and_raises_for_a_short_one() -> None:
     fs = RecordingFileSystem()
     store, content = FsspecStore(fs, "bucket"), os.urandom(MIB)
     fs.content["bucket/k"] = content
@@ -303,7 +301,7 @@ def test_a_range_that_fails_for_now_is_asked_for_again_and_one_that_is_short_is_
         read_through(store, [(MIB - 10, MIB + 10)], content)
 
 
-def test_read_many_says_of_each_range_what_became_of_it() -> None:
+def test_says_of_each_range_in_read_many_what_became_of_it() -> None:
     fs = RecordingFileSystem()
     store = FsspecStore(fs, "bucket")
     fs.content["bucket/k"] = b"0123456789"
@@ -313,7 +311,7 @@ def test_read_many_says_of_each_range_what_became_of_it() -> None:
     assert store.read_many([], at_once=2) == []
 
 
-def test_batches_hold_every_request_once() -> None:
+def test_holds_every_request_once_in_batches() -> None:
     options = TransferOptions(max_inflight_bytes=MIB, part_bytes=400_000)
     made = [Extent("k", at, at + 300_000, lambda _: None) for at in range(0, 10 * MIB, MIB)]
     dealt = list(batches(plan_requests(made, options), options))
@@ -322,7 +320,7 @@ def test_batches_hold_every_request_once() -> None:
 
 
 @pytest.mark.contract
-def test_ranges_of_every_filesystem_are_exactly_what_was_asked_for(found: Backend) -> None:
+def test_returns_exactly_the_ranges_that_were_asked_for_of_every_filesystem(found: Backend) -> None:
     store, content = FsspecStore(found.fs, found.root), os.urandom(MIB)
     store.put("k", [memoryview(content)])
     cuts = [(0, 1), (70_000, 170_000), (500_000, 500_001), (MIB - 1, MIB)]
@@ -342,13 +340,13 @@ class _NoCopies(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return {"name": path, "size": 1, "type": "file", "ETag": "e"}
 
 
-def test_a_filesystem_without_copies_refuses_them_with_an_error_of_ours() -> None:
+def test_refuses_copies_on_a_filesystem_without_them_with_an_error_of_ours() -> None:
     with pytest.raises(StoreError, match="NotImplementedError"):
         FsspecStore(_NoCopies(), "root").copy(ObjectInfo("k", 1, "e"), "t")
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted", "cut"])
-def test_a_copy_whose_source_changes_meanwhile_is_refused_and_deleted(
+def test_refuses_and_deletes_a_copy_whose_source_changes_meanwhile(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fs = fsspec.filesystem("file")
@@ -373,7 +371,7 @@ def test_a_copy_whose_source_changes_meanwhile_is_refused_and_deleted(
     assert [path.name for path in tmp_path.iterdir()] == ([] if change == "deleted" else ["k"])
 
 
-def test_a_copy_that_breaks_off_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_no_file_of_a_copy_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs = fsspec.filesystem("file")
     store = FsspecStore(fs, str(tmp_path))
     source = store.put("k", [memoryview(b"content")])

@@ -67,7 +67,7 @@ def load(url: str, reader: Any) -> None:
         ("sftp", "paramiko", "paramiko"),
     ],
 )
-def test_a_library_that_is_missing_is_named_with_what_installs_it(
+def test_names_a_library_that_is_missing_with_what_installs_it(
     scheme: str, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -83,7 +83,7 @@ def test_a_library_that_is_missing_is_named_with_what_installs_it(
         assert "gcsfs" not in str(caught.value)
 
 
-def test_a_class_for_one_scheme_refuses_others_on_a_filesystem_of_the_callers_own_too() -> None:
+def test_refuses_other_schemes_in_a_class_for_one_on_the_callers_filesystem_too() -> None:
     memory = fsspec.filesystem("memory")
     with pytest.raises(InvalidURLError, match="gs://"):
         open_store("s3://bucket/x", fs=memory, schemes=("gs", "gcs"))
@@ -105,7 +105,7 @@ class Azure(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self.service_client = SimpleNamespace(_config=SimpleNamespace(retry_policy=self.policy))
 
 
-def test_a_connection_to_azure_is_tried_once_more_and_a_filesystem_of_the_callers_own_is_left_alone(
+def test_tries_a_connection_to_azure_once_more_and_leaves_the_callers_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "az", Azure)
@@ -124,7 +124,7 @@ def test_a_connection_to_azure_is_tried_once_more_and_a_filesystem_of_the_caller
 
 
 @on_azure
-def test_an_account_that_is_not_there_is_asked_twice() -> None:
+def test_asks_twice_for_an_account_that_is_not_there() -> None:
     nobody = AzureServer(f"http://127.0.0.1:{free_port()}")
     store, _ = open_store("az://container/run", storage_options=nobody.options)
     assert isinstance(store, FsspecStore)
@@ -139,7 +139,7 @@ def test_an_account_that_is_not_there_is_asked_twice() -> None:
 
 # A filesystem of the caller's own keeps the retries of its library: Google's and Azure's take half a minute and more.
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one == "s3fs" else pytest.mark.slow) for one in SERVED])
-def test_a_server_that_is_not_there_ends_a_save_with_one_error(name: str) -> None:
+def test_ends_a_save_with_one_error_if_a_server_is_not_there(name: str) -> None:
     library = importlib.import_module(name)
     nobody = f"http://127.0.0.1:{free_port()}"
     if name == "s3fs":
@@ -162,7 +162,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
         yield one
 
 
-def test_a_bucket_that_is_not_there_is_named_and_not_made(served: Backend) -> None:
+def test_names_a_bucket_that_is_not_there_and_makes_none(served: Backend) -> None:
     root = "bucketpoint-no-such-bucket-here/run"
     for url in (f"{root}/step-1", f"{root}/step-2"):
         error = failure(save, url, BucketWriter(fs=served.fs))
@@ -183,7 +183,7 @@ def limited(azure: AzureServer, container: str, permissions: str) -> dict[str, A
 
 
 @on_azure
-def test_rights_on_azure_are_as_the_page_has_them(azure: AzureServer) -> None:
+def test_needs_the_rights_on_azure_that_the_page_has(azure: AzureServer) -> None:
     container = azure.make_container()
     url = f"az://{container}/run/step-1"
     save(url, BucketWriter(storage_options=azure.options))
@@ -203,7 +203,7 @@ def test_rights_on_azure_are_as_the_page_has_them(azure: AzureServer) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("adlfs") is None, reason="adlfs is not here")
-def test_an_account_without_a_secret_is_asked_for_with_the_identity_that_azure_finds() -> None:
+def test_signs_in_with_the_identity_that_azure_finds_for_an_account_without_a_secret() -> None:
     from adlfs import AzureBlobFileSystem
 
     filesystem = AzureBlobFileSystem(account_name="account", skip_instance_cache=True)
@@ -211,7 +211,7 @@ def test_an_account_without_a_secret_is_asked_for_with_the_identity_that_azure_f
 
 
 @on_azure
-def test_credentials_that_azure_does_not_take_are_one_error_without_the_secret(azure: AzureServer) -> None:
+def test_raises_one_error_without_the_secret_for_credentials_refused_by_azure(azure: AzureServer) -> None:
     container = azure.make_container()
     wrong = "A" * 86 + "=="
     said = azure.options["connection_string"].replace(KEY, wrong)
@@ -222,7 +222,7 @@ def test_credentials_that_azure_does_not_take_are_one_error_without_the_secret(a
 
 @on_azure
 @pytest.mark.parametrize("options", [{}, {"connection_string": "nonsense"}, {"no_such_option": 1}])
-def test_credentials_that_are_missing_or_malformed_are_said_of_the_options(options: dict[str, Any]) -> None:
+def test_says_of_the_options_that_credentials_are_missing_or_malformed(options: dict[str, Any]) -> None:
     # A filesystem that another test made from variables of the environment has no options either.
     importlib.import_module("adlfs").AzureBlobFileSystem.clear_instance_cache()
     with pytest.raises(BucketpointError, match="does not accept these storage_options"):
@@ -231,7 +231,7 @@ def test_credentials_that_are_missing_or_malformed_are_said_of_the_options(optio
 
 @on_azure
 @pytest.mark.parametrize("form", ["az://{c}/run", "abfs://{c}/run", "abfss://{c}@{a}.dfs.core.windows.net/run"])
-def test_the_forms_of_azures_urls_are_one_place(azure: AzureServer, form: str) -> None:
+def test_takes_the_forms_of_azures_urls_for_one_place(azure: AzureServer, form: str) -> None:
     container = azure.make_container()
     root = form.format(c=container, a=ACCOUNT)
     save(f"{root}/step-1", BucketWriter(storage_options=azure.options))

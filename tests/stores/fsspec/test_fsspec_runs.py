@@ -99,7 +99,7 @@ class Together:
 
 @pytest.mark.parametrize("found", ["memory", "dir", "async", *SERVED], indirect=True)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-def test_of_two_saves_that_commit_at_once_one_is_the_checkpoint_whole_and_the_other_is_told(
+def test_keeps_one_of_two_saves_that_commit_at_once_whole_and_tells_the_other(
     found: Backend, over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{found.root}/step-1"
@@ -151,7 +151,7 @@ def save_and_die(rank: int, world: int, fs: Any, url: str, value: int, after: in
 @pytest.mark.slow
 @pytest.mark.parametrize("found", ["dir", *SERVED], indirect=True)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-def test_a_save_that_is_killed_after_any_write_leaves_the_old_checkpoint_or_the_new_one(
+def test_leaves_the_old_checkpoint_or_the_new_after_a_kill_behind_any_write(
     found: Backend, over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Once for all jobs: importing a library takes longer than a save.

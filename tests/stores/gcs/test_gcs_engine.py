@@ -47,7 +47,7 @@ def store_on(server: GCSServer, **options: Any) -> GCSStore:
 # Bodies
 
 
-def test_a_service_that_says_when_to_come_back_is_not_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_until_a_service_says_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(retry, "pause", waits.append)
     asked = ["3", "7200", "Wed, 21 Oct 2026 07:28:00 GMT"]
@@ -78,7 +78,7 @@ def test_asks_once_if_the_bucket_is_there_when_an_object_is_missing() -> None:
     assert [request.path.endswith("/o") for request in server.seen] == [False, True, False, False]
 
 
-def test_who_may_not_list_is_told_that_the_object_is_missing() -> None:
+def test_tells_who_may_not_list_that_the_object_is_missing() -> None:
     def script(request: Seen, number: int) -> Answer:
         return error(403, "forbidden") if request.path.endswith("/o") else error(404, "notFound")
 
@@ -86,7 +86,7 @@ def test_who_may_not_list_is_told_that_the_object_is_missing() -> None:
         store_at(server).get("k")
 
 
-def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
+def test_raises_a_transient_error_for_a_silent_server_after_the_read_timeout() -> None:
     release = threading.Event()
 
     def silent(request: Seen, number: int) -> Answer:
@@ -103,7 +103,7 @@ def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
 # Conditions and pins
 
 
-def test_a_pinned_read_of_an_object_that_is_gone_says_that_it_is_gone(gcs: GCSServer) -> None:
+def test_says_that_an_object_is_gone_in_a_pinned_read(gcs: GCSServer) -> None:
     store = store_on(gcs)
     written = store.put("k", views(b"12345"))
     store.delete(["k"])
@@ -112,7 +112,7 @@ def test_a_pinned_read_of_an_object_that_is_gone_says_that_it_is_gone(gcs: GCSSe
 
 
 @pytest.mark.parametrize("etag", ["0", "0" * 32, "d41d8cd98f00b204e9800998ecf8427e", "9" * 19, "-1", "²"])
-def test_an_etag_of_another_store_matches_no_object_here(gcs: GCSServer, etag: str) -> None:
+def test_matches_no_object_by_an_etag_of_another_store(gcs: GCSServer, etag: str) -> None:
     store = store_on(gcs)
     store.put("k", views(b"12345"))
     with pytest.raises(PreconditionFailedError):
@@ -139,7 +139,7 @@ def batch(request: Seen, answers: dict[str, tuple[int, str]]) -> Answer:
     return Answer(200, {"Content-Type": 'multipart/mixed; boundary="b_oundary"'}, body.encode())
 
 
-def test_a_batched_delete_reports_each_key_that_stays_and_tries_again_what_may_pass() -> None:
+def test_reports_each_key_that_stays_in_a_batched_delete_and_retries_what_may_pass() -> None:
     answers = {"a": (204, ""), "b": (403, "forbidden"), "c": (404, "notFound"), "d": (503, "backendError")}
 
     def script(request: Seen, number: int) -> Answer:
@@ -154,7 +154,7 @@ def test_a_batched_delete_reports_each_key_that_stays_and_tries_again_what_may_p
     assert sent == [[b"a", b"b", b"c", b"d"], [b"d"], [b"d"]]
 
 
-def test_calls_of_a_batch_that_get_no_answer_are_sent_again() -> None:
+def test_sends_calls_of_a_batch_again_that_get_no_answer() -> None:
     def script(request: Seen, number: int) -> Answer:
         answered = batch(request, {"a": (204, ""), "b": (204, "")})
         return answered if number else replace(answered, body=b"--b_oundary--\r\n")
@@ -167,7 +167,7 @@ def test_calls_of_a_batch_that_get_no_answer_are_sent_again() -> None:
 # Multipart uploads of the XML API
 
 
-def test_uploads_under_way_are_listed_page_by_page(gcs_xml: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_uploads_under_way_page_by_page(gcs_xml: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xml_api, "MAX_LISTED", 2)
     store = store_on(gcs_xml)
     begun = [(key, store.create_multipart(key)) for key in ("a/1", "a/1", "a/2", "a/3", "a/4", "b")]
@@ -175,7 +175,7 @@ def test_uploads_under_way_are_listed_page_by_page(gcs_xml: GCSServer, monkeypat
     assert [one.started for one in store.list_multipart("b")] == [pytest.approx(1767323045.678)]
 
 
-def test_a_multipart_object_that_is_not_the_sum_of_its_parts_is_refused_and_deleted() -> None:
+def test_refuses_and_deletes_a_multipart_object_that_is_not_the_sum_of_its_parts() -> None:
     completed = b"<CompleteMultipartUploadResult/>"
 
     def script(request: Seen, number: int) -> Answer:
@@ -188,7 +188,7 @@ def test_a_multipart_object_that_is_not_the_sum_of_its_parts_is_refused_and_dele
     assert b"/o/k?generation=7 HTTP" in server.seen[-1].body
 
 
-def test_who_may_only_write_completes_an_upload_without_learning_its_generation() -> None:
+def test_completes_an_upload_without_its_generation_for_who_may_only_write() -> None:
     def script(request: Seen, number: int) -> Answer:
         made = Answer(200, {}, b"<CompleteMultipartUploadResult/>")
         return made if request.method == "POST" else error(403, "forbidden")
@@ -201,7 +201,7 @@ def test_who_may_only_write_completes_an_upload_without_learning_its_generation(
 # Copies
 
 
-def test_a_copy_that_takes_several_requests_goes_on_by_its_token_and_from_one_generation() -> None:
+def test_continues_a_copy_of_several_requests_by_its_token_from_one_generation() -> None:
     def script(request: Seen, number: int) -> Answer:
         if request.method == "GET":
             return reply({**OBJECT, "size": "11"})
@@ -218,7 +218,7 @@ def test_a_copy_that_takes_several_requests_goes_on_by_its_token_and_from_one_ge
 
 
 @pytest.mark.parametrize(("status", "kind"), [(412, PreconditionFailedError), (404, ObjectNotFoundError)])
-def test_a_copy_of_another_generation_or_of_none_is_refused(status: int, kind: type[StoreError]) -> None:
+def test_refuses_a_copy_of_another_generation_or_of_none(status: int, kind: type[StoreError]) -> None:
     def script(request: Seen, number: int) -> Answer:
         code = "conditionNotMet" if status == 412 else "notFound"
         return error(status, code) if request.method == "POST" else reply({"items": []})
@@ -235,7 +235,7 @@ def test_a_copy_of_another_generation_or_of_none_is_refused(status: int, kind: t
         assert len(server.seen) == sent
 
 
-def test_a_copy_between_two_buckets_of_one_service(gcs: GCSServer) -> None:
+def test_copies_between_two_buckets_of_one_service(gcs: GCSServer) -> None:
     source, target = store_on(gcs), store_on(gcs)
     source.put("k", views(b"content"))
     assert target.can_copy_from(source)

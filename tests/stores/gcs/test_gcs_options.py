@@ -96,7 +96,7 @@ def json_of(request: Seen) -> dict[str, Any]:
 # Names and values
 
 
-def test_the_names_of_gcsfs_are_taken_and_what_only_tunes_it_is_ignored() -> None:
+def test_takes_the_names_of_gcsfs_and_ignores_what_only_tunes_it() -> None:
     theirs = {"project": "p", "token": "anon", "requester_pays": True, "endpoint_url": "http://127.0.0.1:1"}
     tuning = (
         "access block_size consistency cache_timeout version_aware check_connection default_location asynchronous loop"
@@ -106,7 +106,7 @@ def test_the_names_of_gcsfs_are_taken_and_what_only_tunes_it_is_ignored() -> Non
     assert GCSOptions.from_storage_options(None) == GCSOptions()
 
 
-def test_unknown_options_and_values_are_named() -> None:
+def test_names_unknown_options_and_values() -> None:
     with pytest.raises(BucketpointError, match=r"projct, tokn.*connections"):
         GCSOptions.from_storage_options({"tokn": "anon", "projct": "p"})
     with pytest.raises(BucketpointError, match="gcloud auth application-default login"):
@@ -131,7 +131,7 @@ def test_has_parts_at_google_and_whole_objects_elsewhere(monkeypatch: pytest.Mon
         parts(uploads="compose")
 
 
-def test_a_bucket_at_google_is_known_by_its_name_and_one_elsewhere_by_its_endpoint(
+def test_recognises_a_bucket_at_google_by_its_name_and_others_by_their_endpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert GCSStore("b").identity == "gs://b"
@@ -143,7 +143,7 @@ def test_a_bucket_at_google_is_known_by_its_name_and_one_elsewhere_by_its_endpoi
 # What is sent
 
 
-def test_who_pays_is_said_with_every_request() -> None:
+def test_says_with_every_request_who_pays() -> None:
     for options in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}):
         for name, request in sent_by_each_operation(**options, uploads="xml").items():
             if request.path == "/bucket/k":
@@ -154,7 +154,7 @@ def test_who_pays_is_said_with_every_request() -> None:
         assert "payer" not in request.target + str(request.headers)
 
 
-def test_a_kms_key_goes_with_what_makes_an_object_and_with_nothing_else() -> None:
+def test_sends_a_kms_key_with_what_makes_an_object_and_with_nothing_else() -> None:
     sent = sent_by_each_operation(kms_key_name=KMS_KEY, uploads="xml")
     assert query(sent["put"])["kmsKeyName"] == [KMS_KEY]
     assert query(sent["copy"])["destinationKmsKeyName"] == [KMS_KEY]
@@ -163,19 +163,19 @@ def test_a_kms_key_goes_with_what_makes_an_object_and_with_nothing_else() -> Non
         assert "kms" not in sent[name].target.lower() + str(sent[name].headers).lower()
 
 
-def test_a_storage_class_goes_with_what_makes_an_object() -> None:
+def test_sends_a_storage_class_with_what_makes_an_object() -> None:
     sent = sent_by_each_operation(storage_class="NEARLINE", uploads="xml")
     assert json_of(sent["put"])["storageClass"] == "NEARLINE"
     assert json_of(sent["copy"])["storageClass"] == "NEARLINE"
     assert sent["create"].headers["x-goog-storage-class"] == "NEARLINE"
 
 
-def test_a_checksum_goes_with_every_body() -> None:
+def test_sends_a_checksum_with_every_body() -> None:
     sent = sent_by_each_operation(uploads="xml")
     assert sent["part"].headers["x-goog-hash"] == f"crc32c={json_of(sent['put'])['crc32c']}"
 
 
-def test_the_user_agent_names_us_the_user_and_the_library() -> None:
+def test_names_us_the_user_and_the_library_in_the_user_agent() -> None:
     agent = sent_by_each_operation(user_agent="my-job/1", uploads="xml")["head"].headers["user-agent"]
     assert agent.startswith("bucketpoint/")
     assert " my-job/1 google-cloud-storage/" in agent
@@ -203,7 +203,7 @@ def service_account(server: ScriptedServer, private_key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", ["dict", "path", "environment"])
-def test_a_service_account_signs_in_once_and_its_token_goes_with_every_request(
+def test_signs_in_a_service_account_once_and_sends_its_token_with_every_request(
     way: str, private_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with scripted(answer) as server:
@@ -225,7 +225,7 @@ def test_a_service_account_signs_in_once_and_its_token_goes_with_every_request(
     assert "PRIVATE" not in repr(store)
 
 
-def test_a_workload_signs_in_by_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_in_a_workload_by_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "subject").write_text("from-the-cluster")
     with scripted(answer) as server:
         config = {
@@ -243,7 +243,7 @@ def test_a_workload_signs_in_by_federation(tmp_path: Path, monkeypatch: pytest.M
     assert server.seen[1].headers["authorization"] == "Bearer ya29.hush"
 
 
-def test_a_token_that_is_refused_is_renewed_and_the_whole_body_sent_again(private_key: str) -> None:
+def test_renews_a_token_that_is_refused_and_sends_the_whole_body_again(private_key: str) -> None:
     def script(request: Seen, number: int) -> Answer:
         return Answer(401, {}, b"{}") if number == 1 else answer(request, number)
 
@@ -256,7 +256,7 @@ def test_a_token_that_is_refused_is_renewed_and_the_whole_body_sent_again(privat
     assert body in server.seen[3].body
 
 
-def test_credentials_that_are_refused_or_not_there_are_credentials_errors(
+def test_raises_credentials_errors_for_credentials_refused_or_not_there(
     private_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = Answer(400, {"Content-Type": "application/json"}, b'{"error": "invalid_grant"}')
@@ -278,7 +278,7 @@ def test_credentials_that_are_refused_or_not_there_are_credentials_errors(
         GCSStore("bucket", GCSOptions(**nowhere, user_agent="absent")).get("k")
 
 
-def test_credentials_of_the_programs_own_are_used() -> None:
+def test_uses_credentials_of_the_programs_own() -> None:
     from google.oauth2.credentials import Credentials
 
     soon = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None) + datetime.timedelta(hours=1)
@@ -288,14 +288,14 @@ def test_credentials_of_the_programs_own_are_used() -> None:
     assert server.seen[0].headers["authorization"] == "Bearer hush-own"
 
 
-def test_anonymous_requests_carry_no_credentials_and_say_when_that_is_not_enough() -> None:
+def test_sends_anonymous_requests_without_credentials_and_says_if_too_little() -> None:
     assert all("authorization" not in request.headers for request in sent_by_each_operation(uploads="xml").values())
     denied = Answer(403, {}, json.dumps({"error": {"message": "Anonymous caller", "errors": []}}).encode())
     with scripted(lambda request, number: denied) as server, pytest.raises(AccessDeniedError, match="Anonymous"):
         GCSStore("bucket", GCSOptions(token="anon", endpoint_url=server.endpoint)).get("k")
 
 
-def test_the_environment_alone_is_enough(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_nothing_but_the_environment(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = gcs.make_bucket()
     for host in (gcs.endpoint, gcs.endpoint.removeprefix("http://")):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
@@ -306,7 +306,7 @@ def test_the_environment_alone_is_enough(gcs: GCSServer, monkeypatch: pytest.Mon
 # What a user is told
 
 
-def test_an_emulator_that_is_not_there_is_one_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_an_emulator_that_is_not_there_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
     monkeypatch.setattr(retry, "UNSEEN_S", 0.3)
@@ -359,7 +359,7 @@ def refusal(permission: str, *, terse: bool) -> Callable[[Seen, int], Answer]:
     ],
     ids=["put", "get", "head", "list", "create", "part", "abort", "uploads"],
 )
-def test_a_permission_that_is_missing_is_named(permission: str, call: Callable[[Any], Any], terse: bool) -> None:
+def test_names_a_permission_that_is_missing(permission: str, call: Callable[[Any], Any], terse: bool) -> None:
     with scripted(refusal(permission, terse=terse)) as server, pytest.raises(AccessDeniedError) as caught:
         call(GCSStore("bucket", GCSOptions(token="anon", endpoint_url=server.endpoint, uploads="xml", max_attempts=1)))
     assert caught.value.url in ("gs://bucket/k", "gs://bucket")
@@ -367,7 +367,7 @@ def test_a_permission_that_is_missing_is_named(permission: str, call: Callable[[
     assert (WHO.format(permission) in caught.value.message) != terse
 
 
-def test_credentials_never_go_in_clear_over_a_network() -> None:
+def test_sends_no_credentials_in_clear_over_a_network() -> None:
     for endpoint in ("http://10.0.0.1:4443", "http://store.internal"):
         with pytest.raises(EndpointError, match="in clear"):
             gcs_client.build_client(GCSOptions(token={"type": "service_account"}, endpoint_url=endpoint))
@@ -378,7 +378,7 @@ def test_credentials_never_go_in_clear_over_a_network() -> None:
         gcs_client.build_client(GCSOptions(token="anon", ca_bundle="/nowhere.pem"))
 
 
-def test_options_pickle_as_names_and_places_and_never_with_what_is_secret(private_key: str) -> None:
+def test_pickles_options_as_names_and_places_and_never_with_what_is_secret(private_key: str) -> None:
     options = GCSOptions(token="/etc/account.json", project="p", kms_key_name=KMS_KEY)
     again = pickle.loads(pickle.dumps(options))
     assert again == options

@@ -42,7 +42,7 @@ def etag(request: Seen, number: int) -> Answer:
 
 
 @given(st.lists(st.integers(0, 400_000).map(lambda size: os.urandom(1) * size), max_size=12), st.data())
-def test_an_outgoing_body_reads_seeks_and_tells_like_a_file(chunks: list[bytes], data: st.DataObject) -> None:
+def test_reads_seeks_and_tells_an_outgoing_body_like_a_file(chunks: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(chunks)
     body = s3_body.OutgoingBody(views(*chunks))
     assert len(body) == len(whole)
@@ -58,7 +58,7 @@ def test_an_outgoing_body_reads_seeks_and_tells_like_a_file(chunks: list[bytes],
     assert body.seek(-size, os.SEEK_END) == len(whole) - size
 
 
-def test_ten_thousand_small_buffers_are_sent_in_few_pieces_and_large_ones_are_not_copied() -> None:
+def test_sends_ten_thousand_small_buffers_in_few_pieces_and_copies_no_large_ones() -> None:
     small = [memoryview(b"x" * 100)] * 10_000
     assert len(list(http_body.pieces(small))) == 4
     large = bytearray(MIB)
@@ -68,13 +68,13 @@ def test_ten_thousand_small_buffers_are_sent_in_few_pieces_and_large_ones_are_no
         assert piece.nbytes <= http_body.PIECE_BYTES
 
 
-def test_no_request_waits_for_a_100_continue() -> None:
+def test_waits_in_no_request_for_a_100_continue() -> None:
     with scripted(etag) as server:
         store_at(server).put("k", views(b"x" * (2 * MIB)))
     assert "expect" not in server.seen[0].headers
 
 
-def test_payloads_are_signed_on_an_open_network_and_not_on_the_loopback_or_over_tls(
+def test_signs_payloads_on_an_open_network_but_not_on_the_loopback_or_over_tls(
     monkeypatch: pytest.MonkeyPatch, s3_tls: S3Server
 ) -> None:
     content = os.urandom(300_000)
@@ -104,7 +104,7 @@ def test_payloads_are_signed_on_an_open_network_and_not_on_the_loopback_or_over_
     assert sent_with(forced) == (signed, content)
 
 
-def test_signed_payloads_are_accepted_by_real_servers(s3: S3Server, bucket: str) -> None:
+def test_signs_payloads_that_real_servers_accept(s3: S3Server, bucket: str) -> None:
     options = S3Options.from_storage_options(s3.options)
     store = S3Store(bucket, options.replace(config_kwargs={"s3": {"payload_signing_enabled": True}}))
     content = os.urandom(100_000)
@@ -115,7 +115,7 @@ def test_signed_payloads_are_accepted_by_real_servers(s3: S3Server, bucket: str)
 # Bodies that are received
 
 
-def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -> None:
+def test_uses_as_many_connections_as_there_are_threads(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     store = S3Store(bucket, S3Options.from_storage_options({**minio.options, "connections": 5}))
     content = os.urandom(MIB)
@@ -140,7 +140,7 @@ def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_reply_is_received_piece_by_piece_over_one_connection(
+def test_receives_a_reply_piece_by_piece_over_one_connection(
     monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server, private: bool
 ) -> None:
     if not private:
@@ -177,7 +177,7 @@ def test_a_reply_is_received_piece_by_piece_over_one_connection(
     assert whole == content
 
 
-def test_a_reply_that_breaks_off_after_a_piece_is_a_failure_that_is_retried() -> None:
+def test_retries_a_reply_that_breaks_off_after_a_piece() -> None:
     def cut(request: Seen, number: int) -> Answer:
         return Answer(206, {"Content-Range": "bytes 0-9/10", "ETag": '"e"'}, b"1234567890", cut=5)
 
@@ -188,7 +188,7 @@ def test_a_reply_that_breaks_off_after_a_piece_is_a_failure_that_is_retried() ->
             reply.receive(views(bytearray(6)))
 
 
-def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
+def test_treats_a_short_content_range_as_an_object_that_ends_too_early() -> None:
     short = Answer(206, {"Content-Range": "bytes 0-4/5", "ETag": '"e"'}, b"12345")
     with scripted(lambda request, number: short) as server, pytest.raises(CorruptDataError):
         store_at(server).read_into("k", 0, views(bytearray(10)))
@@ -197,7 +197,7 @@ def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
 # Failures
 
 
-def test_a_complete_that_answers_200_with_an_error_in_its_body_fails() -> None:
+def test_fails_a_complete_that_answers_200_with_an_error_in_its_body() -> None:
     broken = b"<?xml version='1.0'?>\n<Error><Code>InternalError</Code><Message>scripted</Message></Error>"
     with scripted(lambda request, number: Answer(200, {"Content-Type": "application/xml"}, broken)) as server:
         store = store_at(server, max_attempts=2)
@@ -218,7 +218,7 @@ def test_a_complete_that_answers_200_with_an_error_in_its_body_fails() -> None:
     ],
 )
 @pytest.mark.parametrize("size", [5, s3_store.SILENT_COPY_BYTES + 1])
-def test_a_copy_that_answers_200_with_an_error_in_its_body_fails(code: str, kind: type[StoreError], size: int) -> None:
+def test_fails_a_copy_that_answers_200_with_an_error_in_its_body(code: str, kind: type[StoreError], size: int) -> None:
     """Amazon sends the status of a copy before it has made the copy."""
     created = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
     broken = f"<?xml version='1.0'?>\n   <Error><Code>{code}</Code><Message>scripted</Message></Error>".encode()
@@ -237,7 +237,7 @@ def test_a_copy_that_answers_200_with_an_error_in_its_body_fails(code: str, kind
         assert size == 5 or server.seen[-1].method == "DELETE"
 
 
-def test_a_delete_that_answers_200_reports_the_keys_that_failed() -> None:
+def test_reports_the_keys_that_failed_in_a_delete_that_answers_200() -> None:
     body = (
         b"<?xml version='1.0'?><DeleteResult><Error><Key>a</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
         b"<Error><Key>b</Key><Code>NoSuchKey</Code><Message>gone</Message></Error></DeleteResult>"
@@ -248,7 +248,7 @@ def test_a_delete_that_answers_200_reports_the_keys_that_failed() -> None:
     assert [(failure.key, failure.code, failure.message) for failure in failures] == [("a", "AccessDenied", said)]
 
 
-def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
+def test_raises_a_transient_error_for_a_silent_server_after_the_read_timeout() -> None:
     release = threading.Event()
 
     def silent(request: Seen, number: int) -> Answer:
@@ -262,12 +262,12 @@ def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
         release.set()
 
 
-def test_an_endpoint_that_is_no_url_is_an_endpoint_error() -> None:
+def test_raises_an_endpoint_error_for_an_endpoint_that_is_no_url() -> None:
     with pytest.raises(EndpointError, match="Write endpoint_url, or AWS_ENDPOINT_URL, with its scheme"):
         S3Store("bucket", S3Options(endpoint_url="localhost:9000", access_key="a", secret_key="b")).get("k")
 
 
-def test_every_kind_of_store_error_pickles_with_its_fields() -> None:
+def test_pickles_every_kind_of_store_error_with_its_fields() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StoreError)]
     for kind in kinds:
         found = kind("m", url="u", key="k", rank=3)
@@ -278,7 +278,7 @@ def test_every_kind_of_store_error_pickles_with_its_fields() -> None:
 # Clients and processes
 
 
-def test_stores_with_equal_options_share_one_client(s3: S3Server) -> None:
+def test_shares_one_client_among_stores_with_equal_options(s3: S3Server) -> None:
     one = S3Options.from_storage_options(s3.options)
     other = S3Options.from_storage_options(s3.options)
     assert one is not other
@@ -286,7 +286,7 @@ def test_stores_with_equal_options_share_one_client(s3: S3Server) -> None:
     assert s3_client.client_for(one) is not s3_client.client_for(one.replace(requester_pays=True))
 
 
-def test_a_bundle_of_certificates_is_read_once_for_all_connections(
+def test_reads_a_bundle_of_certificates_once_for_all_connections(
     minio_tls: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ssl

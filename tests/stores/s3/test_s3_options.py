@@ -73,7 +73,7 @@ def config_of(**options: Any) -> Any:
 # Names
 
 
-def test_the_names_of_s3fs_and_ours_reach_the_same_options() -> None:
+def test_reaches_the_same_options_by_the_names_of_s3fs_and_ours() -> None:
     both = {"anon": True, "endpoint_url": "http://e", "profile": "p", "use_ssl": False, "requester_pays": True}
     both |= {"client_kwargs": {"region_name": "r"}, "config_kwargs": {"connect_timeout": 1}}
     acl = {"ACL": "private"}
@@ -85,7 +85,7 @@ def test_the_names_of_s3fs_and_ours_reach_the_same_options() -> None:
     assert S3Options.from_storage_options(None) == S3Options()
 
 
-def test_options_that_only_tune_s3fs_are_accepted_and_ignored() -> None:
+def test_accepts_and_ignores_options_that_only_tune_s3fs() -> None:
     tuning = (
         "default_block_size default_fill_cache default_cache_type version_aware cache_regions asynchronous loop "
         "max_concurrency fixed_upload_size skip_instance_cache use_listings_cache listings_expiry_time"
@@ -93,7 +93,7 @@ def test_options_that_only_tune_s3fs_are_accepted_and_ignored() -> None:
     assert S3Options.from_storage_options(dict.fromkeys(tuning.split(), 1)) == S3Options()
 
 
-def test_unknown_options_are_all_named() -> None:
+def test_names_all_unknown_options() -> None:
     with pytest.raises(BucketpointError, match=r"acces_key, regoin\. Did you mean access_key, region\? Pass other"):
         S3Options.from_storage_options({"regoin": "x", "acces_key": "y"})
     with pytest.raises(BucketpointError, match="twice"):
@@ -103,7 +103,7 @@ def test_unknown_options_are_all_named() -> None:
 
 
 @pytest.mark.parametrize("name", S3Options.replaced)
-def test_an_option_of_earlier_versions_is_told_with_what_replaces_it(name: str) -> None:
+def test_names_what_replaces_an_option_of_earlier_versions(name: str) -> None:
     with pytest.raises(BucketpointError) as caught:
         S3Options.from_storage_options({name: "hush", "region": "eu-west-1"})
     assert "hush" not in str(caught.value)
@@ -115,14 +115,14 @@ def test_an_option_of_earlier_versions_is_told_with_what_replaces_it(name: str) 
     s3_client.build_client(S3Options.from_storage_options({option: eval(example)}))
 
 
-def test_unknown_request_parameters_and_config_settings_are_named() -> None:
+def test_names_unknown_request_parameters_and_config_settings() -> None:
     with pytest.raises(BucketpointError, match="ServerSideEncrypton"):
         s3_client.build_client(S3Options(request_kwargs={"ServerSideEncrypton": "AES256"}))
     with pytest.raises(BucketpointError, match="conect_timeout"):
         s3_client.build_client(S3Options(config_kwargs={"conect_timeout": 1}))
 
 
-def test_options_pickle_compare_and_hide_what_is_secret() -> None:
+def test_pickles_and_compares_options_and_hides_what_is_secret() -> None:
     secrets = {
         "key": "AKIAHUSH1",
         "secret": "hush2",
@@ -146,7 +146,7 @@ def test_options_pickle_compare_and_hide_what_is_secret() -> None:
 # Where settings come from
 
 
-def test_the_region_comes_from_the_first_source_that_has_one(monkeypatch: pytest.MonkeyPatch, aws_files: Path) -> None:
+def test_takes_the_region_from_the_first_source_that_has_one(monkeypatch: pytest.MonkeyPatch, aws_files: Path) -> None:
     def region(**options: Any) -> str:
         return s3_client.build_client(S3Options.from_storage_options(options)).region
 
@@ -162,7 +162,7 @@ def test_the_region_comes_from_the_first_source_that_has_one(monkeypatch: pytest
     assert region(region="us-west-1", client_kwargs={"region_name": "us-west-2"}) == "us-west-1"
 
 
-def test_the_endpoint_comes_from_options_or_the_standard_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_endpoint_from_options_or_the_standard_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def endpoint(**options: Any) -> str:
         return str(s3_client.build_client(S3Options.from_storage_options(options)).api.meta.endpoint_url)
 
@@ -177,7 +177,7 @@ def test_the_endpoint_comes_from_options_or_the_standard_environment(monkeypatch
     assert both == "http://127.0.0.1:4"
 
 
-def test_the_environment_alone_is_enough(s3_tls: S3Server, bucket_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_nothing_but_the_environment(s3_tls: S3Server, bucket_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_tls.env.items():
         monkeypatch.setenv(name, value)
     store = S3Store(bucket_tls, S3Options(connections=8))
@@ -185,7 +185,7 @@ def test_the_environment_alone_is_enough(s3_tls: S3Server, bucket_tls: str, monk
     assert store.get("k")[0] == b"x"
 
 
-def test_credentials_come_from_a_profile_or_from_client_kwargs(s3: S3Server, bucket: str, aws_files: Path) -> None:
+def test_takes_credentials_from_a_profile_or_from_client_kwargs(s3: S3Server, bucket: str, aws_files: Path) -> None:
     (aws_files / "credentials").write_text(
         f"[trainer]\naws_access_key_id = {s3.key}\naws_secret_access_key = {s3.secret}\n"
     )
@@ -198,7 +198,7 @@ def test_credentials_come_from_a_profile_or_from_client_kwargs(s3: S3Server, buc
 
 
 @pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
-def test_a_ca_bundle_may_be_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
+def test_takes_a_ca_bundle_as_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
     options = S3Options(endpoint_url=s3_tls.endpoint, access_key=s3_tls.key, secret_key=s3_tls.secret)
     S3Store(bucket_tls, options.replace(client_kwargs={"verify": str(s3_tls.ca)})).put("k", views(b"x"))
     insecure = options.replace(client_kwargs={"verify": False}, insecure_tls=True)
@@ -207,7 +207,7 @@ def test_a_ca_bundle_may_be_an_option(s3_tls: S3Server, bucket_tls: str) -> None
         S3Store(bucket_tls, options.replace(client_kwargs={"verify": "/no/such/bundle.pem"})).get("k")
 
 
-def test_the_client_keeps_our_defaults_and_the_users_settings_win(
+def test_keeps_our_defaults_in_the_client_unless_the_user_sets_others(
     monkeypatch: pytest.MonkeyPatch, aws_files: Path
 ) -> None:
     config = config_of()
@@ -228,7 +228,7 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
     assert given.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
 
 
-def test_attempts_are_made_in_one_place_however_their_number_is_given(
+def test_makes_attempts_in_one_place_however_their_number_is_given(
     monkeypatch: pytest.MonkeyPatch, aws_files: Path
 ) -> None:
     def policy(**options: Any) -> tuple[int, bool]:
@@ -250,7 +250,7 @@ def test_attempts_are_made_in_one_place_however_their_number_is_given(
         policy(retry_deadline_s=0)
 
 
-def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:
+def test_sends_requests_to_the_path_or_to_the_host_as_the_style_says() -> None:
     def url(**options: Any) -> str:
         client = s3_client.build_client(S3Options(access_key="a", secret_key="b", region="eu-west-1", **options))
         seen: list[str] = []
@@ -349,14 +349,14 @@ def test_sends_the_headers_of_an_option_with_the_requests_that_take_them(
 # What real servers make of it
 
 
-def test_a_customer_key_is_never_sent_in_clear_not_even_to_this_machine() -> None:
+def test_sends_no_customer_key_in_clear_not_even_to_this_machine() -> None:
     keyed = {"SSECustomerKey": b"x" * 32}
     for host in ("10.0.0.1", "127.0.0.1:9", "localhost:9", "[::1]:9"):
         with pytest.raises(EndpointError, match="SSE-C"):
             S3Store("b", S3Options(endpoint_url=f"http://{host}", request_kwargs=keyed)).get("k")
 
 
-def test_an_object_under_a_customer_key_is_read_and_copied_with_it_and_with_no_other(
+def test_reads_and_copies_an_object_under_a_customer_key_with_it_and_no_other(
     s3_tls: S3Server, bucket_tls: str
 ) -> None:
     options = S3Options.from_storage_options(s3_tls.options)

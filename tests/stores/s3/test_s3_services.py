@@ -40,12 +40,12 @@ def store_of(server: S3Server, **changes: Any) -> S3Store:
         ("http://127.0.0.1:9000", "unknown"),
     ],
 )
-def test_the_endpoint_decides_where_it_is_certain(endpoint: str | None, service: str) -> None:
+def test_decides_by_the_endpoint_where_it_is_certain(endpoint: str | None, service: str) -> None:
     client = s3_client.build_client(S3Options(endpoint_url=endpoint, access_key="a", secret_key="b"))
     assert client.service.name == service
 
 
-def test_what_is_said_wins_over_the_endpoint_and_over_the_service() -> None:
+def test_prefers_what_is_said_to_the_endpoint_and_to_the_service() -> None:
     def service(**options: Any) -> s3_services.S3Service:
         endpoint = {"endpoint_url": "https://storage.googleapis.com", "key": "a", "secret": "b"}
         return s3_client.build_client(S3Options.from_storage_options({**endpoint, **options})).service
@@ -60,14 +60,14 @@ def test_what_is_said_wins_over_the_endpoint_and_over_the_service() -> None:
     assert not service(service="aws", checksums=False).checksums
 
 
-def test_a_service_that_nobody_knows_is_refused_with_the_names_of_those_that_are() -> None:
+def test_refuses_a_service_that_nobody_knows_with_the_names_of_known_ones() -> None:
     with pytest.raises(BucketpointError, match="gcs-xml") as caught:
         S3Options.from_storage_options({"service": "azure"})
     assert "azure" in caught.value.message
 
 
 @pytest.mark.parametrize("name", s3_services.SERVICES)
-def test_each_service_is_addressed_as_it_wants_to_be(name: str) -> None:
+def test_addresses_each_service_as_it_wants_to_be(name: str) -> None:
     options = S3Options(endpoint_url="https://s3.us-east-1.amazonaws.com", access_key="a", secret_key="b", service=name)
     style = s3_client.build_client(options).api.meta.config.s3.get("addressing_style")
     assert style == s3_services.SERVICES[name].addressing
@@ -76,7 +76,7 @@ def test_each_service_is_addressed_as_it_wants_to_be(name: str) -> None:
 
 
 @pytest.mark.parametrize("service", s3_services.SERVICES)
-def test_capabilities_are_those_of_the_service_and_nothing_else_is_sent(service: str) -> None:
+def test_has_the_capabilities_of_the_service_and_sends_nothing_else(service: str) -> None:
     facts = s3_services.SERVICES[service]
 
     def answer(request: Seen, number: int) -> Answer:
@@ -119,7 +119,7 @@ def test_capabilities_are_those_of_the_service_and_nothing_else_is_sent(service:
     ],
     ids=["put", "create", "get", "head", "list", "abort", "uploads"],
 )
-def test_a_permission_that_is_missing_is_named(minio: S3Server, denied: str, call: Callable[[S3Store], Any]) -> None:
+def test_names_a_permission_that_is_missing(minio: S3Server, denied: str, call: Callable[[S3Store], Any]) -> None:
     bucket = minio.make_bucket()
     minio.client().put_object(Bucket=bucket, Key="run/there", Body=b"x")
     store = S3Store(bucket, S3Options.from_storage_options(without(minio, denied)))
@@ -140,7 +140,7 @@ def without(server: S3Server, denied: str) -> dict[str, Any]:
     return server.limited_options(everything, {"Effect": "Deny", "Action": denied, "Resource": "arn:aws:s3:::*"})
 
 
-def test_a_key_that_the_service_does_not_know_is_named_by_its_parameter(minio: S3Server) -> None:
+def test_names_a_key_that_the_service_does_not_know_by_its_parameter(minio: S3Server) -> None:
     store = store_of(minio, request_kwargs={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": f"{KMS_KEY}-not"})
     with pytest.raises(StoreError, match="SSEKMSKeyId in request_kwargs") as caught:
         store.put("k", views(b"x"))

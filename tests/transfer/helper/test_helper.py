@@ -71,9 +71,7 @@ KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled",
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_objects_arrive_as_threads_would_have_sent_them(
-    data: st.DataObject, helper: UploadHelper, tmp_path: Path
-) -> None:
+def test_sends_any_objects_as_threads_would_have(data: st.DataObject, helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(600_000)
     sources = []
     for number in range(data.draw(st.integers(1, 3), label="objects")):
@@ -112,7 +110,7 @@ def test_any_objects_arrive_as_threads_would_have_sent_them(
         assert work.store.get(source.key)[0] == mine.store.get(source.key)[0]
 
 
-def test_parts_and_progress_and_requests_are_counted_here(helper: UploadHelper, minio: S3Server) -> None:
+def test_counts_parts_progress_and_requests_here(helper: UploadHelper, minio: S3Server) -> None:
     arena = filled_arena(12 * MIB)
     bucket = minio.make_bucket()
     work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
@@ -125,7 +123,7 @@ def test_parts_and_progress_and_requests_are_counted_here(helper: UploadHelper, 
     assert counted.requests == process_budget().counts["succeeded"] - before == 1 + 3 + 1
 
 
-def test_the_process_has_neither_torch_nor_a_secret_in_its_arguments_and_environment(
+def test_keeps_torch_and_secrets_out_of_the_process_its_arguments_and_environment(
     helper: UploadHelper, minio: S3Server
 ) -> None:
     arena = filled_arena(MIB)
@@ -137,7 +135,7 @@ def test_the_process_has_neither_torch_nor_a_secret_in_its_arguments_and_environ
     assert "libtorch" not in (process / "maps").read_text()
 
 
-def test_the_memory_of_an_upload_is_not_mapped_after_it(helper: UploadHelper, tmp_path: Path) -> None:
+def test_unmaps_the_memory_of_an_upload_after_it(helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(MIB)
     helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
     wait_until(lambda: "bucketpoint-staging" not in Path(f"/proc/{helper.process_id}/maps").read_text())
@@ -146,7 +144,7 @@ def test_the_memory_of_an_upload_is_not_mapped_after_it(helper: UploadHelper, tm
     wait_until(lambda: len(os.listdir(f"/proc/{helper.process_id}/fd")) == len(descriptors))
 
 
-def test_an_error_of_the_store_is_raised_here_and_the_process_goes_on(helper: UploadHelper, minio: S3Server) -> None:
+def test_raises_an_error_of_the_store_here_and_keeps_the_process(helper: UploadHelper, minio: S3Server) -> None:
     arena = filled_arena(MIB)
     refused = minio.limited_options({"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": ["arn:aws:s3:::*"]})
     url = minio.url(minio.make_bucket())
@@ -157,7 +155,7 @@ def test_an_error_of_the_store_is_raised_here_and_the_process_goes_on(helper: Up
     assert helper.process_id == process
 
 
-def test_records_of_its_log_reach_the_handlers_of_the_program(
+def test_passes_records_of_its_log_to_the_handlers_of_the_program(
     helper: UploadHelper, minio: S3Server, fault_proxy: MakeProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     arena = filled_arena(6 * MIB)
@@ -172,7 +170,7 @@ def test_records_of_its_log_reach_the_handlers_of_the_program(
     assert record.getMessage().startswith("could not abort the multipart upload of a/whole: ")
 
 
-def test_variables_that_were_set_after_it_was_started_are_used(
+def test_uses_variables_that_were_set_after_it_was_started(
     own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = filled_arena(MIB)
@@ -184,7 +182,7 @@ def test_variables_that_were_set_after_it_was_started_are_used(
     assert done.info.size == arena.nbytes
 
 
-def test_a_relative_path_is_that_of_the_trainer(
+def test_takes_a_relative_path_as_the_trainers(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = filled_arena(MIB)
@@ -194,7 +192,7 @@ def test_a_relative_path_is_that_of_the_trainer(
     assert (tmp_path / "second" / "a" / "whole").stat().st_size == arena.nbytes
 
 
-def test_options_that_mean_nothing_elsewhere_are_refused_before_anything_is_sent(
+def test_refuses_options_that_mean_nothing_elsewhere_before_anything_is_sent(
     helper: UploadHelper, tmp_path: Path
 ) -> None:
     arena = filled_arena(MIB)
@@ -209,7 +207,7 @@ def test_options_that_mean_nothing_elsewhere_are_refused_before_anything_is_sent
 
 
 @pytest.mark.parametrize("program", ["", "/bin/true", "/nowhere/python"])
-def test_an_interpreter_that_cannot_be_started_again_is_named(
+def test_names_an_interpreter_that_cannot_be_started_again(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", program)
@@ -217,7 +215,7 @@ def test_an_interpreter_that_cannot_be_started_again_is_named(
         own_helper.upload(upload_of(str(tmp_path), []), meter())
 
 
-def test_no_message_of_an_order_is_large_and_none_is_missing(helper: UploadHelper, tmp_path: Path) -> None:
+def test_sends_no_large_message_of_an_order_and_misses_none(helper: UploadHelper, tmp_path: Path) -> None:
     segments = [Segment(2, memoryview(number.to_bytes(2, "little"))) for number in range(2 * AT_ONCE + 3)]
     sources = [ObjectSource("many", segments), ObjectSource("none", []), ObjectSource("one", segments[:1])]
     work = upload_of(str(tmp_path), sources)
@@ -233,7 +231,7 @@ def test_no_message_of_an_order_is_large_and_none_is_missing(helper: UploadHelpe
     assert (tmp_path / "many").read_bytes() == b"".join(number.to_bytes(2, "little") for number in range(len(segments)))
 
 
-def test_a_folder_that_another_rank_makes_meanwhile_is_the_same_store(
+def test_takes_a_folder_that_another_rank_makes_meanwhile_for_the_same_store(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = LocalStore.identity.fget
@@ -244,7 +242,7 @@ def test_a_folder_that_another_rank_makes_meanwhile_is_the_same_store(
     assert (tmp_path / "a").exists()
 
 
-def test_a_default_timeout_of_the_program_is_not_that_of_the_channel(own_helper: UploadHelper, tmp_path: Path) -> None:
+def test_ignores_a_default_timeout_of_the_program_in_the_channel(own_helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(MIB)
     socket.setdefaulttimeout(0.05)
     try:
@@ -253,7 +251,7 @@ def test_a_default_timeout_of_the_program_is_not_that_of_the_channel(own_helper:
         socket.setdefaulttimeout(None)
 
 
-def test_odd_entries_of_the_path_of_imports_are_left_out(
+def test_leaves_odd_entries_of_the_path_of_imports_out(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [None, tmp_path, *sys.path])
@@ -267,7 +265,7 @@ class FailsThere(TransferOptions):
         return int, ("no number",)
 
 
-def test_an_order_that_cannot_be_read_is_refused_and_the_process_goes_on(helper: UploadHelper, tmp_path: Path) -> None:
+def test_refuses_an_order_that_cannot_be_read_and_keeps_the_process(helper: UploadHelper, tmp_path: Path) -> None:
     work = upload_of(str(tmp_path), [])
     helper.upload(work, meter())
     process = helper.process_id
@@ -277,7 +275,7 @@ def test_an_order_that_cannot_be_read_is_refused_and_the_process_goes_on(helper:
     assert helper.process_id == process
 
 
-def test_refused_orders_keep_no_memory_of_the_trainer(helper: UploadHelper, tmp_path: Path) -> None:
+def test_keeps_no_memory_of_the_trainer_for_refused_orders(helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(MIB)
     work = upload_of(str(tmp_path), [whole(arena)], arena)
     helper.upload(work, meter())
@@ -288,7 +286,7 @@ def test_refused_orders_keep_no_memory_of_the_trainer(helper: UploadHelper, tmp_
     wait_until(lambda: not [link for link in os.listdir(links) if "memfd" in os.readlink(links / link)])
 
 
-def test_workers_that_are_forked_while_it_starts_keep_no_upload_waiting(tmp_path: Path) -> None:
+def test_keeps_no_upload_waiting_by_workers_that_are_forked_while_it_starts(tmp_path: Path) -> None:
     for _ in range(3):
         helper = UploadHelper()
         helper.start_soon()
@@ -309,7 +307,7 @@ def test_workers_that_are_forked_while_it_starts_keep_no_upload_waiting(tmp_path
         assert ended < 60
 
 
-def test_a_frozen_program_is_not_started_once_more(
+def test_starts_no_frozen_program_once_more(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
@@ -328,7 +326,7 @@ def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hangs_for_short")
 @pytest.mark.parametrize("end", [lambda process: os.kill(process, signal.SIGKILL), stop], ids=["killed", "stopped"])
-def test_an_upload_whose_process_was_killed_or_stopped_is_done_by_another(
+def test_repeats_in_another_process_an_upload_whose_process_was_killed_or_stopped(
     own_helper: UploadHelper, minio: S3Server, caplog: pytest.LogCaptureFixture, end: Callable[[int], None]
 ) -> None:
     arena = filled_arena(22 * MIB)
@@ -354,7 +352,7 @@ def test_an_upload_whose_process_was_killed_or_stopped_is_done_by_another(
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
-def test_aborts_an_upload_whose_beginning_reached_the_store_after_its_process_was_killed(
+def test_aborts_an_upload_that_reached_the_store_after_its_process_was_killed(
     own_helper: UploadHelper, minio: S3Server
 ) -> None:
     arena = filled_arena(22 * MIB)
@@ -377,7 +375,7 @@ def test_aborts_an_upload_whose_beginning_reached_the_store_after_its_process_wa
 
 @pytest.mark.broad
 @pytest.mark.usefixtures("hangs_for_short")
-def test_a_process_that_takes_no_order_is_replaced(own_helper: UploadHelper, tmp_path: Path) -> None:
+def test_replaces_a_process_that_takes_no_order(own_helper: UploadHelper, tmp_path: Path) -> None:
     own_helper.upload(upload_of(str(tmp_path), [ObjectSource("first", [])]), meter())
     stopped = own_helper.process_id
     assert stopped is not None
@@ -389,7 +387,7 @@ def test_a_process_that_takes_no_order_is_replaced(own_helper: UploadHelper, tmp
     assert (tmp_path / "second").read_bytes() == b"".join(bytes(segment.data or b"") for segment in segments)
 
 
-def test_two_deaths_during_one_upload_are_an_error_and_leave_no_upload(
+def test_raises_after_two_deaths_during_one_upload_and_leaves_no_upload(
     own_helper: UploadHelper, minio: S3Server
 ) -> None:
     arena = filled_arena(22 * MIB)
@@ -414,7 +412,7 @@ def test_two_deaths_during_one_upload_are_an_error_and_leave_no_upload(
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "in vain, as it is stopped"])
-def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(
+def test_ends_the_upload_by_an_error_on_this_side_and_leaves_none_open(
     own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
     if stopped:
@@ -438,7 +436,7 @@ def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
-def test_signals_to_the_job_are_left_to_the_trainer(own_helper: UploadHelper, tmp_path: Path) -> None:
+def test_leaves_signals_to_the_job_to_the_trainer(own_helper: UploadHelper, tmp_path: Path) -> None:
     own_helper.upload(upload_of(str(tmp_path), []), meter())
     process = own_helper.process_id
     assert process is not None
@@ -451,7 +449,7 @@ def test_signals_to_the_job_are_left_to_the_trainer(own_helper: UploadHelper, tm
     assert own_helper.process_id == process
 
 
-def test_close_leaves_neither_process_nor_descriptor_and_may_be_followed_by_an_upload(tmp_path: Path) -> None:
+def test_leaves_neither_process_nor_descriptor_after_close_and_uploads_again(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     helper = UploadHelper()
     for _ in range(2):
@@ -466,9 +464,7 @@ def test_close_leaves_neither_process_nor_descriptor_and_may_be_followed_by_an_u
     helper.close()
 
 
-def test_a_fork_neither_holds_nor_ends_the_channel_and_may_upload_by_itself(
-    own_helper: UploadHelper, tmp_path: Path
-) -> None:
+def test_frees_the_channel_from_a_fork_that_uploads_by_itself(own_helper: UploadHelper, tmp_path: Path) -> None:
     own_helper.upload(upload_of(str(tmp_path), []), meter())
     process = own_helper.process_id
     assert process is not None
@@ -501,7 +497,7 @@ def test_a_fork_neither_holds_nor_ends_the_channel_and_may_upload_by_itself(
         os.close(write)
 
 
-def test_two_threads_upload_one_after_the_other(helper: UploadHelper, tmp_path: Path) -> None:
+def test_uploads_from_two_threads_one_after_the_other(helper: UploadHelper, tmp_path: Path) -> None:
     arenas = [filled_arena(3 * MIB) for _ in range(4)]
     works = [upload_of(str(tmp_path), [whole(arena, f"a/{n}")], arena) for n, arena in enumerate(arenas)]
     threads = [threading.Thread(target=helper.upload, args=(work, meter())) for work in works]

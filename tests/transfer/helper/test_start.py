@@ -39,7 +39,7 @@ def upload_nothing(helper: UploadHelper, folder: Path) -> int:
 # -- what it inherits --------------------------------------------------------------------------------------------------
 
 
-def test_it_runs_with_the_flags_of_the_trainers_interpreter(
+def test_runs_with_the_flags_of_the_trainers_interpreter(
     helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "_args_from_interpreter_flags", lambda: ["-E", "-X", "utf8"])
@@ -47,7 +47,7 @@ def test_it_runs_with_the_flags_of_the_trainers_interpreter(
     assert arguments[1:4] == [b"-E", b"-X", b"utf8"]
 
 
-def test_new_files_have_the_mode_that_the_trainers_mask_gives_them(helper: UploadHelper, tmp_path: Path) -> None:
+def test_gives_new_files_the_mode_of_the_trainers_mask(helper: UploadHelper, tmp_path: Path) -> None:
     upload_nothing(helper, tmp_path)
     before = os.umask(0o077)
     try:
@@ -57,7 +57,7 @@ def test_new_files_have_the_mode_that_the_trainers_mask_gives_them(helper: Uploa
     assert (tmp_path / "b/secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_another_bucketpoint_is_refused(helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_another_bucketpoint(helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was installed since this program was started, or that another path leads to."""
     monkeypatch.setattr(messages, "__version__", "0.0.1")
     with pytest.raises(HelperUnavailableError, match=r"another bucketpoint.*0\.0\.1"):
@@ -65,13 +65,13 @@ def test_another_bucketpoint_is_refused(helper: UploadHelper, tmp_path: Path, mo
     assert helper.process_id is None
 
 
-def test_relative_paths_of_imports_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_takes_relative_paths_of_imports_as_the_trainers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "src", "/elsewhere"])
     assert start._paths() == [str(tmp_path), str(tmp_path / "src"), "/elsewhere"]
 
 
-def test_variables_that_other_threads_set_meanwhile_fail_no_upload(
+def test_fails_no_upload_by_variables_that_other_threads_set_meanwhile(
     helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Changing(UserDict[str, str]):
@@ -93,7 +93,7 @@ def test_variables_that_other_threads_set_meanwhile_fail_no_upload(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_job_while_it_starts_neither_ends_it_nor_shows(
+def test_ignores_and_hides_a_signal_to_the_job_while_it_starts(
     helper: UploadHelper, tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     helper.start_soon()
@@ -108,7 +108,7 @@ def test_a_signal_to_the_job_while_it_starts_neither_ends_it_nor_shows(
     assert capfd.readouterr().err == ""
 
 
-def test_a_failure_to_start_that_may_pass_is_not_for_ever(
+def test_retries_after_a_failure_to_start_that_may_pass(
     helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*arguments: Any, **settings: Any) -> Any:
@@ -122,7 +122,7 @@ def test_a_failure_to_start_that_may_pass_is_not_for_ever(
     upload_nothing(helper, tmp_path)
 
 
-def test_options_that_cannot_be_pickled_are_refused(helper: UploadHelper, tmp_path: Path) -> None:
+def test_refuses_options_that_cannot_be_pickled(helper: UploadHelper, tmp_path: Path) -> None:
     class Own(TransferOptions):
         pass
 
@@ -132,7 +132,7 @@ def test_options_that_cannot_be_pickled_are_refused(helper: UploadHelper, tmp_pa
 
 
 @pytest.mark.broad
-def test_a_process_that_stops_in_the_middle_of_a_message_is_replaced(
+def test_replaces_a_process_that_stops_in_the_middle_of_a_message(
     helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Twelve of these are longer than the helper's own 5 s, so that the second one may be slow.
@@ -157,7 +157,7 @@ def test_a_process_that_stops_in_the_middle_of_a_message_is_replaced(
     assert len(done.block_crcs[0]) == arena.nbytes // 32
 
 
-def test_a_fork_whose_wait_is_interrupted_does_not_let_others_into_the_start() -> None:
+def test_keeps_others_out_of_the_start_when_the_wait_of_a_fork_is_interrupted() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def starting() -> None:
@@ -179,7 +179,7 @@ def test_a_fork_whose_wait_is_interrupted_does_not_let_others_into_the_start() -
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_while_its_end_is_waited_for_leaves_nothing_of_it(helper: UploadHelper, tmp_path: Path) -> None:
+def test_leaves_nothing_of_it_after_ctrl_c_in_the_wait_for_its_end(helper: UploadHelper, tmp_path: Path) -> None:
     first = upload_nothing(helper, tmp_path)
     stop(first)
     # A shell that starts the tests in the background lets them ignore it.
@@ -194,9 +194,7 @@ def test_ctrl_c_while_its_end_is_waited_for_leaves_nothing_of_it(helper: UploadH
     assert upload_nothing(helper, tmp_path) != first
 
 
-def test_a_helper_that_is_dropped_ends_and_nobody_waits_for_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_a_helper_that_is_dropped_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "END_S", 60.0)
     helper = UploadHelper()
     first = upload_nothing(helper, tmp_path)
