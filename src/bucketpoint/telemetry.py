@@ -31,7 +31,7 @@ class Metric:
 
 
 METRICS: Mapping[str, Metric] = {
-    "bucketpoint.save.blocked": Metric("histogram", "s", "Time that training stood still for a save"),
+    "bucketpoint.save.blocked": Metric("histogram", "s", "Time that a save blocked training"),
     "bucketpoint.save.duration": Metric("histogram", "s", "Time from the call of a save to its end"),
     "bucketpoint.save.upload": Metric("histogram", "s", "Time of a rank's upload"),
     "bucketpoint.save.sent": Metric("histogram", "By", "Bytes of data objects that a rank sent in a save"),

@@ -129,7 +129,7 @@ def test_names_a_policy_of_another_run_and_a_plan_that_is_refused(program: Progr
     save_run(root, *STEPS)
     assert program("gc", root, "--name", "llama").code == 0
     said = program("watch", root, "--policy", str(write(tmp_path, root, count=1))).out
-    assert "PROBLEM: the policy is of a run without a name, and this is run llama: a prune by it is refused" in said
+    assert "PROBLEM: the policy is of a run without a name, but this is run llama, so it prunes nothing here" in said
     assert "REFUSED: the plan deletes or thins 3 of 5 checkpoints" in said
     assert f"{root} (run llama)  " in said
 
@@ -414,7 +414,7 @@ def test_reports_a_look_that_fails_and_watches_on(
     document = {**result.document, "taken": 0.0}
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(picture(document, 65.0, EndpointError("The store is away")))
-    assert "The last look failed: The store is away. Shown is the run of 1 min 5 s ago" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The last look failed: The store is away. The run of 1 min 5 s ago is shown" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:

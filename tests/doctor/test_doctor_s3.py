@@ -74,7 +74,7 @@ def test_passes_every_check_on_versitygw_as_what_it_is(versitygw: S3Server) -> N
 def test_names_the_service_where_options_name_one_that_does_less(minio: S3Server) -> None:
     finding = service(examine(store_of(minio, service="ceph"), "runs", probe_bytes=0))
     assert finding.status == "warn"
-    assert finding.remedy == 'Say {"service": "minio"} in storage_options'
+    assert finding.remedy == 'Set {"service": "minio"} in storage_options'
 
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
@@ -87,7 +87,7 @@ def test_tells_a_store_that_ignores_conditions_from_what_it_calls_itself(
     assert not found.ok
     assert service(found).status == "warn"
     assert "conditional puts are ignored" in service(found).message
-    assert service(found).remedy == 'Say {"conditional_puts": false} in storage_options'
+    assert service(found).remedy == 'Set {"conditional_puts": false} in storage_options'
     # With the remedy the place is fit, with a warning: a commit looks, writes and looks again.
     cured = examine(store_of(minio, conditional_puts=False), "runs", probe_bytes=0)
     assert cured.ok or header == "If-Match"

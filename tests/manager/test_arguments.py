@@ -90,7 +90,7 @@ def test_pins_a_step_that_is_being_saved_and_raises_for_one_that_is_not_there(ro
 
 
 def test_refuses_a_root_beside_another_root_in_the_policy(root: str) -> None:
-    with pytest.raises(BucketpointError, match=r"root= is another place than the root of the policy, which is .*/run"):
+    with pytest.raises(BucketpointError, match=r"root= differs from the root of the policy, which is .*/run"):
         CheckpointManager(f"{root}-other", policy=policy(root=root))
     # One place under two names.
     CheckpointManager(f"file://{root}/", policy=policy(root=root)).close()

@@ -362,7 +362,7 @@ def test_refuses_a_folder_that_is_used_or_stands_for_another_run(tmp_path: Path)
     bucketpoint.save({"model": {"weight": torch.ones(3)}}, f"{tmp_path}/run/step-1")
     with pytest.raises(BucketpointError, match="cannot load step-1"):
         let_stand_for(tmp_path / "folder", f"{tmp_path}/run")
-    with pytest.raises(BucketpointError, match=r"stands for .*/run"):
+    with pytest.raises(BucketpointError, match=r"belongs to .*/run"):
         let_stand_for(tmp_path / "folder", f"{tmp_path}/other")
 
 

@@ -189,7 +189,7 @@ def test_ends_requests_that_lead_in_a_circle(make: Callable[[str], HttpStore], a
         return answers[number % len(answers)]
 
     calls = {**CALLS, "uploads": lambda store: list(store.list_multipart("run/"))}
-    with scripted(script) as server, pytest.raises(StoreError, match="does not tell what follows"):
+    with scripted(script) as server, pytest.raises(StoreError, match="does not name the next page"):
         calls[act](make(server.endpoint))
 
 

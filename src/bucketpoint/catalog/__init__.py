@@ -1,4 +1,4 @@
-"""The catalog of a run: its commit records, the notes on its checkpoints, pruning and sweeping."""
+"""The catalog of a run: commit records, notes on checkpoints, pruning and sweeping."""
 
 from bucketpoint.catalog.catalog import Catalog, latest_checkpoint, open_catalog
 

@@ -46,9 +46,9 @@ class Catalog:
         url: the run's root, without a slash at its end.
         store, prefix: the opened store, and the root's key prefix in it.
         template: template of the names of the run's checkpoint folders.
-        clock: returns seconds since the epoch by this machine, which may be wrong: nothing is old because of it.
+        clock: returns seconds since the epoch by this machine's clock, which may be wrong: no age is computed from it.
         now: the store's time at the beginning of a round that deletes, from an object that the round has written; None
-            for those who only read.
+            for readers.
         run: name of the run that a job saves; empty if the job gives none. Listings must be of a run of that name. None
             for tools, which look at any run.
     """
@@ -98,7 +98,7 @@ class Catalog:
     def steps(self) -> Snapshot:
         """List commits, attempts under way and tombstones. One LIST for each 1,000 keys.
 
-        Notes are not read, so no step appears as pinned.
+        Notes are not read, so pins are unknown.
 
         Raises:
             OtherRunError: the checkpoints are those of another run.
@@ -110,7 +110,7 @@ class Catalog:
         return snapshot
 
     def listed_steps(self) -> Snapshot:
-        """List as `steps` does, whichever run the checkpoints belong to."""
+        """List like `steps`, without a check of the run's name."""
         return self._steps_of(self.listed(catalog_keys.STEPS))
 
     def _steps_of(self, listed: list[tuple[str, ObjectInfo]]) -> Snapshot:
@@ -135,11 +135,11 @@ class Catalog:
         return next((checkpoint for checkpoint in recorded if checkpoint.folder == folder), None)
 
     def step(self, step: int) -> Snapshot:
-        """List as `listed_steps` does, but one step alone. One LIST."""
+        """List like `listed_steps`, but only one step. One LIST."""
         return self._steps_of(self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""])))
 
     def committed(self, records: Sequence[Checkpoint]) -> Checkpoint | None:
-        """Return the one of a folder's records that describes its `.metadata`, or None. One small GET."""
+        """Return the record that describes the folder's present `.metadata`, or None. One small GET."""
         info = self.metadata_info(records[0].folder)
         mark = catalog_keys.mark_of(info.etag if info is not None else None)
         return next((record for record in records if record.mark == mark != catalog_keys.UNKNOWN), None)
@@ -180,7 +180,7 @@ class Catalog:
         A folder without a record costs one small GET, once the caller gets there.
         """
         snapshot = self.steps()
-        # A run that was rolled back discards its highest steps, and must not go on from them after a restart.
+        # A run that was rolled back discards its highest steps, and must not resume from them after a restart.
         leaving = self.leaving(snapshot)
         # Among equal steps, a checkpoint with a record comes first: it is known to be committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
@@ -219,7 +219,7 @@ class Catalog:
         return sorted({*folders, *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders)
 
     def unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
-        """Return the commit in a folder without reading its metadata: its attempt and its contents stay unknown."""
+        """Return the commit in a folder without reading its metadata, so without its attempt and contents."""
         committed, step = self.metadata_info(folder), self.template.step_of(folder)
         if committed is None or step is None:
             return None
@@ -270,7 +270,7 @@ class Catalog:
         return replace(self, now=modified)
 
     def at_store_time(self) -> Catalog:
-        """Return the catalog at the store's time. A PUT of an object that says nothing, and a DELETE."""
+        """Return the catalog at the store's time. Costs a PUT of an empty object, and a DELETE."""
         dated = self.dated(self.write(self.own_key(catalog_keys.CLOCK)))
         with contextlib.suppress(AccessDeniedError):
             self.store.delete([self.own_key(catalog_keys.CLOCK)])
@@ -279,8 +279,8 @@ class Catalog:
     def time_of(self, listed: Iterable[tuple[str, ObjectInfo]]) -> float | None:
         """Return the store's time of this round.
 
-        Those who only read may not write: for them it is the newest time in the listing, which is never too late, so
-        that nothing counts as older than it is. None if the store tells no times: then nothing counts as old.
+        Readers may not write: for them it is the newest time in the listing, which is never later than now, so that no
+            object seems too old. None if the store returns no times: then no object counts as old.
         """
         if self.now is not None:
             return self.now
@@ -290,7 +290,7 @@ class Catalog:
         """Return the moment of a deletion after `grace` seconds, by the store's clock."""
         if self.now is not None:
             return self.now + grace
-        # A store that tells no times never makes a tombstone due, except one without a grace.
+        # On a store without times a tombstone is never due, except one without a grace.
         return self.clock() + grace if grace else 0.0
 
     # -- small writes ------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Catalog:
     def create(self, key: str, data: bytes) -> ObjectInfo | None:
         """Write an object that must not exist yet. Return None if it exists with other content.
 
-        Equal content counts as written: it may be this call's own, if the answer to an earlier request was lost.
+        Equal content counts as written: an earlier request of this call may have written it, and its answer was lost.
         """
         body = memoryview(data)
         try:
@@ -324,7 +324,7 @@ def committed_info(store: Store, key: str) -> ObjectInfo | None:
 
 
 def is_whole(committed: ObjectInfo | None) -> bool:
-    """Return True if there is a commit that is not empty: tools that fail half-way leave empty objects."""
+    """Return True if there is a commit and it is not empty: tools that fail half-way leave empty objects."""
     return committed is not None and committed.size > 0
 
 

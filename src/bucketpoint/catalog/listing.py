@@ -49,7 +49,7 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
             runs.add(run)
     current, superseded = [], []
     for records in by_folder.values():
-        # Of two records of one attempt, the thinned one is the later: nothing makes a thinned checkpoint whole again.
+        # Of two records of one attempt, the thinned one is later: a thinned checkpoint never becomes whole again.
         *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
         current.append(last)
         superseded += older
@@ -66,8 +66,8 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
 
 
 def _checkpoint(commit: CommitKey, info: ObjectInfo) -> Checkpoint:
-    # A record is written after its commit. A time of commit later than that is of a machine whose clock was ahead: it
-    # would make every other checkpoint old.
+    # A record is written after its commit. A later time of commit comes from a clock that was ahead: every other
+    # checkpoint would seem old.
     created, written = commit.created, info.modified
     ahead = created - written if written is not None and created - written > FUTURE_S else 0.0
     return Checkpoint(

@@ -1,6 +1,6 @@
 """Notes of people and jobs on a step: metrics, pins, leases, resumes. Each note is an object of its own.
 
-No note is changed by reading and rewriting it: when several processes note something at once, no note is lost.
+No note is read and rewritten: when several processes write notes at once, none is lost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def report(
     checkpoint yet: the metrics then count for each that it gets. NaN and infinite values are kept as they are.
 
     Args:
-        at: time of the measurement in seconds since the epoch; by default now, but after the step's earlier reports.
+        at: time of the measurement in seconds since the epoch; by default now, or just after the step's last report.
         token: token of the commit; by default that of the step's present checkpoint, which costs two LISTs, and a GET
             of `.metadata` if a save is under way.
 
@@ -78,7 +78,7 @@ def report(
 
 
 def _present_token(catalog: Catalog, step: int) -> str | None:
-    """Return the token of a step's checkpoint; None if there is none, or if nobody knows of it."""
+    """Return the token of a step's checkpoint; None if there is none, or it is unknown."""
     snapshot = catalog.step(step)
     tokens = {checkpoint.folder: checkpoint.id for checkpoint in snapshot.checkpoints}
     for folder in {attempt.folder for attempt in snapshot.attempts}:
@@ -154,7 +154,7 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
     """Keep a step while it is read: for `seconds` from now by the store's clock. Call it again to renew.
 
     Args:
-        holder: name of the reader. The same name renews the lease, another name makes a lease of its own.
+        holder: name of the reader. The same name renews the lease; another name makes another lease.
 
     Raises:
         GoneError: the deletion of the checkpoint has begun. Nothing is leased.
@@ -165,14 +165,14 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
 
 
 def release(catalog: Catalog, step: int, holder: str) -> None:
-    """Give back a holder's lease on a step."""
+    """End a holder's lease on a step."""
     _delete(catalog, [one.key for one in catalog.snapshot().notes.leases if (one.step, one.holder) == (step, holder)])
 
 
 def note_restored(catalog: Catalog, step: int) -> None:
-    """Note that this run goes on from `step`, which then stays until a newer full checkpoint is committed. One PUT.
+    """Record that this run resumes from `step`, which is then kept until a newer full checkpoint is committed. One PUT.
 
-    A tombstone of the step is void as long as the note holds. The function does not check whether the deletion has
+    A tombstone of the step has no effect while the note is valid. The function does not check whether the deletion has
     begun: the job has already read what it needs.
     """
     now = catalog_keys.milliseconds(catalog.clock())

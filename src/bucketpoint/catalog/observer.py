@@ -19,10 +19,10 @@ from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
 
 LISTED_ATTEMPTS = 8
-"""Most attempts whose objects are listed. A run rarely has more than two saves under way."""
+"""Limit on the attempts whose objects are listed. A run rarely has more than two saves under way."""
 
 _TRIED = 5
-"""Most checkpoints whose `.metadata` is looked for, from the newest on."""
+"""Limit on the checkpoints whose `.metadata` is looked for, from the newest on."""
 
 _NAMED_AT_MOST = 3
 
@@ -32,7 +32,7 @@ class AttemptProgress:
     """A save that has not committed: under way, or dead.
 
     Attributes:
-        token: token of its coordinator; None if the save left no intent, as those of plain writers.
+        token: token of its coordinator; None if the save left no intent, like saves of plain writers.
         started: time of the intent, or of the oldest object if there is no intent; None if neither is known.
         objects, bytes: complete data objects in the store, and their size; None if they were not listed.
         latest: time at which the newest of these objects was completed.
@@ -123,7 +123,7 @@ class Observer:
         return Observation(snapshot, newest, record, tuple(self._listed(saves, snapshot)), tuple(problems))
 
     def _without_record(self, folders: set[str]) -> dict[str, Checkpoint]:
-        """Return the commits in folders without a record. The newest one is looked at each time: it may be replaced."""
+        """Return the commits in folders without a record. The newest one is read each time, in case it was replaced."""
         known = {folder: one for folder, one in self._commits.items() if folder in folders}
         if known:
             del known[max(known.values(), key=BY_STEP).folder]
@@ -178,7 +178,7 @@ class Observer:
                 yield _with_objects(save, listed, committed | named, until=min(later, default=math.inf))
 
     def _named(self, folder: str, metadata: ObjectInfo | None) -> frozenset[str]:
-        """Return the tokens of the ranks that saved what is committed in a folder. One GET for each commit.
+        """Return the tokens of the ranks that saved the committed checkpoint of a folder. One GET for each commit.
 
         A save that died there must not be shown with the objects of the one that succeeded after it.
         """
@@ -195,14 +195,15 @@ class Observer:
 
 
 def _has_committed(attempt: Attempt, commit: Checkpoint | None) -> bool:
-    """Return True if the commit in an attempt's folder is no older than the attempt: only its record is missing."""
+    """Return True if the commit in an attempt's folder is no older than the attempt: then only its record is
+    missing."""
     return commit is not None and attempt.started is not None and commit.created >= attempt.started
 
 
 def _with_objects(
     save: AttemptProgress, listed: dict[str, ObjectInfo], committed: set[str], *, until: float
 ) -> AttemptProgress:
-    """Add what a listing of its folder tells of a save.
+    """Add to a save what a listing of its folder shows.
 
     Args:
         committed: tokens of the run's checkpoints.
@@ -210,8 +211,8 @@ def _with_objects(
     """
     data = [info for path, info in listed.items() if _is_data(path, save) and keys.token_of(path) not in committed]
     if save.token is not None and save.started is not None:
-        # Each rank has a token of its own, which nothing in a listing connects with the attempt: the times tell. Both
-        # are the store's, which may be whole seconds.
+        # Each rank has its own token, which a listing does not connect with the attempt, so times are compared. Both
+        # times are the store's, possibly in whole seconds.
         data = [info for info in data if info.modified is None or save.started <= info.modified < until]
     times = [info.modified for info in data if info.modified is not None]
     return replace(
@@ -226,14 +227,14 @@ def _with_objects(
 def _is_data(path: str, save: AttemptProgress) -> bool:
     token = keys.token_of(path)
     if token is not None:
-        # Records do not count the index either.
+        # Records do not include the index either.
         return path != index_path(token)
     # Other writers name their objects as they like. Deeper in the folder may be another run.
     return save.token is None and "/" not in path and keys.may_be_data(path)
 
 
 def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) -> Iterator[str]:
-    """Name the objects of the catalog whose keys say nothing that can be read."""
+    """Name the objects of the catalog whose keys cannot be parsed."""
     notes = snapshot.notes
     read = {checkpoint.key for checkpoint in (*snapshot.checkpoints, *snapshot.superseded)}
     read |= {attempt.key for attempt in (*snapshot.attempts, *snapshot.finished)}

@@ -27,7 +27,7 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
         PolicyError: the policy is wrong, with every fault and its line and column; or the file cannot be read.
     """
     try:
-        # One byte more than is allowed: the policy's reader then refuses the text, whatever the file's size.
+        # Reads one byte more than is allowed: the policy's reader then refuses a longer text.
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode("utf-8", "strict" if len(raw) <= MAX_BYTES else "replace")

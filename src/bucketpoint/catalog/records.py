@@ -1,4 +1,4 @@
-"""Records of commits: those that saves write, and those that are made from `.metadata` where there are none."""
+"""Records of commits: those that saves write, and those made from `.metadata` where a record is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bucketpoint.stores import ObjectInfo
 
 
 def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
-    """Make records agree with `.metadata`, where a listing shows that they may not. Return the snapshot to go on with.
+    """Make records agree with `.metadata`, where a listing shows that they may differ. Return the new snapshot.
 
     An attempt that has committed without a record gets one: one GET for each attempt (usually there are none), and a
     PUT and a small GET for each that has committed. Misleading records are deleted: each listing costs a request for
@@ -40,7 +40,7 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
 
 
 def write_missing(catalog: Catalog, commits: Iterable[tuple[int, str, str]], *, new: bool = False) -> bool:
-    """Write the records of commits, by step, folder and token, that are there. Return True if there was one.
+    """Write the missing records of attempts (step, folder, token) that have committed. Return True if there was one.
 
     Args:
         new: as for `metadata_record`.
@@ -59,7 +59,7 @@ def write_missing(catalog: Catalog, commits: Iterable[tuple[int, str, str]], *, 
 def absent(
     catalog: Catalog, checkpoints: Iterable[Checkpoint], *, dry_run: bool = False
 ) -> tuple[list[Checkpoint], bool]:
-    """Return the checkpoints whose commit is not there any more, and True if a record was written anew.
+    """Return the checkpoints whose commit no longer exists, and True if a record was written again.
 
     One HEAD for each. A run that another tool has copied or moved has other ETags than its records say: if `.metadata`
     is still that of the recorded attempt, the record is written anew, once.
@@ -126,7 +126,7 @@ def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord)
     """Write the record of a commit under the key that encodes the same facts, and return the key."""
     mark = catalog_keys.mark_of(record.metadata_etag)
     token = record.token or ""
-    # Bytes without a known group, as in the objects of other writers, must count as well.
+    # Bytes without a known group, as in objects of other writers, are counted as well.
     groups = {**record.groups, OTHER: record.groups.get(OTHER, 0) + record.bytes - sum(record.groups.values())}
     name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, groups).name()
     key = catalog.own_key(catalog_keys.STEPS, name)
@@ -155,7 +155,7 @@ def metadata_record(catalog: Catalog, folder: str, *, new: bool = False) -> Comm
     """Make the record of a folder's commit from its `.metadata`; None if there is none that can be read.
 
     Args:
-        new: the save under way has made it. Its record then has the same time as the one that the save writes.
+        new: True if the save under way has made the commit. Its record then has the time that the save's record has.
     """
     try:
         data, info = get_metadata(catalog.store, catalog.metadata_key(folder))
@@ -170,7 +170,7 @@ def metadata_record(catalog: Catalog, folder: str, *, new: bool = False) -> Comm
 def dated(record: CommitRecord, committed: ObjectInfo) -> CommitRecord:
     """Give a record the store's time of the commit if the clock of the machine that saved is behind.
 
-    Rules that look at times would take the checkpoint for an old one.
+    Otherwise rules by time would treat the checkpoint as an old one.
     """
     behind = (committed.modified or 0.0) - (record.created or 0.0) > FUTURE_S
     return replace(record, created=committed.modified) if behind else record

@@ -17,7 +17,7 @@ from bucketpoint.retention.rules import Best
 logger = logging.getLogger(__name__)
 
 TRIED_AT_MOST = 20
-"""Most checkpoints that one restore looks at. So many damaged ones in a row are no accident of one save."""
+"""Limit on the checkpoints that one restore tries. So many damaged ones in a row are no accident of one save."""
 
 
 def restore_candidates(
@@ -28,10 +28,11 @@ def restore_candidates(
     *,
     given_up: Callable[[Checkpoint], bool] = lambda _: False,
 ) -> list[Checkpoint]:
-    """Return the checkpoints to try, best first. Empty if the run has none, nor traces of any but saves that died.
+    """Return the checkpoints to try, best first. Empty if the run has no checkpoint, and only traces of saves that
+    died.
 
     Args:
-        given_up: says whether a rollback has given up a checkpoint. Such ones are tried last.
+        given_up: returns True if a rollback has given up a checkpoint. Those are tried last.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint of the named step, or none with a value of the metric.
@@ -51,7 +52,7 @@ def restore_candidates(
 
 
 def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-    """Return the first checkpoints, and those that were given up only behind all others."""
+    """Return the first checkpoints, with those that were given up after all others."""
     last: list[Checkpoint] = []
 
     def kept() -> Iterable[Checkpoint]:
@@ -65,9 +66,9 @@ def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], b
 
 
 def _refuse_traces(catalog: Catalog) -> None:
-    """Raise if a run without a checkpoint may have lost one. It has not if saves that died explain all its folders.
+    """Raise if a run without a checkpoint may have lost one. It has lost none if dead saves explain all folders.
 
-    A job that is killed in its first save begins from scratch once more. A folder without an intent may have been a
+    A job that was killed in its first save starts from scratch again. A folder without an intent may have been a
     checkpoint whose `.metadata` was deleted.
     """
     attempts = catalog.steps().attempts

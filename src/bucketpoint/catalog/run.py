@@ -46,7 +46,7 @@ def refuse_other_root(policy: RetentionPolicy, catalog: Catalog, place: Location
     # One place may have several URLs, so the stores are compared.
     if (meant.store.identity, meant.prefix) != (catalog.store.identity, catalog.prefix):
         raise BucketpointError(
-            f"root= is another place than the root of the policy, which is {meant.url}",
+            f"root= differs from the root of the policy, which is {meant.url}",
             url=catalog.url,
             remedy="Leave out one of the two, or make them the same",
         )
@@ -99,7 +99,7 @@ def record_above(place: Location) -> CommitRecord | None:
 
 
 def templates_of(namespace: str) -> Iterator[StepTemplate]:
-    """Yield the templates whose runs have this folder for their catalog. It does not tell the padding of steps."""
+    """Yield the templates of runs whose catalog is in this folder. The name does not show the padding of steps."""
     parts = catalog_keys.decode(namespace)
     text = parts[0] if parts is not None and len(parts) == 1 else ""
     for at, letter in enumerate(text):

@@ -38,7 +38,7 @@ def claimed_by(catalog: Catalog) -> str | None:
 def name_run(catalog: Catalog, name: str) -> str:
     """Claim the folders for a run of this name, whatever is in them.
 
-    Return the owner's name: the first claim stands.
+    Return the owner's name: the first claim is valid.
     """
     copy = catalog.own_key(catalog_keys.STEPS, catalog_keys.encode([catalog_keys.RUN, name]))
     # The copy that listings show is written first: a process that sees a checkpoint then also sees the run's name.

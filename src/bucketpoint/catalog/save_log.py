@@ -36,7 +36,7 @@ class SaveLog:
         kind: kind of the checkpoints.
         metrics: metrics known at save. They are in the record, and are reported like any others.
         git_sha, config_hash: commit and configuration of the job's program.
-        pruner: told of each commit, so that it carries out a policy.
+        pruner: called at each commit, to carry out a policy.
     """
 
     catalog: Catalog
@@ -51,7 +51,7 @@ class SaveLog:
             raise BucketpointError(f"{self.kind!r} is not a kind of checkpoint", remedy=f"Use {', '.join(KINDS)}")
 
     def begin(self, url: str, token: str) -> None:
-        """Note that an attempt begins: on the coordinator, before any rank sends data. An error fails the save."""
+        """Record that an attempt begins: on the coordinator, before any rank sends data. An error fails the save."""
         folder, step = self.catalog.folder_of(url)
         ensure(self.catalog)
         body = {"version": 1, "token": token, "url": url, "started": self.catalog.clock()}

@@ -13,21 +13,21 @@ DELETE = "delete"
 THIN = "thin"
 
 BEGUN_BYTES = 4096
-"""Size of a tombstone that a pruner has claimed, so that a listing shows the claim. One that waits is smaller."""
+"""Size of a tombstone that a pruner has claimed, so that a listing shows the claim. A waiting tombstone is smaller."""
 
 SAFETY_AGE_S = 48 * 3600.0
 """Age at which an attempt counts as dead. Far above the longest save."""
 
 
 FUTURE_S = 300.0
-"""Most seconds by which a record may claim to be younger than it is. Clocks that are kept right are closer."""
+"""Limit on the seconds by which a record may claim to be younger than it is. Synchronised clocks differ by less."""
 
 BY_STEP = attrgetter("step", "created", "id")
 _BY_TIME = attrgetter("created", "step", "id")
 
 CLOCKS_S = 900.0
-"""Most seconds by which clocks may differ: S3 refuses requests that are 15 minutes off, and the servers of one store
-may have clocks of their own."""
+"""Limit on the difference of clocks, in seconds: S3 refuses requests that are 15 minutes off, and servers of one store
+may differ."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Attempt:
     """Seconds since the epoch, by the store's clock."""
 
     def is_live(self, now: float | None, age: float = SAFETY_AGE_S) -> bool:
-        """Return True if the attempt may still commit. Without a date from the store it never counts as old."""
+        """Return True if the attempt may still commit. Without a time from the store it never counts as old."""
         return self.started is None or now is None or now - self.started < age
 
 
@@ -108,7 +108,7 @@ class Tombstone:
         return self.by_policy and not self.begun
 
     def is_due(self, now: float | None) -> bool:
-        """Return True if its time has come by the store's clock. Without a time from the store only 0 has come."""
+        """Return True if its time has come by the store's clock. Without a time from the store, only 0 has come."""
         return self.due <= (0.0 if now is None else now)
 
 
@@ -144,8 +144,8 @@ class ReadLease:
 class MetricReport:
     """One metric of a step, as reported at `time`, by its job's clock, and at `written`, by the store's.
 
-    It is one of the commit with this `token` alone. A report without a token, of version 0.2 or from before the save,
-    is one of every commit of the step.
+    It belongs only to the commit with this `token`. A report without a token, of version 0.2 or from before the save,
+    belongs to every commit of the step.
     """
 
     step: int
@@ -159,7 +159,7 @@ class MetricReport:
 
 @dataclass(frozen=True)
 class Resume:
-    """A note that a job went on from the step at `time`, by its own clock, and at `written`, by the store's."""
+    """A note that a job resumed from the step at `time`, by its own clock, and at `written`, by the store's."""
 
     step: int
     time: float
@@ -171,7 +171,7 @@ class Resume:
 class Notes:
     """All notes on steps, with or without a checkpoint.
 
-    Tombstones are stored with the records, not with other notes. `void` are what is left of those that were taken back.
+    Tombstones are stored with the records, not with other notes. `void` are the remains of withdrawn ones.
     """
 
     reports: tuple[MetricReport, ...] = ()
@@ -291,7 +291,7 @@ class Snapshot:
 
     @property
     def full(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints that a job can go on from."""
+        """The checkpoints from which a job can resume."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.kind == FULL)
 
     @property
@@ -331,13 +331,13 @@ class Snapshot:
         metrics: dict[tuple[str, str], dict[str, float]] = {}
         for report in sorted(self.notes.reports, key=attrgetter("time", "key")):
             for checkpoint in steps.get(report.step, ()):
-                # What was measured of a commit that was rolled back or replaced must not rank the one in its place.
+                # Metrics of a commit that was rolled back or replaced must not rank the one in its place.
                 if report.token in (None, checkpoint.id):
                     metrics.setdefault(checkpoint.name, {})[report.name] = report.value
         return metrics
 
     def metric_names(self) -> frozenset[str]:
-        """Return the names of all metrics that the run has values of."""
+        """Return the names of all metrics with values in the run."""
         return frozenset(report.name for report in self.notes.reports)
 
     def held(self) -> dict[int, set[str]]:
@@ -355,7 +355,7 @@ class Snapshot:
     def resumed(self) -> tuple[Resume, ...]:
         """The resumes since which no full checkpoint was committed, by the jobs' clocks or by the store's.
 
-        The clock of a job that goes on may be behind that of the job which saved: then the store's times tell.
+        The clock of the resuming job may be behind that of the saving job: then the store's times decide.
         """
         never = float("-inf")
         created = max((checkpoint.created for checkpoint in self.full), default=never)
@@ -380,5 +380,5 @@ class Snapshot:
 def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
     if one.created == youngest.created:
         return True
-    # Equal times, too: S3 tells whole seconds.
+    # Equal times, too: S3 reports whole seconds.
     return one.written is not None and youngest.written is not None and one.written >= youngest.written

@@ -1,6 +1,6 @@
 """Tables of block checksums, which lie behind the items of a data object: reading and checking them.
 
-They are needed only if part of an item is read: the checksum of the whole item is in the metadata, and also proves its
+They are needed only if part of an item is read. The checksum of the whole item is in the metadata, and verifies its
 table.
 """
 

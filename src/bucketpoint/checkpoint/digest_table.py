@@ -16,7 +16,7 @@ from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.digest import DIGEST_BYTES
 
 _MAGIC = b"b\xbe\x1a\xb1\x00F\xc6\x9c\x02u\xc2G\xc2\x85\xd9\x1c"
-"""Random bytes: no item ends with them by chance, and no text at all."""
+"""Random bytes, which no item ends with by chance."""
 
 _END = struct.Struct("<Q16s")
 

@@ -51,7 +51,7 @@ class MetadataSource:
     max_bytes: int = MAX_METADATA_BYTES
 
     def read(self, *, indexed: bool) -> bytes:
-        """Read `.metadata`; or, instead of a large one, the index that it names, which says the same in fewer bytes.
+        """Read `.metadata`; or, instead of a large one, the index that it names, with the same content in fewer bytes.
 
         Args:
             indexed: True if the caller accepts an index.
@@ -111,7 +111,7 @@ class MetadataSource:
         return data, info
 
     def _index(self, ref: IndexRef) -> bytes | None:
-        """Read the index. None if it is missing or not the one that is meant: `.metadata` says the same."""
+        """Read the index. None if it is missing or another one: `.metadata` has the same content."""
         key = keys.join(self.prefix, ref.path)
         if ref.size > self.max_bytes:
             return None
@@ -128,7 +128,7 @@ class MetadataSource:
         return data
 
     def names_here(self) -> list[str]:
-        """List the first 1,000 names that lie here; empty if the caller may not list. A load that works never lists."""
+        """List the first 1,000 names that lie here; empty if the caller may not list. A successful load never lists."""
         above = self.prefix + "/" if self.prefix else ""
         try:
             return [info.key.removeprefix(above) for info in itertools.islice(self.store.list(above), _LOOKED_AT)]
@@ -137,7 +137,7 @@ class MetadataSource:
             return []
 
     def nothing_here(self) -> CheckpointNotFoundError:
-        """Return the error that says why there is no checkpoint, by the objects that lie here instead."""
+        """Return the error that explains, by the objects here, why there is no checkpoint."""
         names = self.names_here()
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(

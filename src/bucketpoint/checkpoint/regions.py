@@ -79,8 +79,7 @@ def item_regions(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shape
 def _frame(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: ChunkShapes) -> tuple[bytes, bytes] | None:
     """Return the header and trailer that this version would write around the payload.
 
-    None if the item has no room for exactly them. Frames have no checksum of their own, but the metadata tells their
-    contents.
+    None if the item has no room for exactly them. Frames have no checksum, but their contents follow from the metadata.
     """
     entry, shape = metadata.state_dict_metadata.get(index.fqn), shapes.of(index)
     if not isinstance(entry, TensorStorageMetadata) or shape is None:
@@ -153,6 +152,6 @@ class ObjectCheck:
             index += 1
 
     def wrong(self) -> list[Region]:
-        """Return the regions that are known by now to have wrong bytes."""
+        """Return the regions that were found to be wrong."""
         with self._lock:
             return [self._regions[index] for index in sorted(self._wrong)]

@@ -154,7 +154,7 @@ class _Run:
     def check_metadata(self) -> None:
         """Compare the metadata with its record, which holds a checksum of the metadata and one of its own.
 
-        The record is a cache: a missing one is no damage.
+        The record is a cache: a missing one is not damage.
         """
         reasons, beside, saved = [], "beside it", self.saved
         above = partial(record_above, saved.place)
@@ -270,7 +270,7 @@ class _Run:
         if (committed is not None and info.size != committed) or info.size < needed:
             wanted = f"{committed}" if committed is not None else f"at least {needed}"
             self._add("wrong-size", path, f"the object has {info.size} bytes, but {wanted} were written")
-            # The bytes that are there are compared all the same: this tells which items are lost.
+            # The existing bytes are compared anyway, to find out which items are lost.
         pinned = saved.etag_of(path)
         if pinned is not None and info.etag != pinned:
             text = "the object was replaced after the commit, so loads refuse it even if its bytes are the same"
@@ -411,5 +411,5 @@ class _Run:
 
 
 def _condition(store: Store, info: ObjectInfo) -> str | None:
-    """Return the ETag by which all pieces come from the object that was looked at; None if the store cannot do that."""
+    """Return the ETag that pins all reads to the object that was looked at; None if the store cannot pin."""
     return info.etag if store.capabilities.pinned_reads else None

@@ -44,7 +44,7 @@ REPLACED = {
     "plan": "prune POLICY --dry-run",
     "unpin": "pin ROOT STEP --remove",
 }
-"""Commands of older versions, and what does the same."""
+"""Commands of older versions, and their replacements."""
 
 PROGRAM = "bucketpoint"
 

@@ -146,7 +146,7 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
     say(f"Error: {error.message}", err=True)
     faults = error.faults if isinstance(error, PolicyError) else ()
     if faults:
-        # Each fault has a remedy in its text; the error's own remedy is that of the first fault only.
+        # Each fault has a remedy in its text; the error's remedy attribute is that of the first fault only.
         fields["remedy"] = None
     for fault in faults:
         place = "" if fault.line is None else f"line {fault.line}, column {fault.column}: "
@@ -191,7 +191,7 @@ def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[
         name: of the command's option that has these pairs, for errors.
 
     Raises:
-        BadParameter: an option is no such pair. The message leaves out the value, which may be a secret.
+        BadParameter: an option is no such pair. The value may be a secret, and is not in the message.
     """
     return dict(_option(pair, name) for pair in pairs)
 

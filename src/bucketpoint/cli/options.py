@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _POWERS = "KMGT"
 
 _LONGEST_AGE_S = 100 * 365 * 86_400
-"""Longest duration that a command takes: times of the catalog end in the year 2286, those of Python in 9999."""
+"""Longest duration that a command accepts: times of the catalog end in the year 2286, those of Python in 9999."""
 
 trusted_option = click.option(
     "--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code."

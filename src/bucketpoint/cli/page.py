@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bucketpoint.retention import Plan
 
 MOST_ROWS = 1000
-"""Most checkpoints in the table: a page of more is slow to open. The charts show all."""
+"""Limit on the checkpoints in the table: a longer page is slow to open. The charts show all."""
 
 _KINDS = {
     "kept": "saved",
@@ -117,7 +117,7 @@ def _tiles(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _changes(document: Mapping[str, Any]) -> Iterator[tuple[float, int]]:
-    """Yield the times at which bytes came, and those at which they go."""
+    """Yield the times at which bytes were added, and those at which they are deleted."""
     for row in document["checkpoints"]:
         if row["bytes"]:
             yield row["created"], row["bytes"]
@@ -167,7 +167,7 @@ def _checkpoints(report: RunReport, damaged: set[str], *, timed: bool) -> Iterat
 
 def _attempts(document: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for save in document["attempts"]:
-        # A save of which nothing was looked at is dead, or one of many.
+        # A save without listed objects is dead, or one of many.
         words = run_lines.progress(save, document["newest"], document["taken"])
         state = _KINDS["live" if save["live"] else "dead"]
         yield "", (str(save["step"]), text.when(save["started"]), state, words)

@@ -9,10 +9,10 @@ from bucketpoint.cli import text
 from bucketpoint.errors import first_of
 
 LATE = 2.0
-"""Times the usual time between saves after which the next checkpoint counts as late."""
+"""Multiple of the usual time between saves after which the next checkpoint counts as late."""
 
 LATE_S = 60.0
-"""Seconds before which none counts as late."""
+"""Seconds before which no checkpoint counts as late."""
 
 NAMED = 6
 """Most steps that a line names."""
@@ -70,7 +70,7 @@ def title(document: Mapping[str, Any]) -> str:
 
 
 def headline(document: Mapping[str, Any], now: float) -> str:
-    """Say in one line what a crash now would lose."""
+    """Return a line about what a crash now would lose."""
     newest = document["newest"]
     if newest is None:
         return "no whole checkpoint: a crash now loses all of the training"
@@ -117,7 +117,7 @@ def attempt_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
 
 
 def progress(save: Mapping[str, Any], newest: Mapping[str, Any] | None, now: float) -> str:
-    """Say how far a save is, beside the newest checkpoint."""
+    """Describe the progress of a save, compared with the newest checkpoint."""
     began = "began at an unknown time" if save["started"] is None else f"began {duration(now - save['started'])} ago"
     if save["token"] is None:
         began += ", by a writer without a log" if save["started"] is not None else ""
@@ -140,7 +140,7 @@ def _of(save: Mapping[str, Any], newest: Mapping[str, Any] | None) -> str:
 
 
 def row_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    """Return a checkpoint's cells: step, age, kind, size, metrics, and why it stays or goes."""
+    """Return a checkpoint's cells: step, age, kind, size, metrics, and why it is kept or deleted."""
     metrics = " ".join(
         f"{name}={f'{value:.6g}' if isinstance(value, float) else value}" for name, value in row["metrics"].items()
     )
@@ -149,7 +149,7 @@ def row_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def fate(row: Mapping[str, Any], now: float) -> list[str]:
-    """Return what is known of a checkpoint's future: its rules, its holds, its tombstone."""
+    """Return a text about a checkpoint's future: its rules, its holds, its tombstone."""
     words = [] if row["recorded"] else ["no record"]
     rules = [rule for rule in row.get("kept_by", ()) if rule != "safety"]
     if row.get("action") == "keep":
@@ -165,7 +165,7 @@ def fate(row: Mapping[str, Any], now: float) -> list[str]:
 
 
 def prune_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
-    """Yield what the next prune does. Without a policy nothing is known of it but the tombstones that are there."""
+    """Yield lines about the next prune. Without a policy: only the pending tombstones."""
     policy = document["policy"]
     if policy is None:
         if document["waiting"]:
@@ -203,7 +203,7 @@ def _later(waiting: Sequence[Mapping[str, Any]], now: float) -> Iterator[str]:
 
 
 def notices(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the run."""
+    """Yield a line about each problem of the run."""
     for problem in document["problems"]:
         yield f"PROBLEM: {problem}"
     if document["policy"] is not None:

@@ -15,7 +15,7 @@ from bucketpoint.cli import run_lines, text
 from bucketpoint.errors import BucketpointError
 
 _LEAST_ROWS = 3
-"""Checkpoints that are shown however low the terminal is."""
+"""Least number of checkpoints that are shown, on a terminal of any height."""
 
 _DIGITS = (
     "█▀█ ▀█  ▀▀█ ▀▀█ █ █ █▀▀ █▀▀ ▀▀█ █▀█ █▀█ ",
@@ -25,7 +25,7 @@ _DIGITS = (
 
 
 class Screen:
-    """A terminal on which the last document is drawn each second, so that ages go on between two looks.
+    """A terminal on which the last document is drawn each second, so that ages advance between two looks.
 
     Attributes:
         document: the document of the last look that succeeded.
@@ -46,7 +46,7 @@ class Screen:
         self.live.refresh()
 
     def fail(self, error: BucketpointError) -> None:
-        """Go on with the last document, and say that it is old."""
+        """Keep showing the last document, and its age."""
         self._failure = error
         self.live.refresh()
 
@@ -61,7 +61,7 @@ def picture(
     parts: list[RenderableType] = [_words(run_lines.title(document), "bold")]
     if failure is not None:
         old = run_lines.duration(now - document["taken"])
-        parts.append(_words(f"The last look failed: {failure.message}. Shown is the run of {old} ago", "bold red"))
+        parts.append(_words(f"The last look failed: {failure.message}. The run of {old} ago is shown", "bold red"))
     parts += [_words(line, "yellow") for line in run_lines.notices(document)]
     parts += [Text(), *_newest(document, now)]
     if document["attempts"]:

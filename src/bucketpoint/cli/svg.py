@@ -35,7 +35,7 @@ LINE, FULL, HALF = 112, 40, 18
 
 LABEL_CHARACTERS = 38
 TOOLTIPS = 200
-"""Most checkpoints for which each mark gets a tooltip. With more, marks are narrower than a pointer."""
+"""Limit on the checkpoints for which each mark gets a tooltip. With more, marks are narrower than a pointer."""
 
 CHART_WIDTH, CHART_HEIGHT = 1000.0, 100.0
 """Coordinates of a chart, which is stretched to the width of the page."""

@@ -17,7 +17,7 @@ _KEPT = "\n\t"
 
 
 class OutputError(click.ClickException):
-    """A standard stream could not be written. The answer of the command is lost, whatever the command found."""
+    """A standard stream could not be written. The command's result is lost."""
 
     exit_code = OUTPUT_FAILED
 
@@ -26,7 +26,7 @@ class OutputError(click.ClickException):
         self._quiet = isinstance(error, BrokenPipeError)
 
     def show(self, file: Any = None) -> None:
-        # Nobody misses what `head` did not read. Standard error may be what could not be written.
+        # No error: the reader, such as `head`, wanted no more. Standard error may be what could not be written.
         if not self._quiet:
             with suppress(OutputError):
                 super().show(file)
@@ -66,7 +66,7 @@ class PrintableStream:
 
 @contextmanager
 def printed_safely() -> Iterator[None]:
-    """Make everything printable that is printed and logged while the block runs."""
+    """Escape control characters in all output and logs while the block runs."""
     # A stream that was closed before the program began is None.
     out, err = (stream and cast("TextIO", PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
     # While a bar is drawn, rich replaces standard error, and log records would bypass the stream above: filter them.

@@ -69,7 +69,7 @@ def open_source(
     trusted: bool = False,
     transfer: TransferOptions,
 ) -> Source:
-    """Plan the reading of the checkpoint or file at a place. Of the data, only items that are not tensors are read.
+    """Plan the reading of the checkpoint or file at a place. Only metadata and items other than tensors are read.
 
     Args:
         format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, the

@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 30
 NOTE_BYTES = 64 << 20
 NOTE_SECONDS = 5.0
 """Limits on unsaved notes: the journal is stored after this many bytes of complete objects, or this many seconds. The
-next run repeats no more than the objects noted since then, and those that were in flight."""
+next run repeats only the objects completed since then, and those that were in flight."""
 
 
 @dataclass

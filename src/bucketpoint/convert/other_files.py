@@ -16,12 +16,12 @@ _NAMED_AT_MOST = 5
 _DOWNLOAD = "Download the file itself"
 _BEGINNINGS = (
     (b"version https://git-lfs.", "a Git LFS pointer", "Fetch the data: `git lfs pull` in the clone, or `hf download`"),
-    (b"<", "a web or XML page, such as a login page", f"{_DOWNLOAD}; the page is what the server sent in its place"),
+    (b"<", "a web or XML page, such as a login page", f"{_DOWNLOAD}; the server sent this page in its place"),
 )
 
 
 def explain(source: SourceBytes, key: str, error: BucketpointError) -> BucketpointError:
-    """Return the error that names what a file is, if it is not what its reader expected; else `error` itself."""
+    """Return an error that names the kind of a file that its reader did not expect; else `error` itself."""
     head = bytes(source.take(key, 0, min(_HEAD_BYTES, source.look(key).size)))
     for beginning, what, remedy in _BEGINNINGS:
         if head.lstrip().startswith(beginning):

@@ -59,8 +59,8 @@ class ConvertOptions:
     """Options that decide the content of the target.
 
     Attributes:
-        prefix: prefix of the keys in the DCP checkpoint, such as `model.`. Towards safetensors it is removed, and other
-            keys are left out; from safetensors it is put before each key.
+        prefix: prefix of the keys in the DCP checkpoint, such as `model.`. Writing safetensors removes it, and leaves
+            out other keys; reading safetensors puts it before each key.
         shard_bytes: bytes of tensors in one safetensors file.
         object_bytes: bytes of one object of a checkpoint of bucketpoint.
         overwrite: replace an existing target, if the format allows it in one atomic step.
@@ -86,7 +86,7 @@ class ConvertPlan:
         format: of the target.
         place: the store and the keys of the target.
         layout: the objects of the target, with the bytes of each.
-        filling: the way from the source's bytes to those of the target's objects.
+        filling: conversion of the source's bytes to those of the target's objects.
         transfer: sizes and limits of the transfer.
         journal: None if there is only one object, which appears whole or not at all.
         other: journal of another conversion that was found at the target.
@@ -235,7 +235,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
     Raises:
         CorruptDataError: the source is damaged, or changed meanwhile; nothing was committed.
         CheckpointExistsError, CommitConflictError: somebody else wrote to the target meanwhile.
-        StoreError: a request failed for good. A new run continues after the objects that this one has written.
+        StoreError: a request failed, after all retries. A new run continues after the objects of this one.
     """
     objects, done = plan.layout.objects, dict(plan.there)
     skipped = len(done)
@@ -246,7 +246,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
         if plan.other is not None:
             stale = {**plan.other.leftovers(), **stale}
         if stale and any(plan.place.head(name) is not None for name in (METADATA, INDEX_NAME)):
-            # A committed object is not left over, whoever wrote it.
+            # A committed object is no remnant, whoever wrote it.
             stale = {}
         if plan.journal is not None:
             plan.journal.begin(objects, stale)
@@ -353,7 +353,7 @@ def _upload(plan: ConvertPlan, batch: Sequence[ObjectSource], pool: BufferPool, 
 
 
 def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
-    """Run a cleanup, and only log a failure: nothing depends on it, and a writer may lack the right to delete."""
+    """Run a cleanup, and only log a failure: a writer may lack the right to delete."""
     try:
         remove()
     except BucketpointError as error:

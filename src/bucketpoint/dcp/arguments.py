@@ -1,4 +1,4 @@
-"""Checks of arguments at the call: a wrong one is named there, and not by an error of Python's further below."""
+"""Checks of arguments at the call, so that the error names the wrong argument."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Wrap `dcp.async_save` so that it always returns a `SaveHandle`.
 
-The wrapper makes up for three things in DCP: DCP returns a future or a pair of futures, depending on the stager; it
-takes a staging that fails early for one that succeeded; and it keeps the memory of a failed save for as long as the
-program keeps the error.
+The wrapper corrects three behaviours of DCP: it returns a future or a pair of futures, depending on the stager; it
+treats a staging that fails early as successful; and it keeps a failed save's memory while the program keeps the error.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ class SaveHandle(Future[Metadata]):
 
 
 def _raising(begin: Callable[P, SaveHandle]) -> Callable[P, SaveHandle]:
-    """Let a call that begins a save raise the error of a state that cannot be copied. The handle fails with it, too."""
+    """Make a call that begins a save raise the error of a state that cannot be copied. The handle raises it, too."""
 
     @functools.wraps(begin)
     def call(*args: P.args, **kwargs: P.kwargs) -> SaveHandle:

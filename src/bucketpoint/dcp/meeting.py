@@ -210,7 +210,7 @@ class Meeting:
             dead: the connection to a rank was lost.
         """
         missing = self.missing()
-        who = f"{named(missing)} never came" if missing else "all ranks came, and one did not come to its end"
+        who = f"{named(missing)} never came" if missing else "all ranks began, and one did not complete it"
         why = "after a connection was lost" if dead else f"after {waited_s:.0f} s"
         return BucketpointError(
             f"{self.what} was given up {why}: {who}",

@@ -140,7 +140,7 @@ def _versioning(status: str, days: Sequence[int], remedy: str) -> Finding:
         return Finding("versioning", "ok", message)
     message = "on: a deleted checkpoint stays as an old version, and is billed forever"
     if not enabled:
-        message = "suspended: versions from before stay, and are billed forever"
+        message = "suspended: earlier versions stay, and are billed forever"
     return Finding("versioning", "warn", message, remedy)
 
 
@@ -179,9 +179,7 @@ def _incomplete_uploads(rules: list[LifecycleRule], below: str, store: S3Store) 
         service = by_header(server_header(store) or "")
     if service is not None and service.name == "minio":
         # MinIO refuses a lifecycle rule that aborts uploads: https://github.com/minio/minio/issues/16120
-        message = (
-            "MinIO takes no rule for it, and aborts uploads by itself after a day (MINIO_API_STALE_UPLOADS_EXPIRY)"
-        )
+        message = "MinIO has no rule for it: it aborts uploads after a day (MINIO_API_STALE_UPLOADS_EXPIRY)"
         return Finding(check, "ok", message)
     wanted = {
         "ID": "abort-incomplete-uploads",

@@ -115,7 +115,7 @@ class _Examination:
         self._role = role
         self._at = ScratchKeys.below(prefix)
         # What a role is refused and does not need is no fault of the place.
-        needless = f"not read: a {role} may do without. Credentials of an administrator show it"
+        needless = f"not read: a {role} does not need it. Credentials of an administrator show it"
         self._spared = None if role == ADMIN else needless
         self._removable = True
         self._wrote_data = False

@@ -12,7 +12,7 @@ from bucketpoint.stores import FsspecStore, LocalStore, proven
 
 _LOCKED = (
     "a checkpoint is replaced and deleted under the lock of its file: safe on one machine, and between machines unless "
-    "one stands still for minutes"
+    "one pauses for minutes"
 )
 _CHECKS = "reads what is there, writes, and reads again"
 
@@ -60,10 +60,10 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
         message = "the CRC32C that the service computed is compared with ours"
         yield Finding("upload checksum", "ok", message)
     else:
-        message = "the service tells no checksum of what it stored. A load compares what it reads with what was saved"
+        message = "the service returns no checksum of its objects. A load compares what it reads with what was saved"
         yield Finding("upload checksum", "skip", message)
     if able.multipart:
         least = f", from {able.min_part_bytes} bytes on" if able.min_part_bytes > 1 else ""
-        yield Finding("parallel parts", "ok", f"parts of one object go up in any order and in parallel{least}")
+        yield Finding("parallel parts", "ok", f"parts of one object are uploaded in any order and in parallel{least}")
     else:
-        yield Finding("parallel parts", "skip", "objects go up whole, several at a time")
+        yield Finding("parallel parts", "skip", "objects are uploaded whole, several at a time")

@@ -8,12 +8,12 @@ _NEEDED = {
     "put": "Saves need the right to write below this URL",
     "put data": "Saves need the right to write below this URL",
     "get": "Loads, and overwriting saves, need the right to read",
-    "list": "Saves and loads do without; finding the latest and pruning need the right to list",
-    "delete": "Saves and loads do without; pruning needs the right to delete",
-    "delete notes": "Saves and loads do without, and what they leave waits for `bucketpoint gc`. Jobs with a retention "
+    "list": "Saves and loads do not need it; finding the latest and pruning need the right to list",
+    "delete": "Saves and loads do not need it; pruning needs the right to delete",
+    "delete notes": "Saves and loads do not need it; `bucketpoint gc` removes what they leave. Jobs with a retention "
     "policy need the right to delete below _bucketpoint/",
     "put notes": "Pruning needs the right to write below _bucketpoint/",
-    "put .metadata": "Pruning does without; thinning needs the right to write .metadata",
+    "put .metadata": "Pruning does not need it; thinning needs the right to write .metadata",
 }
 _RIGHTS: dict[type, dict[str, str]] = {
     S3Store: {"put": "s3:PutObject", "get": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
@@ -25,7 +25,7 @@ _RIGHTS: dict[type, dict[str, str]] = {
     },
 }
 _WITHOUT_CONDITIONS = (
-    "saves look, write and look again: safe against crashes, not against two jobs that save to one URL in one instant. "
+    "saves read, write and read again: safe against crashes, not against two jobs that save to one URL in one instant. "
     "Give every job a URL of its own"
 )
 

@@ -104,7 +104,7 @@ def _remedy(named: S3Service | None, features: Mapping[str, bool], differ: list[
         return f'Say {{"service": "{named.name}"}} in storage_options'
     options = [f'"{_OPTIONS[name]}": {str(features[name]).lower()}' for name in differ if name in _OPTIONS]
     if options:
-        return f"Say {{{', '.join(options)}}} in storage_options"
+        return f"Set {{{', '.join(options)}}} in storage_options"
     if fitting:
         return f'Say {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} does the same'
     return "Uploads that cannot be listed by prefix cannot be swept: use a lifecycle rule"

@@ -93,7 +93,7 @@ def measure(report: Report, folder: str, nbytes: int, *, used: Callable[[str], N
         report.say(f"throughput {direction}", "ok", f"{', '.join(rates)} connections")
     advised = speed.advice(report.store.capabilities.min_part_bytes)
     part, rate, latency = advised.part_bytes >> 20, speed.connection_rate, speed.latency_s
-    tried = "" if nbytes >= _ENOUGH_BYTES else f". This probe is small: {_ENOUGH_BYTES >> 20} MiB or more tell more"
+    tried = "" if nbytes >= _ENOUGH_BYTES else f". This probe is small: {_ENOUGH_BYTES >> 20} MiB or more are better"
     waiting = latency / (latency + advised.part_bytes / rate)
     report.say(
         "advice",

@@ -169,7 +169,7 @@ class RandomState:
         except ValueError as error:
             raise MismatchError(
                 f"numpy refuses the state of its random generator: {error}",
-                remedy="Call numpy.random.set_bit_generator before the load, as the program that saved has done",
+                remedy="Call numpy.random.set_bit_generator before the load, as the saving program did",
             ) from error
         torch.set_rng_state(held["torch"])
         # The process that saved may have seen more devices.
@@ -194,8 +194,8 @@ class Pickled:
         except Exception as error:
             raise BucketpointError(
                 f"The trainer's state cannot be pickled: {error}",
-                remedy="Leave the value out of what a `state_dict`, a callback, `on_save_checkpoint` or the "
-                "hyperparameters give to a checkpoint",
+                remedy="Remove the value from the `state_dict`, callback, `on_save_checkpoint` or hyperparameters that "
+                "add it",
             ) from error
         return {"pickled": buffer.getvalue()}
 

@@ -131,7 +131,7 @@ def _check_report(
         )
     if storage_writer is not None and storage_options is not None:
         raise BucketpointError(
-            "report() has a writer and options of a store",
+            "report() got both a writer and options of a store",
             remedy="Give the options to the writer: S3Writer(storage_options=...)",
         )
     for key, value in state.items():

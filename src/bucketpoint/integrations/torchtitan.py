@@ -225,7 +225,7 @@ class BucketpointManager(CheckpointManager):
         if path is None and from_hf:
             path = self.sd_adapter.hf_assets_path if self.sd_adapter is not None else None
             if path is None:
-                raise BucketpointError("Nothing says where the safetensors are", remedy="Set --hf_assets_path")
+                raise BucketpointError("The folder of the safetensors is not configured", remedy="Set --hf_assets_path")
         if path is None:
             logger.info("there is no checkpoint: this is a fresh start")
             return False

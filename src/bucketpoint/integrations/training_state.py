@@ -169,7 +169,7 @@ class ResumePlanner(LoadPlanner):
         more = [key for key in saved if self._complete and key.startswith(self._complete) and key not in wanted]
         if more:
             raise MismatchError(
-                f"The checkpoint has what the model or its optimizers do not have: {first_of(more, 5)}",
+                f"The checkpoint has values that the model or its optimizers lack: {first_of(more, 5)}",
                 url=url_of(self.metadata),
                 remedy="Build the model and the optimizers as they were saved, or load with strict=False where the "
                 "framework has it (LightningModule.strict_loading = False)",

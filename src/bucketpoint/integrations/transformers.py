@@ -63,7 +63,7 @@ class BucketTrainerMixin:
         before = cls.__mro__[: cls.__mro__.index(BucketTrainerMixin)]
         if any((base.__module__, base.__name__) == ("transformers.trainer", "Trainer") for base in before):
             raise BucketpointError(
-                f"{cls.__name__} names BucketTrainerMixin behind Trainer, whose own saves it must replace",
+                f"{cls.__name__} lists BucketTrainerMixin after Trainer, whose saves it must replace",
                 remedy=f"Write `class {cls.__name__}(BucketTrainerMixin, Trainer)`",
             )
 
@@ -167,7 +167,7 @@ class BucketTrainerMixin:
                 self._refuse_an_earlier_run()
             else:
                 if step != steps[-1]:
-                    logger.warning("training goes back to %s: the next save gives up later checkpoints", url)
+                    logger.warning("training resumes from %s: the next save gives up later checkpoints", url)
                 manager.restore({"trainer": told}, step, rollback=step != steps[-1])
             self._resumed_url = url
         Path(self._folder, _STATE_FILE).write_text(told.value["state"], encoding="utf-8")
@@ -180,7 +180,7 @@ class BucketTrainerMixin:
         steps = self._manager.steps() if saves else None
         if steps:
             raise CheckpointExistsError(
-                f"The run has checkpoints up to step {steps[-1]}, and training does not go on from one of them",
+                f"The run has checkpoints up to step {steps[-1]}, and training does not resume from one of them",
                 url=os.fspath(self._checkpoint_url),
                 remedy="Resume with resume_from_checkpoint=True or the URL of one, or name another checkpoint_url",
             )

@@ -89,7 +89,7 @@ def _said(
     if row.can_be_thinned:
         return reasons, _nearest([rule for rule in judged if not rule.thins], position).missed(position)
     if row.kind == FULL:
-        return reasons, Reason(reasons[0].rule, "stays whole: its weights are not in objects of their own")
+        return reasons, Reason(reasons[0].rule, "stays whole: its weights share objects with other state")
     return reasons, None
 
 

@@ -140,7 +140,7 @@ class Best(Checked, RetentionRule):
         return [at for at in newest if self.metric not in rows[at].metrics]
 
 
-Thin: TypeAlias = Annotated[Literal["weights"] | None, "keep only the weights of what no other rule keeps"]
+Thin: TypeAlias = Annotated[Literal["weights"] | None, "keep only the weights of checkpoints that no other rule keeps"]
 
 
 class _Grid(Checked, RetentionRule):

@@ -197,7 +197,7 @@ class Several(Shape):
 
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-            raise wrong(f"{shown(value)} is not a list", "Write a list, also for a single one")
+            raise wrong(f"{shown(value)} is not a list", "Write a list, even for a single value")
         items = [self.of.read(item, (*path, position), faults) for position, item in enumerate(value)]
         if not items:
             raise wrong("The list is empty", "Write at least one, or leave the key out")

@@ -32,7 +32,7 @@ _REMEDIES: Mapping[int, str] = {
         "send smaller parts with TransferOptions(part_bytes=...)"
     ),
 }
-_CONSOLE = "This is the port of MinIO's console: use that of its S3 API, which is 9000 where --address names no other"
+_CONSOLE = "This is the port of MinIO's console: use the port of its S3 API: 9000, unless --address names another"
 _REMEDY = (
     "Check endpoint_url (its host, its port, and http or https), HTTPS_PROXY and NO_PROXY, and whether a proxy or a "
     "login page lies between this machine and the store"
@@ -181,7 +181,7 @@ def follow(mark: str | tuple[object, ...] | None, seen: set[Hashable], operation
     """
     if not mark or mark in seen:
         raise StoreError(
-            f"the reply to {operation} does not tell what follows it, or repeats an earlier one",
+            f"the reply to {operation} does not name the next page, or repeats an earlier one",
             url=url,
             remedy=_REMEDY,
         )

@@ -170,7 +170,7 @@ class HttpStore(Store, CopiesInside):
         if reply.length is None:
             discard(reply.body)
             raise StoreError(
-                "the reply does not tell its length",
+                "the reply has no Content-Length",
                 url=self._url(key),
                 remedy="A proxy before the store removes Content-Length: let it pass replies on as they are",
             )

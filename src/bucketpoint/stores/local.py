@@ -74,7 +74,7 @@ _NO_FILE_LINKS = (
     'storage_options={"follow_links": True} (--storage-option follow_links=true)'
 )
 _NO_RENAMES = (
-    "This filesystem can neither link nor rename files, so no file of it is ever whole at once. Pass the URL of the "
+    "This filesystem can neither link nor rename files, so no file can be created atomically. Pass the URL of the "
     "bucket behind the mount (s3://, gs://), or another folder"
 )
 

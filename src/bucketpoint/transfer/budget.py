@@ -63,7 +63,7 @@ class BufferPool:
                 except (OSError, OverflowError, ValueError) as error:
                     # Metadata of another writer may contain any number as a length.
                     raise BucketpointError(
-                        f"{size} bytes of memory cannot be had to take an item whole: {error}"
+                        f"{size} bytes of memory for an item could not be allocated: {error}"
                     ) from None
             # Counted only after the allocation, because the system may refuse it.
             self._taken += size

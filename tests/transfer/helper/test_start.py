@@ -60,7 +60,7 @@ def test_gives_new_files_the_mode_of_the_trainers_mask(helper: UploadHelper, tmp
 def test_refuses_another_bucketpoint(helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was installed since this program was started, or that another path leads to."""
     monkeypatch.setattr(messages, "__version__", "0.0.1")
-    with pytest.raises(HelperUnavailableError, match=r"another bucketpoint.*0\.0\.1"):
+    with pytest.raises(HelperUnavailableError, match=r"imports bucketpoint .*0\.0\.1"):
         upload_nothing(helper, tmp_path)
     assert helper.process_id is None
 

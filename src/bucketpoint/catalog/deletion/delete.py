@@ -1,11 +1,11 @@
 """Deletion and thinning of checkpoints that a pruner has claimed. A deletion is a commit.
 
 One conditional request removes `.metadata` before any data. If the store can compare and delete in one step, and all
-data carries the commit's own token, it is a DELETE. Otherwise it replaces `.metadata` by a marker, which tells the next
-pruner what to delete, and which is deleted last. No object is deleted only because it is in the folder: the commit must
-name it. Data objects carry a token of their rank and attempt.
+data carries the commit's own token, it is a DELETE. Otherwise it replaces `.metadata` by a marker, which lists for the
+next pruner what to delete, and is deleted last. Only objects that the commit names are deleted, not everything in the
+folder. Data objects carry a token of their rank and attempt.
 
-Thinning reduces a checkpoint to its weights by new metadata and deletes. No tensor is read or written.
+Thinning reduces a checkpoint to its weights: it writes new metadata and deletes other objects. No tensor is read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIGNED_S = 300
 """Seconds for which a signed deletion of a marker is valid. More than deleting some thousand objects takes."""
 
 LOOKED_S = 300.0
-"""Seconds for which a check of the newest checkpoint holds. A pruner that was suspended for longer deletes nothing."""
+"""Seconds for which a check of the newest checkpoint is valid. A pruner suspended for longer deletes nothing."""
 
 
 class Doomed(NamedTuple):
@@ -50,7 +50,7 @@ class Doomed(NamedTuple):
 
     Attributes:
         data: keys of its objects.
-        remove: removes the marker that replaced its `.metadata`; None if there is no marker, or if it has to stay.
+        remove: function that removes the marker in place of `.metadata`; None if there is no marker, or it has to stay.
     """
 
     data: list[str]
@@ -71,13 +71,13 @@ def delete_checkpoints(
     LIST of its folder and a conditional request for its `.metadata`; all other deletes share requests.
 
     Args:
-        looked: started when the newest checkpoint was looked at.
-        by: author of the deletion, which the marker tells those who come to load the checkpoint.
+        looked: stopwatch, started when the newest checkpoint was checked.
+        by: author of the deletion, which the marker names to those who try to load the checkpoint.
     """
     able = proven_deletes(catalog.store, catalog.key(catalog_keys.CATALOG))
     uncommitted = ((tombstone, _uncommit(catalog, able, snapshot, tombstone, done, looked, by)) for tombstone in going)
     doomed = {one: objects for one, objects in uncommitted if objects is not None}
-    # Records of commits that were replaced are deleted too: alone in the listing, they would count as a checkpoint.
+    # Records of replaced commits are deleted too: without the newer one they would count as a checkpoint.
     records = [*snapshot.checkpoints, *snapshot.superseded]
     wanted = {
         one: [other.key for other in records if other.key and other.folder == one.folder] + objects.data
@@ -116,7 +116,7 @@ def put_marker(
     etag = catalog.write(there.key, marker.encode(), if_match=there.etag).etag
     if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
         return lambda: store.delete_if(there.key, etag)
-    # Sent again if its answer is lost: the service refuses it once it has expired.
+    # May be sent again if its answer is lost: the service refuses it once it has expired.
     return None if signed is None else lambda: retry_transient(signed)
 
 
@@ -135,8 +135,8 @@ def _uncommit(
     tokens: set[str] = {one.id}
     paths: tuple[str, ...] = ()
     # If all data in the folder carries the commit's own token, no other token can belong to it. If several ranks saved,
-    # the other ranks have tokens of their own. Only the metadata tells those from the tokens of a save that is under
-    # way, whose objects may be as many and as large.
+    # the other ranks have tokens of their own. Only the metadata distinguishes them from the tokens of a save under
+    # way, which may have as many objects of the same size.
     if not same or {token for path in listed if (token := keys.token_of(path)) is not None} != tokens:
         try:
             data = get_metadata(catalog.store, committed.key)[0]
@@ -147,7 +147,7 @@ def _uncommit(
             return Doomed(_data(listed, ended, ()))
         if marker is not None:
             tokens, paths = set(marker.tokens), marker.paths
-        # The token tells the commit, too: the ETag of a run that another tool has copied is no longer the recorded one.
+        # The token identifies the commit, too: in a run copied by another tool, ETags differ from the record.
         elif same or _token_in(data, committed) == one.id:
             tokens = keys.tokens_in(data)
             paths = () if tokens else _flat_paths(data)
@@ -194,7 +194,7 @@ def _token_in(data: bytes, info: ObjectInfo) -> str | None:
 
 
 def _flat_paths(data: bytes) -> tuple[str, ...]:
-    """Return the objects beside `.metadata` that another writer's metadata names. Deeper ones may be another's."""
+    """Return the objects beside `.metadata` that another writer's metadata names. Deeper ones may belong to others."""
     try:
         paths = data_paths(plain.read_metadata(data))
     except (MetadataError, UnsafeDataError):
@@ -269,7 +269,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         former = _record_of(catalog, other)
         created = record.created if record.created is not None else other.created
         metrics = {**(former.metrics if former else {}), **record.metrics}
-        # The tensors that stay are as whole as they were.
+        # The tensors that stay are not changed.
         covers = (former and former.covers) or None
         record = dataclasses.replace(record, token=other.id, created=created, metrics=metrics, covers=covers)
     if record.token is None:
@@ -294,7 +294,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
 
 
 def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
-    """Return the checkpoint's record; None also if it is damaged: the metrics are then those reported as notes."""
+    """Return the checkpoint's record; None also if it is damaged: the notes then supply the metrics."""
     try:
         return read_record(catalog, one.key) if one.key else None
     except MetadataError:

@@ -3,7 +3,7 @@
 A sweep removes nothing that is younger than `MIN_SWEEP_AGE_S`. A save that is about to commit and has given no sign of
 life for `FENCE_AGE_S` first writes its fence, create-only, and then checks that all its data is there. A sweep writes
 the same object before it removes data of the attempt: the second of the two stops. Once the data is gone, the sweep
-removes the fence, and a save that comes later finds its data missing. A younger save makes no request for this.
+removes the fence, and a save that comes later finds its data missing. A younger save makes no such request.
 
 The condition cannot guard against a commit that is sent in time and reaches the store half an hour later. Amazon S3 and
 similar stores refuse requests that were signed more than 15 minutes before (`RequestTimeTooSkewed`).
@@ -79,7 +79,7 @@ class AttemptFence:
         self._alive = alive
 
     def release(self) -> None:
-        """Remove the fences, once the attempt has committed. Best effort: sweeps remove those that stay."""
+        """Remove the fences, once the attempt has committed. Best effort: sweeps remove fences that stay."""
         self._store.delete([*self._etags])
         self._etags = {}
 
@@ -138,7 +138,7 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
     """Write the fence of an attempt for a sweep. Return True if its save can no longer commit, so that its data may go.
 
     Args:
-        there: the fence as it was listed, old enough; None if there was none.
+        there: the fence as it was listed, if it is old enough; None if there was none.
     """
     key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body("condemn"))
     etag = there.etag if there is not None else None

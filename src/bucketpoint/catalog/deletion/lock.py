@@ -1,6 +1,6 @@
 """The lock of pruners, an object that expires, and the check that this process may delete.
 
-Losing the lock is harmless: it only saves work, and no safety depends on it.
+Losing the lock is harmless: it only avoids double work.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from bucketpoint.stores import ObjectInfo
 from bucketpoint.stores.trials import SCRATCH
 
 LOCK_SECONDS = 900.0
-"""Seconds for which a lock holds, by the store's time of its write. Longer than deleting a batch takes; a dead pruner
-blocks others as long."""
+"""Seconds for which a lock holds, by the store's time of its write. Longer than the deletion of a batch."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Lock:
 
     Attributes:
         catalog: the catalog at the store's time of the lock, which is the time of its holder's round.
-        watch: started before the lock was written.
+        watch: stopwatch, started before the lock was written.
     """
 
     catalog: Catalog
@@ -38,7 +37,7 @@ class Lock:
 
     @property
     def holds(self) -> bool:
-        """False once the lock may have expired, and may belong to another pruner."""
+        """True while the lock cannot have expired, so that no other pruner holds it."""
         return self.watch.seconds() < LOCK_SECONDS
 
 
@@ -62,7 +61,7 @@ def acquire(catalog: Catalog, holder: str) -> Lock | None:
 
 
 def under_lock(catalog: Catalog, holder: str, work: Callable[[Lock], Pruned]) -> Pruned:
-    """Return the report of `work`, which runs under the lock, or one that says who holds the lock."""
+    """Return the report of `work`, which runs under the lock, or a report that names the lock's holder."""
     lock = acquire(catalog, holder)
     if lock is None:
         return Pruned(stopped=held_by(catalog))
@@ -93,7 +92,7 @@ def _is_free(catalog: Catalog, data: bytes, info: ObjectInfo) -> bool:
     """Return True if another's lock has expired. Two requests, as only an object written now has the store's time."""
     now = catalog.at_store_time().now
     if now is None or info.modified is None:
-        # The store tells no times. A lock only saves work, so the machines' clocks decide.
+        # The store returns no times. A lock only saves work, so the machines' clocks decide.
         return _expires(data) <= catalog.clock()
     return info.modified + LOCK_SECONDS <= now
 
@@ -110,7 +109,7 @@ def _holder(data: bytes) -> str | None:
 
 
 _NOBODYS = f"{SCRATCH}delete"
-"""Name of an object that nobody writes. In a bucket with versioning its deletion leaves a delete marker."""
+"""Name of an object that is never written. In a bucket with versioning its deletion leaves a delete marker."""
 
 _granted: set[tuple[str, str]] = set()
 """Stores and prefixes where this process may delete."""
@@ -119,19 +118,18 @@ _granted: set[tuple[str, str]] = set()
 def require_deletes(catalog: Catalog, folder: str) -> None:
     """Check that data in a checkpoint's folder may be deleted, by a deletion of an object that does not exist.
 
-    A marker in place of `.metadata` ends a checkpoint, and a role that saves may write one. Without the right to
-    delete, such a role would end checkpoints and leave all their data. Costs one request for each store and prefix of a
-    process.
+    A marker in place of `.metadata` ends a checkpoint, and a role that may only save can write one. Without the right
+    to delete, such a role would end checkpoints and leave all their data. One request for each store and prefix.
 
     Raises:
         AccessDeniedError: the deletion was refused.
-        StoreError: the request failed for good.
+        StoreError: the request failed, after all retries.
     """
     place = catalog.store.identity, catalog.prefix
     if place in _granted:
         return
     try:
-        # Among the data: a trainer may delete notes.
+        # Among the data, because a trainer may be allowed to delete notes.
         kept = next(iter(catalog.store.delete([catalog.key(f"{folder}/{_NOBODYS}")])), None)
         reason, remedy = (f"{kept.code}: {kept.message}", kept.remedy) if kept is not None else (None, None)
     except AccessDeniedError as error:
@@ -140,7 +138,7 @@ def require_deletes(catalog: Catalog, folder: str) -> None:
         raise AccessDeniedError(
             f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')})",
             url=catalog.url,
-            remedy=f"{f'{remedy}. ' if remedy else ''}Delete with the role pruner, which may delete, and let other "
-            "jobs have a policy with when: manual",
+            remedy=f"{f'{remedy}. ' if remedy else ''}Delete with the role pruner, and set when: manual in "
+            "the policy of other jobs",
         )
     _granted.add(place)

@@ -28,8 +28,8 @@ _NAMED_AT_MOST = 5
 class Order:
     """An order for one checkpoint: `delete`, `thin` or `keep`, with the reason.
 
-    An order to keep takes back the tombstone of an earlier prune, and one to thin takes back a tombstone for deletion.
-    A checkpoint without an order is left as it is.
+    An order to keep withdraws the tombstone of an earlier prune; an order to thin withdraws a tombstone for deletion. A
+    checkpoint without an order is left as it is.
     """
 
     step: int
@@ -47,9 +47,9 @@ class Round:
     """Report of one prune by a policy.
 
     Attributes:
-        plan: the policy's plan; None if nothing was looked at, for the reason in `done.stopped`.
+        plan: the policy's plan; None if the round did not start, for the reason in `done.stopped`.
         verdict: the circuit breaker's verdict on the plan.
-        done: the report of the pruner.
+        done: the pruner's report.
     """
 
     plan: Plan | None
@@ -80,7 +80,7 @@ def prune_by(
         entries = [entry for entry in (*planned.deleted, *planned.thinned) if not entry.is_ordered]
         # The oldest go first; later rounds delete the rest.
         allowed = entries if verdict or force else entries[: verdict.unasked]
-        # What keeps more of a checkpoint than its tombstone says is no loss, so the circuit breaker does not count it.
+        # An order that keeps more of a checkpoint than its tombstone is no loss: the circuit breaker does not count it.
         spared = [
             entry
             for entry in planned.entries
@@ -101,7 +101,7 @@ def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) 
 
 
 def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Collection[str]) -> dict[str, str]:
-    """Return a line for each metric of a `best` rule that nobody reports, which is probably a misspelt name."""
+    """Return a line for each metric of a `best` rule that no checkpoint has: the name is probably misspelt."""
     names = first_of(sorted(reported), _NAMED_AT_MOST)
     return {
         metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
@@ -123,18 +123,18 @@ def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
     for step, seconds in sorted(ahead.items()):
         yield (
             f"step {step} was saved by a machine whose clock was {seconds / 3600:.1f} h ahead: its "
-            "record is from the future, and counts from when it was written by the store's clock"
+            "record has a time in the future, so its age counts from its write by the store's clock"
         )
 
 
 def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pruned:
-    """Run one round: checkpoints that `decide` orders to go get a tombstone, and due tombstones are carried out.
+    """Run one round: write the tombstones that `decide` orders, and carry out those that are due.
 
     Tombstones of earlier rounds are taken back first, if `decide` orders to keep their checkpoints.
 
     Args:
         grace: seconds from the tombstone to the deletion; 0 deletes in this round.
-        holder: name of the pruner, for the lock. The same name takes over its own lock.
+        holder: name of the pruner, for the lock. A pruner of the same name takes over the lock.
 
     Raises:
         StoreError: a request failed for good. The next round finishes what was begun.
@@ -143,7 +143,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
 
 
 def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
-    # The time of the round is the store's. A pruner's own clock may be wrong by days.
+    # The round uses the store's time. A pruner's own clock may be wrong by days.
     catalog = lock.catalog
     snapshot, newest = _newest(catalog, reconcile(catalog, catalog.snapshot()))
     done = Pruned(metrics=snapshot.metric_names(), now=catalog.now)
@@ -167,8 +167,8 @@ def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
     for tombstone in spared:
         spare(catalog, tombstone, done)
     _bury(catalog, snapshot, orders, catalog.due(grace), done)
-    # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
-    # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be left.
+    # Intents left by a trainer without the right to delete: they lengthen the listing of every restore. The intent of
+    # an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be left.
     replaced, unheard = {checkpoint.folder for checkpoint in snapshot.superseded}, _unheard(snapshot)
     ended = [attempt for attempt in snapshot.finished if attempt not in unheard and attempt.folder not in replaced]
     notes = catalog.snapshot().notes
@@ -178,7 +178,7 @@ def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
 
 
 def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected | None]:
-    """Return the newest full checkpoint that is there, and the snapshot without newer ones that are gone."""
+    """Return the newest full checkpoint that exists, and the snapshot without newer ones that are gone."""
     while True:
         given_up = snapshot.given_up()
         # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
@@ -193,13 +193,13 @@ def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected |
 def existing(
     catalog: Catalog, snapshot: Snapshot, decide: Decide, *, looked_at: Checkpoint | None = None, dry_run: bool = False
 ) -> tuple[Snapshot, Sequence[Order]]:
-    """Decide on the checkpoints that are there. Return the snapshot without those that are gone, and the orders.
+    """Decide on the checkpoints that exist. Return the snapshot without those that are gone, and the orders.
 
     A checkpoint that something else removed leaves its record: if a rule counted it, another one would be deleted in
-    its place. So before anything is deleted, each checkpoint that stays is looked for: one HEAD for each.
+    its place. So before anything is deleted, the existence of each checkpoint that stays is checked: one HEAD for each.
 
     Args:
-        looked_at: a checkpoint that is known to be there.
+        looked_at: a checkpoint that is known to exist.
         dry_run: write no records.
     """
     known = {looked_at.name} if looked_at is not None else set()
@@ -227,7 +227,8 @@ def existing(
 def _damage_of_newest(
     catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
 ) -> str | None:
-    """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or if nothing goes."""
+    """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or nothing is
+    deleted."""
     stones = snapshot.notes.tombstones
     if newest is None or (not orders and not any(stone.is_due(snapshot.taken) for stone in stones)):
         return None
@@ -245,7 +246,7 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
         name = (order.step, order.id)
         one = there.get(name)
         if one is None:
-            # Committed after the snapshot, or gone: the plan was not made for it.
+            # Committed after the snapshot, or gone: the plan does not cover it.
             done.refused[name] = "it was committed or deleted after the plan was made"
         elif reason := _held(snapshot, one):
             done.refused[name] = reason
@@ -274,7 +275,7 @@ def carry_out(
     """Carry out tombstones that are due. One claim and one LIST for each; deletes share requests.
 
     Args:
-        looked: started when the newest checkpoint was looked at.
+        looked: stopwatch, started when the newest checkpoint was checked.
         lock: nothing is begun after it has expired.
         held: returns the reason to keep a checkpoint, None if there is none.
         by: author of the deletion, which the marker names.
@@ -293,7 +294,7 @@ def carry_out(
     for one, begun in claimed:
         if still_goes(catalog, snapshot, begun, done, held=held(snapshot, one), taken_over=one.begun):
             going.append(begun)
-    # A checkpoint may have two: what gave it up knows its present `.metadata`, which may differ from its record.
+    # A checkpoint may have two: the one by a restore is for its present `.metadata`, which may differ from its record.
     by_policy_first = sorted(going, key=lambda tombstone: not tombstone.by_policy)
     deleted = {tombstone.name: tombstone for tombstone in by_policy_first if tombstone.action == DELETE}
     if lock.holds and deleted:
@@ -338,7 +339,7 @@ def _running(snapshot: Snapshot) -> list[Attempt]:
 
 
 def _unheard(snapshot: Snapshot) -> list[Attempt]:
-    """Return the committed attempts whose saves may not know it, so that they may send their commit again.
+    """Return the committed attempts whose saves may not have received the answer, and may send their commit again.
 
     A save that loses the answer to its commit sends the same request again, within minutes. If its checkpoint were
     deleted in between, the second request would commit it without its data. Such a save has not removed its intent yet;

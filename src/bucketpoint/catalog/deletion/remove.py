@@ -1,8 +1,7 @@
 """Removal of checkpoints without a policy: by name, by a rollback, or because they could not be loaded.
 
-A checkpoint that a person names is deleted at once, by the steps of a prune. Those that a run gives up, damaged ones
-and those newer than the step of a rollback, get a tombstone once another checkpoint is committed, never before: until
-then they may be all that there is.
+A checkpoint that a person names is deleted at once, by the steps of a prune. Checkpoints that a run gives up, damaged
+ones and those newer than the step of a rollback, get a tombstone only after the commit of another checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from bucketpoint.stores import this_url
 logger = logging.getLogger(__name__)
 
 LOOKED_AT_MOST = 20
-"""Most checkpoints that are searched for a whole one. So many damaged ones in a row are no accident of one save."""
+"""Limit on the checkpoints that are searched for a whole one. So many damaged ones in a row are no accident."""
 
 _NUMBERED = re.compile(r"(.*?)[0-9]{1,16}([^0-9]*)", re.ASCII | re.DOTALL)
 
@@ -48,8 +47,8 @@ class Discard:
     """A checkpoint that is given up.
 
     Attributes:
-        checkpoint: the checkpoint as it was found. Its mark is that of the `.metadata` that is there, altered or not.
-            Its id is empty if there is no record, and no metadata that can be read.
+        checkpoint: the checkpoint as it was found. Its mark is that of the present `.metadata`, altered or not. Its id
+            is empty if there is no record, and no metadata that can be read.
         damaged: True if it could not be loaded. Otherwise training was rolled back to an earlier step.
     """
 
@@ -69,8 +68,8 @@ class Discarded:
     Attributes:
         due: time of the deletion, in seconds since the epoch.
         buried: have a tombstone now.
-        held: stay, because somebody holds them, or because nothing tells which commit they are. A restart finds them.
-        void: are gone, were given up already, or were saved anew.
+        held: stay, because they are held, or because their commit is unknown. A restart finds them.
+        void: are gone, were given up before, or were saved again.
     """
 
     due: float
@@ -142,7 +141,7 @@ def among(discards: Iterable[Discard]) -> Callable[[Checkpoint], bool]:
 
 
 def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:
-    """Give tombstones to given-up checkpoints, except those that somebody holds or has saved anew.
+    """Give tombstones to given-up checkpoints, except those that are held or were saved again.
 
     Two LISTs, and a PUT for each.
     """
@@ -188,7 +187,7 @@ def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Dis
 
 
 def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> Discarded:
-    """Give all checkpoints of higher steps a tombstone, and take back that of `step`, if it has one.
+    """Give all checkpoints of higher steps a tombstone, and withdraw that of `step`, if there is one.
 
     Checkpoints from `step` on that have no record get one.
 
@@ -198,7 +197,7 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
 
     Raises:
         CheckpointNotFoundError: there is no full checkpoint of this step.
-        CorruptDataError: the checkpoint of this step is not whole, so nothing is given up for it.
+        CorruptDataError: the checkpoint of this step is not whole, so the others are kept.
         GoneError: the deletion of the checkpoint of this step has begun.
     """
     snapshot = catalog.with_unrecorded(catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot()))
@@ -248,7 +247,7 @@ class Removal:
     """A checkpoint to remove.
 
     Attributes:
-        checkpoint: with its token and the mark of its `.metadata`, even if it has no record.
+        checkpoint: the checkpoint, with its token and the mark of its `.metadata` even if it has no record.
         bytes: bytes of its data.
         reasons: reasons to keep it. Only a person overrides them.
     """
@@ -279,7 +278,7 @@ def plan_removal(place: Place) -> Removal:
     if checkpoint.key is None:
         checkpoint = _identified(catalog, checkpoint)
     elif committed := catalog.metadata_info(folder):
-        # A person means the checkpoint that is there now, damaged or not, and not the one in the record.
+        # A person means the present checkpoint, damaged or not, and not the one in the record.
         checkpoint = replace(checkpoint, mark=catalog_keys.mark_of(committed.etag))
     return Removal(catalog, checkpoint, nbytes, tuple(_reasons(catalog, snapshot, checkpoint)))
 
@@ -293,7 +292,7 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
 
     Raises:
         AccessDeniedError: data may not be deleted. Nothing was begun.
-        StoreError: a request failed for good. The next prune or removal finishes what was begun.
+        StoreError: a request failed, after all retries. The next prune or removal finishes what was begun.
     """
     catalog, one = removal.catalog, removal.checkpoint
     require_deletes(catalog, one.folder)
@@ -321,11 +320,11 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
 
 
 def _run_of(place: Location) -> tuple[Catalog, str]:
-    """Return the run of a checkpoint, and its folder there. Without a catalog the folder's name tells the template."""
+    """Return the run of a checkpoint, and its folder there. Without a catalog the folder's name gives the template."""
     split = parent_and_name(place.url)
     if split is None:
         raise InvalidURLError(
-            "The URL names no folder: a checkpoint at the root of a bucket cannot be told from what else lies there",
+            "The URL names no folder: a checkpoint at the root of a bucket cannot be distinguished from other objects",
             url=place.url,
             remedy="Pass a URL such as s3://bucket/run/step-5, or delete .metadata, then data/, with the store's tool",
         )
@@ -352,7 +351,7 @@ def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
 
 
 def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:
-    """Add the token, which only the metadata tells, to a checkpoint without a record. One GET."""
+    """Add the token, which only the metadata has, to a checkpoint without a record. One GET."""
     record = metadata_record(catalog, one.folder)
     if record is not None:
         return replace(one, id=record.token or "", mark=catalog_keys.mark_of(record.metadata_etag))

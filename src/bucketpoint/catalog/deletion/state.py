@@ -21,12 +21,12 @@ from bucketpoint.stores import DeleteFailure
 
 
 class Change(NamedTuple):
-    """A change of an object from one state to another. An empty state is an object that is not there.
+    """A change of an object from one state to another. An empty state means that the object does not exist.
 
     Attributes:
         by: process that makes the change, and when.
         condition: condition on which the store accepts it, and what that process has checked before.
-        guards: guards of `tests/simulation`: without them something is lost.
+        guards: names of guards in `tests/simulation`, without which data is lost.
     """
 
     what: str
@@ -90,15 +90,15 @@ class Pruned:
 
     Attributes:
         buried: got a tombstone.
-        deleted, thinned: were deleted, and were reduced to their weights.
+        deleted, thinned: checkpoints that were deleted, and those that were reduced to their weights.
         withdrawn: had a tombstone that is now void: the policy keeps them, they are held, or they were saved anew.
-        refused: were ordered to go and were left, with the reason.
+        refused: were ordered to be deleted or thinned but stay, with the reason.
         freed: bytes of data that were removed with each deleted or thinned checkpoint.
-        metrics: names of all metrics that the run has values of.
+        metrics: names of all metrics with values in the run.
         failures: keys that the store did not delete, with the reason; the next prune tries them again.
         gone: steps with a record whose checkpoint something else has removed or replaced. No rule counts them.
         ahead: steps that were saved by a machine whose clock was ahead, and by how many seconds.
-        now: the store's time of the round; None if it tells none.
+        now: the store's time of the round; None if it returns none.
         stopped: the reason why nothing was done at all: another pruner is at work, or the newest checkpoint is not
             whole.
     """
@@ -126,7 +126,7 @@ class GoneError(CommitConflictError):
 def schedule_deletion(
     catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "", by_policy: bool = False
 ) -> str:
-    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (see `Catalog.due`); its key.
+    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (see `Catalog.due`). Return its key.
 
     Args:
         by_policy: a later prune whose policy keeps the checkpoint takes the tombstone back.
@@ -153,7 +153,7 @@ def undo(catalog: Catalog, step: int) -> int:
 
 
 def spare(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
-    """Make void a tombstone that waits, and report it. Do nothing if a pruner has claimed it. Three requests."""
+    """Withdraw a waiting tombstone, and report it. Do nothing if a pruner has claimed it. Three requests."""
     with contextlib.suppress(GoneError):
         _take_back(catalog, tombstone)
         done.withdrawn.append((tombstone.step, tombstone.id))
@@ -177,7 +177,7 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
 
 
 def withdraw(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
-    """Make void a tombstone that this pruner has claimed, and report it. Do nothing if another pruner has it now."""
+    """Withdraw a tombstone that this pruner has claimed, and report it. Do nothing if another pruner has it now."""
     if _change(catalog, tombstone, "withdraw") is not None:
         done.withdrawn.append((tombstone.step, tombstone.id))
 
@@ -188,7 +188,7 @@ def claim(catalog: Catalog, tombstone: Tombstone) -> Tombstone | None:
 
 
 def unclaim(catalog: Catalog, tombstone: Tombstone) -> bool:
-    """Leave a claimed tombstone to a later prune: nothing has been deleted yet. False if another pruner has it now."""
+    """Return a claimed tombstone to the waiting state: nothing is deleted yet. False if another pruner has it."""
     return _change(catalog, tombstone, "unclaim") is not None
 
 
@@ -197,7 +197,7 @@ def state_of(data: bytes) -> str:
 
 
 def _change(catalog: Catalog, tombstone: Tombstone, change: str) -> Tombstone | None:
-    """Bring a tombstone into the next state; None if it has been changed meanwhile."""
+    """Change a tombstone to the next state; None if it was changed meanwhile."""
     state = CHANGES[change].after
     try:
         info = catalog.write(tombstone.key, _body(state), if_match=tombstone.etag)

@@ -1,4 +1,4 @@
-"""The sweep: removes what dead attempts left in a run's folders, and notes that mean nothing any more.
+"""The sweep: removal of what dead attempts left in a run's folders, and of notes that are no longer valid.
 
 In a folder these are data and uploads of dead attempts, their fences, and markers of deletions.
 """
@@ -32,17 +32,17 @@ from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import DeleteFailure, ObjectInfo, OpenUpload, proven_deletes
 
 MAX_NOTE_BYTES = 64 << 20
-"""Most bytes of the note that lists one rank's uploads: far above what any rank writes."""
+"""Limit on the bytes of the note that lists one rank's uploads: far above what any rank writes."""
 
 _LOOKED_S = 60.0
-"""Most seconds from the listing to a marker's removal, on a store without conditional or expiring deletes."""
+"""Limit on the seconds from the listing to a marker's removal, on a store without conditional or expiring deletes."""
 
 
 @dataclass
 class Swept:
     """Report of a sweep: objects removed, or to be removed in a dry run.
 
-    `bytes` does not count the parts of uploads. What was written after `oldest`, by the store's clock, is left alone.
+    `bytes` does not count the parts of uploads. Objects written after `oldest`, by the store's clock, are not touched.
     """
 
     oldest: float = float("-inf")
@@ -79,7 +79,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
         with contextlib.suppress(AccessDeniedError) if dry_run else contextlib.nullcontext():
             catalog = catalog.at_store_time()
     snapshot = catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot())
-    # By the store's clock: a machine whose clock is ahead would take a save under way for dead.
+    # By the store's clock: with a clock ahead, this machine would take a save under way for dead.
     oldest = snapshot.taken - older_than if snapshot.taken is not None else float("-inf")
     announced = _announced(catalog)
     live = {attempt.folder for attempt in snapshot.attempts if not _is_old(attempt.started, oldest)}
@@ -105,7 +105,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             clean.add(folder)
     # An intent outlives its record if the trainer may not delete, or was killed before it did.
     notes = [attempt.key for attempt in begun if attempt.folder in clean and _is_old(attempt.started, oldest)]
-    # A young note is of a save that began after the intents were listed, and that may begin its uploads now.
+    # A young note belongs to a save that began after the intents were listed, and may begin its uploads now.
     notes += [note.key for upload, note in announced if upload.folder in clean and _is_old(note.modified, oldest)]
     # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
     records = [record for record in snapshot.recorded if record.folder in uncommitted]
@@ -124,7 +124,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
 def _folders_of_uploads(catalog: Catalog) -> set[str]:
     """Return the run's folders with open multipart uploads below them: a dead save may have left nothing else.
 
-    Stores that are not known to list uploads by prefix are asked too: one that cannot answers with none.
+    Other stores than those that list uploads by prefix are asked too: they return none.
     """
     above = catalog.key("")
     parts = catalog.template.parent.count("/") + 1
@@ -172,7 +172,7 @@ class _FolderState(NamedTuple):
     """State of a folder after its sweep.
 
     Attributes:
-        clean: True if nothing of an attempt is left there that did not commit, so that its intent may go.
+        clean: True if it has no remains of an uncommitted attempt, so that the intent may be removed.
         uncommitted: True if nothing is committed there.
     """
 
@@ -190,7 +190,7 @@ def _sweep_folder(
 
     Args:
         announced: uploads that the store does not list by the folder.
-        swept: report to which the removals are added.
+        swept: the report, to which the removals are added.
     """
     watch = Stopwatch()
     above = catalog.key(f"{folder}/")
@@ -204,7 +204,7 @@ def _sweep_folder(
         committed = _tokens(named or ())
         dead = _tokens(listed) - committed
         if alive - committed:
-            # Each rank has a token of its own, so all these tokens may be of one attempt of which one rank is alive.
+            # Each rank has its own token, so all these tokens may belong to one attempt, of which one rank is alive.
             dead = set()
         if dead and not dry_run:
             fences = {token: listed.get(keys.fence_path(token)) for token in dead}
@@ -236,7 +236,7 @@ def _sweep_folder(
             catalog.store.abort_multipart(upload.key, upload.upload_id)
         failures = catalog.store.delete([info.key for info in orphans])
         if not failures:
-            # Fences go last: as long as data of an attempt is left, its save must find that it has been condemned.
+            # Fences are removed last: while data of an attempt is left, its save must find the fence.
             failures += catalog.store.delete(_stale_fences(listed, dead | committed, oldest))
         marker = listed.get(keys.METADATA)
         if deleted and marker is not None and not young and not failures and _is_old(marker.modified, oldest):
@@ -249,7 +249,7 @@ def _sweep_folder(
 
 
 def _is_old(moment: float | None, oldest: float) -> bool:
-    """Return True if a time from the store is before `oldest`. False if the store tells no time."""
+    """Return True if a time from the store is before `oldest`. False if the store returns no time."""
     return moment is not None and moment < oldest
 
 

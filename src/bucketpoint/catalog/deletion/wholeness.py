@@ -27,7 +27,7 @@ class Inspected:
     """A checkpoint's record and metadata.
 
     Attributes:
-        problem: the reason why they cannot be relied on; None if the metadata is what the record says.
+        problem: the reason why they are not reliable; None if the metadata matches the record.
         gone: True if there is no metadata.
     """
 
@@ -58,7 +58,7 @@ def inspect(catalog: Catalog, checkpoint: Checkpoint) -> Inspected:
 def damage(catalog: Catalog, inspected: Inspected) -> str | None:
     """Describe the damage of a checkpoint: of its tensors, or its objects. None if it is whole. One LIST.
 
-    Without a record, the metadata itself tells which objects the checkpoint has.
+    Without a record, the metadata itself lists the checkpoint's objects.
     """
     folder, record = inspected.checkpoint.folder, inspected.record
     if inspected.problem is not None:
@@ -70,8 +70,7 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
         index = index_path(record.token or "")
         data = {path: size for path, size in sizes.items() if keys.token_of(path) and path != index}
         whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
-        # The tokens are compared too: objects of a save that is under way may be as many and as large as those that are
-        # gone.
+        # The tokens are compared too: a save under way may have as many objects of the same sizes as the missing ones.
         if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
             return None
     missing = _missing(inspected.data, sizes)
@@ -84,7 +83,7 @@ def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
 
 
 def _part(data: bytes) -> str | None:
-    """Return a tensor of which the checkpoint holds a part only, with the reason. None if it holds all of them."""
+    """Return a tensor that the checkpoint holds only in part, with the reason. None if it holds all of them."""
     try:
         metadata = read_metadata(data)
         return next((f"{name} {why}" for name, why in uncovered(metadata, extra(metadata))), None)

@@ -1,4 +1,4 @@
-"""The worker that prunes beside training, and its throttle: it rests after every request."""
+"""The worker that prunes beside training, and its throttle: a pause after every request."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from bucketpoint.transfer.tasks import stand_back
 logger = logging.getLogger(__name__)
 
 RESTS = 19
-"""Length of a rest, as a multiple of the time that the pruner worked: one part in twenty is work.
+"""Length of a pause, as a multiple of the time worked before it: one twentieth of the time is work.
 
 Wall time, not CPU time: where training keeps the interpreter's lock or the cores busy, a request takes longer, and so
-does the rest after it.
+does the pause after it.
 """
 
 LONGEST_REST_S = 1.0
-"""Longest rest in seconds. Nothing tells this thread that the program ends, so a longer rest would hold up the exit."""
+"""Longest pause in seconds. No signal of the program's end reaches this thread: a longer pause would delay the exit."""
 
 REST_AT_MOST_S = 300.0
-"""Most seconds of rest in one round: a third of the time of the pruner's lock, so that a round ends within the lock."""
+"""Limit on the pauses of one round, in seconds: a third of the lock's time, so that a round ends within the lock."""
 
 PAGE = 1000
 """Keys that one request lists or deletes."""
 
 
 class Throttle:
-    """Rests of one thread. Before `begin`, and after `hurry`, there are none.
+    """Pauses of one thread. There are none before `begin` or after `hurry`.
 
     Args:
         clock: returns seconds, as `time.monotonic`.
-        wait: rests for the given seconds; by default it also ends at `hurry`.
+        wait: pauses for the given seconds; by default the pause also ends at `hurry`.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class Throttle:
         self._since = clock()
 
     def begin(self) -> None:
-        """Note that a round of work begins."""
+        """Mark the beginning of a round."""
         self._left, self._since = REST_AT_MOST_S, self._clock()
 
     def hurry(self) -> None:
-        """Stop resting until `calm`, because somebody waits. A rest under way ends. Callable from any thread."""
+        """Stop pausing until `calm`, because a caller waits. A pause under way ends. Callable from any thread."""
         self._hurried.set()
 
     def calm(self) -> None:
-        """Allow rests again: nobody waits any more."""
+        """Allow pauses again: no caller waits any more."""
         self._hurried.clear()
 
     def rest(self) -> None:
-        """Rest for the work done since the last rest."""
-        # No rest once the main thread has ended: the program then waits for this thread.
+        """Pause for the work done since the last pause."""
+        # No pause once the main thread has ended: the program then waits for this thread.
         if not self._hurried.is_set() and threading.main_thread().is_alive():
             rest = min(RESTS * (self._clock() - self._since), LONGEST_REST_S, self._left)
             if rest > 0:
@@ -126,7 +126,7 @@ class _CountedStore:
             self._after(0, 1)
             return gone
 
-        # Nothing is called before the signed request is sent: it expires.
+        # No pause before the signed request is sent: it expires.
         return counted_send
 
     def _page_by_page(self, found: Iterator[Any], each: int) -> Iterator[Any]:
@@ -139,10 +139,10 @@ class _CountedStore:
 
 
 class PruneWorker:
-    """Worker that prunes on a thread of its own, one round at a time, with the lowest priority.
+    """Worker that prunes on its own thread, one round at a time, with the lowest priority.
 
     A failed round never ends training. If the worker is asked while a round is under way, it makes one more round
-    afterwards, however often it is asked. It rests after every request, until somebody waits for it or the program
+    afterwards, however often it is asked. It pauses after every request, until a caller waits for it or the program
     ends.
 
     Attributes:
@@ -150,7 +150,7 @@ class PruneWorker:
         failure: error of the last round; None if it succeeded.
         ended: end of the last round in which the policy was carried out, `time.monotonic` seconds; None before it.
         given_up: checkpoints that get a tombstone once another checkpoint is committed. They are lost with the process:
-            a restarted job finds out anew.
+            a restarted job determines them again.
     """
 
     def __init__(self, catalog: Catalog, policy: RetentionPolicy, *, pace: Throttle | None = None) -> None:
@@ -161,7 +161,7 @@ class PruneWorker:
         renew_in_child(self, PruneWorker._begin)
 
     def _begin(self) -> None:
-        # A fork has a holder of its own, too: the pruner's lock does not keep two processes of one holder apart.
+        # A fork also needs its own holder: the pruner's lock does not exclude two processes of one holder.
         self.holder = f"{process_name()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
@@ -181,7 +181,7 @@ class PruneWorker:
             self.given_up = united([*self.given_up, *discards])
 
     def give_up_only(self, discards: Iterable[Discard]) -> None:
-        """Replace the given-up checkpoints by these: the job goes on from another checkpoint now."""
+        """Replace the given-up checkpoints by these: the job has resumed from another checkpoint."""
         with self._lock:
             self.given_up = tuple(discards)
 
@@ -192,7 +192,7 @@ class PruneWorker:
             self.given_up = tuple(discard for discard in self.given_up if discard.name not in names)
 
     def after_commit(self, step: int) -> None:
-        """Bury the given-up checkpoints, and carry out the policy soon: a checkpoint of this step can be loaded now.
+        """Write the tombstones of given-up checkpoints, and carry out the policy soon: this step can be loaded now.
 
         Never raises: the save has succeeded.
         """
@@ -224,13 +224,13 @@ class PruneWorker:
                 # that.
                 self._asked = False
                 logger.info(
-                    "the program ends, so nothing is pruned after its last save; the next job prunes after its first"
+                    "the program ends before the prune after its last save; the next job prunes after its first save"
                 )
                 return
             self._thread = thread
 
     def now(self, *, force: bool = False) -> Round:
-        """Run one round on the caller's thread, without rests, after the one under way. Raises as `prune_by`."""
+        """Run one round on the caller's thread, without pauses, after the one under way. Raises as `prune_by`."""
         self.drain()
         report = self._carried_out(self.catalog, force=force)
         self._log(self.catalog, report, forced=force)
@@ -243,7 +243,7 @@ class PruneWorker:
             return self._thread is not None
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the rounds that were asked for, now without rests. True if they ended."""
+        """Wait at most `timeout` seconds for the requested rounds, which no longer pause. True if they have ended."""
         with self._lock:
             thread = self._thread
         if thread is None:
@@ -411,6 +411,6 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
 
 
 def _after(policy: RetentionPolicy) -> str:
-    """Return in words when a checkpoint with a tombstone is deleted."""
+    """Return a text for the time when a checkpoint with a tombstone is deleted."""
     grace = policy.prune.grace
     return f"when its grace period of {written(grace)} is over" if grace else "now"

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 @click.option(
     "--deep",
     is_flag=True,
-    help="Look into every folder of the run, not only those where the catalog knows of an unfinished save.",
+    help="Look into every folder of the run, not only those of unfinished saves in the catalog.",
 )
 @click.option(
     "--adopt",
     is_flag=True,
-    help="Delete nothing. Write the missing catalog records of the run's checkpoints. Those of other writers have "
-    "none, and no checkpoint has one after the catalog was lost.",
+    help="Delete nothing. Write the missing catalog records of the run's checkpoints. Checkpoints of other "
+    "writers have none, nor has any after the catalog was lost.",
 )
 @click.option(
     "--name",
@@ -100,7 +100,7 @@ def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
 
     folders = adopt(catalog, dry_run=dry_run)
     if not folders:
-        # Nothing to adopt is fine, but a missing run is an error: the survey raises it.
+        # A run with nothing to adopt is no error, but a missing run is: the survey raises it.
         survey(catalog)
     urls = [catalog.url_of_folder(folder) for folder in folders]
     lines = [*urls, f"{text.count(len(urls), 'checkpoint')} {'would be ' if dry_run else ''}adopted"]
@@ -114,7 +114,7 @@ def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
 
     # Building a policy checks the name: names that policies accept are accepted here.
     RetentionPolicy(Keep(latest=1), run=name)
-    # A mistyped URL is an error, and no claim for a run that nobody saves.
+    # A mistyped URL is an error, so that no claim is written there.
     survey(catalog)
     owner = (claimed_by(catalog) or name) if dry_run else name_run(catalog, name)
     lines = [f"{catalog.url} {'would belong' if dry_run and owner == name else 'belongs'} to run {owner}"]

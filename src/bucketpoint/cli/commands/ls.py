@@ -32,7 +32,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
     from bucketpoint.catalog.observer import Observer
     from bucketpoint.catalog.survey import survey
 
-    # The observer finds the saves of writers without a log, too. Of an empty place the survey says what is there.
+    # The observer finds the saves of writers without a log, too. Without a run, the survey's error names what is there.
     seen = Observer(catalog).look() if everything else None
     snapshot = survey(catalog) if seen is None or seen.is_empty else seen.snapshot
     rows = list(rows_of(snapshot, catalog))

@@ -65,7 +65,7 @@ def overview(
     """Show what a run's checkpoints cost, or write a page about it.
 
     Shows the size and the monthly cost of the checkpoints and, with --policy, of those that the policy would keep. Not
-    counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page shows also
+    counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page also shows
     all checkpoints, saves that did not commit, and what is kept and why. It loads nothing from elsewhere. Takes the
     requests of `watch`, one listing for each checkpoint without a record and, for the page, one small read for each
     checkpoint and each pin. Exits with 1 if --verify finds damage.
@@ -77,7 +77,7 @@ def overview(
 
     observation = Observer(catalog).look()
     if observation.is_empty:
-        # Raises, and says what is at the URL instead of a run.
+        # Raises an error that names what is at the URL instead of a run.
         survey(catalog)
     snapshot = observation.snapshot
     described = document_of(catalog, policy, observation, shown=None)
@@ -95,7 +95,7 @@ def overview(
     verified: list[tuple[str, bool, list[str]]] = []
     for row in described["checkpoints"] if verify else ():
         ok, _, lines = one_of_many(access.at(row["url"]), trusted=trusted, progress=progress)
-        # The verdict names the checkpoint: the page begins with it.
+        # The verdict begins with the checkpoint's URL.
         verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
     if file is not None:
         from bucketpoint.catalog.notes import pins
@@ -160,7 +160,7 @@ def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> It
 
 
 def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
-    """Return how long saves took, by the URL of their checkpoint, as far as their records say it."""
+    """Return the duration of saves by the URL of their checkpoint, where their records have it."""
     from bucketpoint.catalog.records import read_record
     from bucketpoint.cli.page import MOST_ROWS
     from bucketpoint.transfer import TransferOptions
@@ -169,7 +169,7 @@ def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def read(key: str, folder: str) -> None:
-        # A damaged record is no reason for no page: `verify` describes the damage.
+        # The page is made despite a damaged record: `verify` describes the damage.
         with contextlib.suppress(MetadataError):
             record = read_record(catalog, key)
             if record is not None and record.seconds is not None:

@@ -44,11 +44,11 @@ def prune(
 ) -> CommandResult:
     """Carry out a policy once, or show with --dry-run what it decides.
 
-    Checkpoints that the policy deletes or thins get a tombstone first, and go once their grace period is over. Safe
-    from any machine and during a training that saves: only one pruner runs at a time, and checkpoints that are pinned
-    or read meanwhile stay. With --dry-run each kept checkpoint is listed with all its reasons, each deleted one with
-    the rule that nearly kept it. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could
-    be done, or if a delete failed.
+    Checkpoints that the policy deletes or thins get a tombstone first, and are deleted or thinned after their grace
+    period. Safe from any machine and during a training that saves: only one pruner runs at a time, and checkpoints that
+    are pinned or read meanwhile stay. With --dry-run each kept checkpoint is listed with all its reasons, each deleted
+    one with the rule that nearly kept it. Exits with 1 if the circuit breaker refuses all but a few deletions, if
+    nothing could be done, or if a delete failed.
     """
     from bucketpoint.catalog.deletion.prune import prune_by
     from bucketpoint.catalog.records import process_name
@@ -112,7 +112,7 @@ def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what a plan needs to be understood: what it does not decide on, and clocks that were ahead."""
+    """Return what explains a plan: the checkpoints that it does not decide on, and clocks that were ahead."""
     from bucketpoint.catalog.deletion.prune import future_lines, missing_metrics
 
     return {
@@ -124,7 +124,7 @@ def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> d
 
 
 def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
-    """Return what a plan is shown with: the tombstones that wait, those that a prune withdraws, and the notices."""
+    """Return what is shown with a plan: waiting tombstones, those that a prune withdraws, and notices."""
     fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
     spared = snapshot.spared(fates)
     sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}

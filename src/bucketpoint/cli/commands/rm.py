@@ -54,7 +54,7 @@ def _joined(removal: Removal) -> str | None:
 
 
 def _why_not(done: Pruned) -> str | None:
-    # Objects can only remain once the commit is gone.
+    # Objects remain only if the commit is gone already.
     if done.deleted or done.failures:
         return None
     if done.stopped is not None or done.refused:

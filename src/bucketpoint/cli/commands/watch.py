@@ -29,7 +29,7 @@ SHOWN = 10
 
 _NAMED_AT_MOST = 3
 _GAPS = 10
-"""Checkpoints from which the time between saves is told."""
+"""Number of checkpoints from which the time between saves is computed."""
 
 
 @command("watch")
@@ -41,7 +41,7 @@ _GAPS = 10
     metavar="SECONDS",
     help="Time between looks.",
 )
-@click.option("--once", is_flag=True, help="Print one frame and exit, as is done where the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print one frame and exit; the default if the output is not a terminal.")
 @run_and_policy
 def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, every: float, once: bool) -> CommandResult:
     """Show a run while it saves, until Ctrl-C.
@@ -57,7 +57,7 @@ def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, ever
     if once or as_json() or not sys.stdout.isatty():
         observation = observer.look()
         if observation.is_empty:
-            # Raises, and says what is at the URL instead of a run.
+            # Raises an error that names what is at the URL instead of a run.
             survey(catalog)
         document = document_of(catalog, policy, observation)
         return CommandResult(document, run_lines.lines(document, document["taken"]))
@@ -73,7 +73,7 @@ def document_of(
         shown: number of the newest checkpoints that are in it; None for all.
     """
     snapshot, newest, record = observation.snapshot, observation.newest, observation.record
-    # Ages are shown by this machine's clock, unless an object in the store is younger. Nothing is decided by them.
+    # Ages are shown by this machine's clock, unless an object in the store is younger. No decision depends on them.
     now = max(catalog.clock(), snapshot.taken or 0.0)
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {
@@ -152,7 +152,7 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
     if runs and policy.run not in runs:
         mine = f"of run {policy.run}" if policy.run else "of a run without a name"
         name = first_of(sorted(runs), _NAMED_AT_MOST)
-        document["problems"].append(f"the policy is {mine}, and this is run {name}: a prune by it is refused")
+        document["problems"].append(f"the policy is {mine}, but this is run {name}, so it prunes nothing here")
 
 
 def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> CommandResult:
@@ -160,7 +160,7 @@ def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> C
         from bucketpoint.cli.screen import Screen
     except ImportError:
         raise BucketpointError(
-            "A screen that is drawn anew needs the package rich", remedy="pip install 'rich>=13', or pass --once"
+            "A live screen needs the package rich", remedy="pip install 'rich>=13', or pass --once"
         ) from None
     catalog = observer.catalog
     # An error of the first look ends the command: the bucket or the credentials are wrong.
@@ -175,13 +175,13 @@ def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> C
                 except BucketpointError as error:
                     screen.fail(error)
     except KeyboardInterrupt:
-        # Ctrl-C is how a watch ends, so it is no interruption. What was shown last stays on the terminal.
+        # Ctrl-C is the usual end of a watch, so it is no interruption. The last frame stays on the terminal.
         now = max(catalog.clock(), screen.document["taken"])
         return CommandResult(screen.document, run_lines.lines(screen.document, now))
 
 
 def _document(observer: Observer, policy: RetentionPolicy | None) -> dict[str, Any]:
-    """Look at the run. A run that has not begun is waited for, and the document says what is at the URL instead."""
+    """Look at the run. If the run has not begun, wait for it; the document names what is at the URL instead."""
     from bucketpoint.catalog.survey import survey
 
     observation = observer.look()

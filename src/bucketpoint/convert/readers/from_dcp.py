@@ -141,7 +141,7 @@ class _Reading:
         tensor: Any = None if skeleton is None else skeleton.root
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if skeleton is None or not plain or tensor.is_quantized:
-            # Passed on as it is, so that all of it is judged: another reader may find other records in the archive.
+            # Passed on unchanged, so all of it is checked: another reader may find other records in the archive.
             with self._pool.lease(info.length) as raw:
                 self._source.read(key, info.offset, raw)
                 self._judge(fqn, raw)

@@ -18,7 +18,7 @@ from bucketpoint.transfer.pieces import MAX_READ_BYTES, for_each
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_AGAIN = "Index and files are not of one save: download all of them again, or save the model with its index again"
+_AGAIN = "Index and files are not from one save: download all of them again, or save the model with its index again"
 
 
 def read_file(

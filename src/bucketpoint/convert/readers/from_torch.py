@@ -83,7 +83,7 @@ def _check_repetition(root: Any, url: str) -> None:
         fits = False
     if not fits:
         raise MismatchError(
-            "The file holds dictionaries or lists that nest very deeply, or that stand in very many places", url=url
+            "The file holds dictionaries or lists that nest very deeply, or that occur in very many places", url=url
         )
 
 

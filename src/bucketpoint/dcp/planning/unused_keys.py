@@ -225,7 +225,7 @@ class Renaming:
         added = f", which {wrapper} adds" if wrapper else ""
         side = "checkpoint" if self.in_checkpoint else "state"
         return (
-            f"{self.count} of {self.of} compared keys that the checkpoint lacks differ from keys that it has by "
+            f"{self.count} of {self.of} compared keys missing in the checkpoint are in it, but for "
             f"{self.segments!r} in the {side}{added}: the state has {here}, and the checkpoint {there}"
         )
 

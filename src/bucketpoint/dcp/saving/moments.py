@@ -27,8 +27,8 @@ _ELEMENT_BYTES = 8
 
 _ALARM = (
     "no byte of the optimizer's moments (group %r) changed in %s, although training went on: they have not changed "
-    "since %s. The optimizer may no longer step, or the state that is saved may be a stale copy of its own. Check that "
-    "the optimizer whose state is saved is the one on which training calls step(); if it is meant to stand still, "
+    "since %s. The optimizer may no longer step, or the state that is saved may be a stale copy. Check that "
+    "the optimizer whose state is saved is the one on which training calls step(); if it should not change, "
     "ignore this warning"
 )
 

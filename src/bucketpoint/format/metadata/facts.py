@@ -203,7 +203,7 @@ def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None, most: int
     try:
         metadata = run(machine)
     except OverspentError:
-        reason = "it takes more work or memory than a pickle of its length may take"
+        reason = "it needs more work or memory than its length allows"
     except MalformedPickleError as error:
         reason = str(error)
     names = [name for name in machine.refused if not name.startswith("<")]

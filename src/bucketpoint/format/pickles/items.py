@@ -158,7 +158,7 @@ def interpret(
     try:
         value = run(machine)
     except OverspentError:
-        raise RefusedError([*machine.refused, "<more work or memory than a pickle of its length may take>"]) from None
+        raise RefusedError([*machine.refused, "<more work or memory than its length allows>"]) from None
     except MalformedPickleError as error:
         if machine.refused:
             raise RefusedError(list(machine.refused)) from None

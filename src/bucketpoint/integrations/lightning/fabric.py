@@ -81,7 +81,7 @@ def _split(state: Mapping[str, Any], *, strict: bool = True) -> tuple[dict[str, 
     """Return the models and optimizers of a state, and its other values."""
     if _REST in state:
         raise BucketpointError(
-            f"{_REST!r} in the state is the name under which the checkpoint keeps values that are no models",
+            f"{_REST!r} in the state is the name under which the checkpoint keeps values that are not models",
             remedy=f"Give it another name: fabric.save(url, {{'my_{_REST}': ...}})",
         )
     whole = with_parts(state, _ONE_MODEL, strict=strict)

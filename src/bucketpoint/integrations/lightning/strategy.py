@@ -64,7 +64,7 @@ def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> N
         # The load says what is wrong.
         return
     raise BucketpointError(
-        f"There is one object of {info.size} bytes at this URL, and no checkpoint of several",
+        f"This URL holds a single object of {info.size} bytes, not a checkpoint of several",
         url=url,
         remedy="A plain checkpoint of Lightning is loaded by Lightning's own strategies, with "
         "Trainer(plugins=[BucketCheckpointIO()]) from a bucket",

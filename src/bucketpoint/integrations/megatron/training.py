@@ -88,9 +88,9 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
     if told != url.rstrip("/"):
         if told is not None or used:
             raise BucketpointError(
-                f"The folder {root} stands for {told}" if told else f"The folder {root} has files of its own",
+                f"The folder {root} belongs to {told}" if told else f"The folder {root} has files of its own",
                 url=url,
-                remedy="Give a folder for this run alone, which is empty at the first time",
+                remedy="Give an empty folder that only this run uses",
             )
         # In one step, so that another node never reads a part.
         part = root / f"{_MARK}.{uuid.uuid4().hex}"

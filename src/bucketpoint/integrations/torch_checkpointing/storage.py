@@ -96,7 +96,7 @@ class BucketStorageConfig(StorageConfig):
         return BucketStorage(self)
 
 
-_DELETION = "Delete a checkpoint as a whole, with rmdir; what killed saves have left goes with `sweep`"
+_DELETION = "Delete a checkpoint as a whole, with rmdir; `sweep` removes what killed saves have left"
 
 
 class BucketStorage(Storage):
@@ -212,8 +212,8 @@ class BucketStorage(Storage):
                 src_path,
                 source,
                 f"cannot be renamed to {dst_path}",
-                f"A temporary directory can be renamed to its name without {self.where.temp_dir_prefix}, and a file "
-                "that lies in no checkpoint to another name in its directory",
+                f"Two renames work: of a temporary directory to its name without {self.where.temp_dir_prefix}, and of "
+                "a file outside checkpoints within its directory",
             )
         if any(path != target for path in self.trees.files(target)):
             raise self._occupied(dst_path)

@@ -56,7 +56,7 @@ _ARCHIVED = (
 _LEASED = "A lease on the blob or its container refuses the change: break it (`az storage blob lease break`)"
 _IMMUTABLE = (
     "An immutability policy or a legal hold keeps the blob: wait for its end, remove it (az storage blob legal-hold), "
-    "or let checkpoints be in a container without one"
+    "or use a container without one"
 )
 _VAULT = (
     "Check the key in Azure Key Vault that encrypts the account: it must be enabled, and the account's identity needs "

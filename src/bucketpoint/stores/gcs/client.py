@@ -212,7 +212,7 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
     if isinstance(token, str) and token == options.token and not (os.path.isabs(token) or os.path.exists(token)):
         # Not quoted, because it may be a token after all.
         raise CredentialsError(
-            "token in storage_options is no file of credentials",
+            "token in storage_options is not a credentials file",
             remedy="Pass the path of such a file, its content as a dict, or a google.auth Credentials object",
         )
     with warnings.catch_warnings():

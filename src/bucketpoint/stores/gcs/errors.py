@@ -84,7 +84,7 @@ OPERATIONS: dict[str, Operation] = {
 
 _KEPT = (
     "A retention policy, an object retention or a hold keeps the object: wait for its end, release it (`gcloud storage "
-    "objects update --no-temporary-hold`), or let checkpoints be in a bucket without one"
+    "objects update --no-temporary-hold`), or use a bucket without one"
 )
 _BILLING = "The project or its billing account is disabled: enable billing for the project that owns the bucket"
 _PERIMETER = "A perimeter of VPC Service Controls refuses the request: add an ingress rule, or run inside the perimeter"
@@ -252,7 +252,7 @@ def failure_of(
         text += f": {message.rstrip('.')}"
     remedy = rule.remedy
     if rule is RULES[403] and name not in _GENERAL:
-        remedy = "Google names the reason in the code and the message above: it is no missing permission"
+        remedy = "The code and the message above name the reason, which is not a missing permission"
     elif rule is RULES[403] and known is not None:
         remedy = ". ".join(
             (

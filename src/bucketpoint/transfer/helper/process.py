@@ -324,7 +324,7 @@ class _Running:
         own = Ready.of_this_process()
         if received[0] != own:
             raise HelperUnavailableError(
-                f"a new process imports another bucketpoint, {received[0]}, than this one, {own}; after an upgrade, "
+                f"a new process imports bucketpoint {received[0]}, and this one {own}; after an upgrade, "
                 "start the program again"
             )
         self._ready = True
