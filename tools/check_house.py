@@ -1,4 +1,7 @@
-"""Checks the house rules of the package: sizes of files and folders, one class name for one thing, plain docstrings."""
+"""Checks the house rules of the package: sizes of files and folders, one class name for one thing, plain docstrings.
+
+And names of tests: they begin with a verb, are short, and are used once in a file.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "bucketpoint"
+TESTS = ROOT / "tests"
 
 MOST_LINES = 420
 MOST_LINES_OF_ONE_CLASS = 600
 """A class is not cut in two for its length alone."""
 
 MOST_FILES = 16
+MOST_LETTERS = 80
+"""Of the name of a test."""
 
 _RIDDLE = re.compile(r"(What|Where|Whether|Who|Whoever|Whose|How)\b")
 _DISCLAIMER = re.compile(
     r"(No|Not|Never|Nothing|Knows|Asks|Makes|Needs|Loads|Reads|Sends|Sets|Sums|Text|Data|Pure|Code|Thin)\b"
     r"[^.:]*\b(no|not|nothing|nobody|none|only|alone|I/O|requests|tensors|functions|arithmetic)\b[^.:]*\.?$"
+)
+_NO_VERB = re.compile(
+    r"test_(an?|the|its?|this|that|these|those|each|every|any|all|both|no|not|never|nothing|none|nobody|one|two|other|another|"
+    r"what|which|who|whoever|where|when|so|of|in|on|at|by|for|from|to|with|without|within|after|before|behind|under|over|"
+    r"during|between|[0-9]+)_"
 )
 
 
@@ -52,6 +63,29 @@ def faults() -> Iterator[str]:
             yield f"{places[1]}: another class is called {label}: {places[0]}"
 
 
+def names_of_tests(folder: Path = TESTS) -> Iterator[str]:
+    """Name each test whose name does not begin with a verb, is too long or is used twice in its file."""
+    known: set[str] = set()
+    for path in sorted(folder.rglob("*.py")):
+        here: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not node.name.startswith("test_"):
+                continue
+            place = f"{path.relative_to(folder.parent)}:{node.lineno}: {node.name}"
+            if _NO_VERB.match(node.name):
+                yield f"{place}: the name of a test begins with a verb, as `test_refuses_a_damaged_index`"
+            if len(node.name) > MOST_LETTERS:
+                yield f"{place}: {len(node.name)} letters; at most {MOST_LETTERS}"
+            if node.name in here:
+                yield f"{place}: another test of this file has this name"
+            here.add(node.name)
+        known |= here
+    tiers = folder / "tiers.py"
+    for name in re.findall(r'^    "(test_\w+)":', tiers.read_text(encoding="utf-8"), re.M) if tiers.exists() else ():
+        if name not in known:
+            yield f"tests/tiers.py: no test is called {name}"
+
+
 def _docstring_faults(
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[str]:
@@ -69,7 +103,7 @@ def _docstring_faults(
 
 
 def main() -> int:
-    found = list(faults())
+    found = [*faults(), *names_of_tests()]
     for fault in found:
         print(fault)
     print(f"{len(found)} faults")

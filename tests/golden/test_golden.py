@@ -86,9 +86,7 @@ def test_loads_what_was_saved_by_the_independent_reader(version: str, form: str)
         assert said == {"state": EXPECTED[version, form]}
 
 
-def test_refuses_other_ranks_for_a_checkpoint_without_collectives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refuses_other_ranks_for_a_checkpoint_without_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(HERE / "0.1" / "no-collectives")
     with pytest.raises(bucketpoint.MismatchError, match="saved by 4 ranks"):
         BucketReader(url).read_metadata(rank=2)

@@ -180,10 +180,7 @@ def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap:
 @in_parts
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
 def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
-    service: Service,
-    operation: str,
-    wrap: Callable[[Wrap], list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    service: Service, operation: str, wrap: Callable[[Wrap], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = service.url("a")
     save(service, url, 1.0)
