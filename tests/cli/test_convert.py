@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint.convert import CONVERT_OPTIONS, pipeline
@@ -69,6 +70,27 @@ def test_reports_keys_that_are_no_integers_afterwards(
     reason = "because the source notes no integer keys"
     assert f"  keys that look like integers are text, {reason}, in: optim.state\n" in said
     assert program("convert", "b", "b.pt", "--json").json["text_keys"] == ["optim.state"]
+
+
+def test_writes_the_file_that_the_target_names_or_refuses(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(3), "v": torch.ones(3)}}, "a.pt")
+    assert program("convert", "a.pt", "b.safetensors", "--prefix", "model").code == 0
+    with safe_open("b.safetensors", "pt") as file:
+        assert set(file.keys()) == {"v", "w"}
+    assert program("convert", "b.safetensors", "c.pt", "--prefix", "model").code == 0
+    assert torch.load("c.pt")["model.w"].tolist() == [1, 1, 1]
+    for code, said, arguments in [
+        (5, "it has a b.safetensors", ["b.safetensors"]),
+        (2, "more bytes than one file may have: 1", ["c.safetensors", "--max-shard-size", "1"]),
+        (2, "has the name of a file of torch, and --to is bucketpoint", ["c.pt", "--to", "bucketpoint"]),
+        (2, "has the name of a file of safetensors, and --to is torch", ["c.safetensors", "--to", "torch"]),
+    ]:
+        done = program("convert", "a.pt", *arguments)
+        assert (done.code, said in done.err) == (code, True), done.err
+    assert not Path("c.safetensors").exists()
 
 
 @pytest.mark.parametrize("target", ["b", "b.pt"])

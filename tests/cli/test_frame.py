@@ -172,11 +172,16 @@ def test_says_in_an_error_what_where_and_what_to_do_without_a_traceback(tmp_path
     ]
 
 
-def test_names_the_command_that_converts_a_file_of_torch(program: Program, tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_bytes(b"a file")
-    done = program("show", str(tmp_path / "model.pt"))
-    assert done.code == 3
-    assert "`bucketpoint convert FILE URL`" in done.err
+@pytest.mark.parametrize("name", ["model.pt", "hf"])
+@pytest.mark.parametrize("command", ["show", "ls", "cp", "verify", "watch"])
+def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Path, command: str, name: str) -> None:
+    (tmp_path / "hf").mkdir()
+    for file in ("model.pt", "hf/model.safetensors", "hf/config.json"):
+        (tmp_path / file).write_bytes(b"a file")
+    place = str(tmp_path / name)
+    done = program(command, place, *(["out"] if command == "cp" else []))
+    assert (done.code, f"`bucketpoint convert {place} TARGET`" in done.err) == (3, True), done.err
+    assert name == "model.pt" or "Error: The folder holds no .metadata, but model.safetensors\n" in done.err
 
 
 def test_prints_a_traceback_with_debug_and_a_document_with_json(program: Program, tmp_path: Path) -> None:

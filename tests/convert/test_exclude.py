@@ -96,9 +96,9 @@ def test_leaves_a_sparse_tensor_out(tmp_path: Path, to: str) -> None:
     dcp.save({"w": torch.ones(3), "eye": torch.eye(3).to_sparse()}, storage_writer=BucketWriter(f"{tmp_path}/a"))
     for source in ("a.pt",) if to == "bucketpoint" else ("a.pt", "a"):
         with pytest.raises(MismatchError, match="--exclude eye"):
-            converted(tmp_path / source, tmp_path / f"of {source}", to)
-        converted(tmp_path / source, tmp_path / f"of {source}", to, exclude=["eye"])
-        assert keys_at(tmp_path / f"of {source}") == {"w"}
+            converted(tmp_path / source, tmp_path / f"{source} left", to)
+        converted(tmp_path / source, tmp_path / f"{source} left", to, exclude=["eye"])
+        assert keys_at(tmp_path / f"{source} left") == {"w"}
 
 
 def test_leaves_an_item_out_that_is_refused_without_trust(tmp_path: Path) -> None:

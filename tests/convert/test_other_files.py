@@ -61,7 +61,9 @@ def test_names_the_files_of_a_folder_and_the_url_to_pass(tmp_path: Path, source:
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointNotFoundError, match=r"but pytorch_model\.bin") as refused:
         plan_conversion(tmp_path, tmp_path / "out", from_format=source)
-    assert refused.value.remedy == f"Pass the file: {tmp_path}/pytorch_model.bin"
+    assert refused.value.remedy == (
+        f"`bucketpoint convert {tmp_path}/pytorch_model.bin TARGET` reads files of torch.save and safetensors"
+    )
     (tmp_path / "pytorch_model-00002.bin").write_bytes(b"")
     with pytest.raises(CheckpointNotFoundError, match=r"pytorch_model\.bin") as refused:
         plan_conversion(tmp_path, tmp_path / "out", from_format=source)

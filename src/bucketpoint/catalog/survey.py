@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog, committed_info
 from bucketpoint.catalog.snapshot import Notes, Snapshot
-from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.errors import CheckpointNotFoundError, first_of
 from bucketpoint.format import keys
-from bucketpoint.stores import check_url, this_url
+from bucketpoint.stores import Store, check_url, this_url
 
+LOOKED_AT = 1000
 _NAMED_AT_MOST = 3
+_MODEL = "model.safetensors"
 
 
 def survey(catalog: Catalog) -> Snapshot:
@@ -47,8 +51,37 @@ def at_checkpoint(catalog: Catalog) -> CheckpointNotFoundError | None:
     )
 
 
+def names_below(store: Store, prefix: str) -> list[str]:
+    """List the first 1,000 keys below a prefix, without the prefix."""
+    above = f"{prefix}/" if prefix else ""
+    return [info.key[len(above) :] for info in islice(store.list(above), LOOKED_AT)]
+
+
+def other_files(names: Sequence[str], url: str) -> CheckpointNotFoundError | None:
+    """Return the error for a folder whose files are of another format, or for the URL of such a file; else None.
+
+    Args:
+        names: keys below the URL.
+    """
+    found = [name for name in names if "/" not in name and name.endswith(keys.FILE_SUFFIXES)]
+    if not found and (names or not url.endswith(keys.FILE_SUFFIXES)):
+        return None
+    whole = not found or any(name.startswith(_MODEL) for name in names)
+    source = shlex.quote(url if whole else f"{url.rstrip('/')}/{found[0]}")
+    remedy = f"`bucketpoint convert {source} TARGET` reads files of torch.save and safetensors"
+    if len(found) > 1 and not whole:
+        remedy += (
+            ". If they are parts of one model, save it as safetensors with an index, as save_pretrained of "
+            "transformers does, and convert that folder"
+        )
+    what = f"The folder holds no .metadata, but {first_of(found, _NAMED_AT_MOST)}" if found else "There is no folder"
+    return CheckpointNotFoundError(what, url=url, remedy=remedy)
+
+
 def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
-    if (error := at_checkpoint(catalog)) is not None:
+    here = names_below(catalog.store, catalog.prefix)
+    files = None if any(f"/{keys.METADATA}" in name for name in here) else other_files(here, catalog.url)
+    if (error := at_checkpoint(catalog) or files) is not None:
         return error
     above = catalog.key("")
     names = [name[len(above) :].rstrip("/") for name in islice(catalog.store.list_folders(above), _NAMED_AT_MOST)]

@@ -5,7 +5,6 @@ One or two small requests.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.catalog.catalog import get_metadata, newest_folder
+from bucketpoint.catalog.survey import LOOKED_AT, names_below, other_files
 from bucketpoint.errors import (
     LISTED,
     AccessDeniedError,
@@ -34,10 +34,8 @@ from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 1000
 _NAMED_AT_MOST = 5
 _DIGITS = re.compile(r"([0-9]+)")
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,8 @@ class MetadataSource:
 
     def names_here(self) -> list[str]:
         """List the first 1,000 names that lie here; empty if the caller may not list. A successful load never lists."""
-        above = self.prefix + "/" if self.prefix else ""
         try:
-            return [info.key.removeprefix(above) for info in itertools.islice(self.store.list(above), _LOOKED_AT)]
+            return names_below(self.store, self.prefix)
         except StoreError as error:
             logger.debug("could not list %s: %s", self.url, error)
             return []
@@ -153,21 +150,20 @@ class MetadataSource:
                 url=self.url,
                 remedy=f"Pass the newest one: {self.url}/{newest} (bucketpoint.latest_checkpoint(root) finds it)",
             )
+        if (error := other_files(names, self.url)) is not None:
+            return error
         if names:
-            some = f"are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects"
+            some = f"are {len(names)}{'+' if len(names) == LOOKED_AT else ''} objects"
             some = "is 1 object" if len(names) == 1 else some
             return IncompleteCheckpointError(
                 f"There {some} here but no .metadata: the save was interrupted, failed, or is still running",
                 url=self.url,
                 remedy=f"Load another checkpoint: {LISTED}",
             )
-        remedy = f"{check_url(self.store, self.url)}; {LISTED}"
-        if self.url.endswith(_FILES):
-            remedy = "`bucketpoint convert FILE URL` makes a checkpoint of a file of torch.save or safetensors"
         return CheckpointNotFoundError(
             f"There is no checkpoint at {this_url(self.store)}",
             url=self.url,
-            remedy=remedy,
+            remedy=f"{check_url(self.store, self.url)}; {LISTED}",
         )
 
     def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from bucketpoint.catalog.survey import names_below, other_files
 from bucketpoint.checkpoint.open import open_checkpoint
-from bucketpoint.convert.other_files import explain, files_of_folder
+from bucketpoint.convert.other_files import explain
 from bucketpoint.convert.readers.from_dcp import read_dcp
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
 from bucketpoint.convert.readers.from_torch import read_torch
@@ -14,12 +15,14 @@ from bucketpoint.convert.source import (
     DCP,
     SAFETENSORS,
     SAFETENSORS_SUFFIX,
+    TARGETS,
     TORCH,
     TORCH_SUFFIXES,
     Source,
 )
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import (
+    BucketpointError,
     CheckpointDeletedError,
     CheckpointNotFoundError,
     InvalidURLError,
@@ -58,6 +61,32 @@ def open_object(place: Location) -> tuple[Store, str]:
         )
     store, prefix = open_place(place.at(above or "."))
     return store, keys.join(prefix, name)
+
+
+def format_of(url: str, wanted: str, source: Source) -> str:
+    """Return the format of the target at `url`: the one that is wanted, or that the URL's ending names."""
+    if wanted == DCP:
+        raise BucketpointError("dcp is not a target", remedy="Use bucketpoint: readers of torch read such checkpoints")
+    if wanted not in (AUTO, *TARGETS):
+        raise BucketpointError(f"{wanted!r} is not a format", remedy=f"Use one of {', '.join(TARGETS)}")
+    named = TORCH if url.endswith(TORCH_SUFFIXES) else SAFETENSORS if url.endswith(SAFETENSORS_SUFFIX) else AUTO
+    if wanted == AUTO:
+        wanted = named
+    if named not in (AUTO, wanted):
+        raise InvalidURLError(
+            f"The target has the name of a file of {named}, and --to is {wanted}",
+            url=url,
+            remedy="Leave --to out, or name another target",
+        )
+    if wanted != AUTO:
+        return wanted
+    if source.format == BUCKETPOINT:
+        raise InvalidURLError(
+            "The source is already a checkpoint in the format bucketpoint",
+            url=source.url,
+            remedy="Pass the target format with --to, or copy the checkpoint unchanged with `bucketpoint cp`",
+        )
+    return BUCKETPOINT
 
 
 def open_source(
@@ -109,14 +138,14 @@ def open_source(
         if source.has(keys.join(folder, SINGLE_NAME)):
             return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix, exclude=exclude)
     if not isinstance(missing, CheckpointDeletedError):
-        missing = files_of_folder(source, folder, text) or missing
+        missing = other_files(names_below(store, folder), text) or missing
     try:
         store, key = open_object(place)
     except InvalidURLError:
         raise missing from None
     source = SourceBytes(store, transfer)
     if not source.has(key):
-        if text.endswith((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)) and type(missing) is CheckpointNotFoundError:
+        if text.endswith(keys.FILE_SUFFIXES) and type(missing) is CheckpointNotFoundError:
             raise CheckpointNotFoundError(
                 f"There is no file at {this_url(store)}", url=text, remedy=check_url(store, text)
             ) from None

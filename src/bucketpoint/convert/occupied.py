@@ -19,6 +19,9 @@ from bucketpoint.stores import ObjectInfo
 def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> bool:
     """Return True if the conversion replaces a checkpoint or file at the target.
 
+    Args:
+        name: of the file to write; empty for a folder.
+
     Raises:
         CheckpointExistsError: the target has content that must not, or cannot safely, be replaced.
     """
@@ -27,7 +30,8 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) ->
     remedy = "Name another target, or delete the files at this one, which have the same names as the new files"
     if safely:
         remedy = "Name another target, or pass --overwrite"
-    for path in {TORCH: (name,), SAFETENSORS: (INDEX_NAME, SINGLE_NAME)}.get(wanted, (keys.METADATA,)):
+    in_folder = (INDEX_NAME, SINGLE_NAME) if wanted == SAFETENSORS else (keys.METADATA,)
+    for path in (name,) if name else in_folder:
         try:
             info = place.head(path)
         except AccessDeniedError:

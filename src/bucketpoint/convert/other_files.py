@@ -1,16 +1,13 @@
-"""Errors for a source that is no checkpoint: pointers, web pages, and files that are converted by their own URLs."""
+"""Errors for a source that is no checkpoint: pointers, web pages, and files that are missing."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
 
-from bucketpoint.convert.source import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MetadataError, first_of
 
 _HEAD_BYTES = 64
-_LOOKED_AT = 1000
 _NAMED_AT_MOST = 5
 
 _DOWNLOAD = "Download the file itself"
@@ -29,27 +26,6 @@ def explain(source: SourceBytes, key: str, error: BucketpointError) -> Bucketpoi
     if not head:
         return MetadataError("The file is empty", url=source.store.url, key=key, remedy=f"{_DOWNLOAD} again")
     return error
-
-
-def files_of_folder(source: SourceBytes, folder: str, url: str) -> CheckpointNotFoundError | None:
-    """Return the error that names the files of a folder that are converted by their own URLs; None without any."""
-    above = f"{folder}/" if folder else ""
-    below = (info.key[len(above) :] for info in islice(source.store.list(above), _LOOKED_AT))
-    found = [name for name in below if "/" not in name and name.endswith((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))]
-    if not found:
-        return None
-    place = url.rstrip("/")
-    remedy = f"Pass the file: {place}/{found[0]}"
-    if len(found) > 1:
-        remedy = (
-            f"Pass one file, such as {place}/{found[0]}. If they are parts of one model, save it as safetensors with "
-            "an index, as save_pretrained of transformers does, and convert that folder"
-        )
-    return CheckpointNotFoundError(
-        f"The folder holds no .metadata and no model.safetensors, but {first_of(found, _NAMED_AT_MOST)}",
-        url=url,
-        remedy=remedy,
-    )
 
 
 def missing_files(gone: Collection[str], url: str) -> CheckpointNotFoundError:

@@ -14,17 +14,17 @@ from typing import Any
 
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.convert.detect import AUTO, open_object, open_place, open_source
+from bucketpoint.convert.detect import AUTO, format_of, open_object, open_place, open_source
 from bucketpoint.convert.journal import Journal, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
-from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TARGETS, TORCH, TORCH_SUFFIXES, Source
+from bucketpoint.convert.source import SAFETENSORS, SAFETENSORS_SUFFIX, TORCH, Source
 from bucketpoint.convert.target import TargetLayout, TargetPlace
 from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
 from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
-from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError, InvalidURLError
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError
 from bucketpoint.format.keys import METADATA
 from bucketpoint.location import Location, Place
 from bucketpoint.transfer import (
@@ -59,8 +59,8 @@ class ConvertOptions:
     """Options that decide the content of the target.
 
     Attributes:
-        prefix: prefix of the keys in the DCP checkpoint, such as `model.`. Writing safetensors removes it, and leaves
-            out other keys; reading safetensors puts it before each key.
+        prefix: prefix of the keys in the DCP checkpoint, such as `model`, to which a dot is added. Writing safetensors
+            removes it, and leaves out other keys; reading safetensors puts it before each key.
         shard_bytes: bytes of tensors in one safetensors file.
         object_bytes: bytes of one object of a checkpoint of bucketpoint.
         overwrite: replace an existing target, if the format allows it in one atomic step.
@@ -164,7 +164,8 @@ def plan_conversion(
         source: URL or local path of the checkpoint to read.
         target: URL or local path of the checkpoint to write.
         from_format: one of `FORMATS`, or `"auto"`: detected from the source's content.
-        to_format: one of `TARGETS`, or `"auto"`: a file of torch.save if the name ends like one, else bucketpoint's.
+        to_format: one of `TARGETS`, or `"auto"`: by the target's ending, a file of torch.save or of safetensors, else a
+            folder of bucketpoint.
         options: options that decide the content of the target.
         source_options, target_options: storage options of the source and of the target, as for `BucketWriter`.
         source_fs, target_fs: an fsspec filesystem of your own for the source, and for the target.
@@ -178,6 +179,8 @@ def plan_conversion(
         MetadataError, CorruptDataError: the source is damaged.
     """
     chosen = options or ConvertOptions()
+    if chosen.prefix and not chosen.prefix.endswith("."):
+        chosen = replace(chosen, prefix=f"{chosen.prefix}.")
     transfer = _within(transfer)
     there = Location.of(target, target_options, target_fs)
     url = there.url
@@ -189,19 +192,22 @@ def plan_conversion(
         trusted=chosen.trusted,
         transfer=transfer,
     )
-    wanted = _format_of(url, to_format, opened)
+    wanted = format_of(url, to_format, opened)
     if chosen.prefix and SAFETENSORS not in (opened.format, wanted):
         raise BucketpointError(
             f"--prefix is only for safetensors, and this conversion is from {opened.format} to {wanted}",
             remedy="Leave --prefix out",
         )
     filling = Filling(opened.bytes, transfer.max_inflight_bytes // 4)
-    if wanted == TORCH:
+    if wanted == TORCH or url.endswith(SAFETENSORS_SUFFIX):
         store, key = open_object(there)
         folder, _, name = key.rpartition("/")
         place = TargetPlace(store, folder, url)
-        before_end = watch_file(place, name)
-        layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
+        if wanted == TORCH:
+            before_end = watch_file(place, name)
+            layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
+        else:
+            layout = plan_safetensors(opened, filling, place, chosen.prefix, chosen.shard_bytes, name)
         replaces = will_replace(place, wanted, name, chosen.overwrite)
         return ConvertPlan(opened, wanted, place, layout, filling, transfer, replaces=replaces)
     store, folder = open_place(there)
@@ -209,7 +215,7 @@ def plan_conversion(
     journal, other = open_journal(place, _digest(opened, wanted, chosen))
     token, log = journal.token, None
     if wanted == SAFETENSORS:
-        layout = plan_safetensors(opened, filling, place, prefix=chosen.prefix, shard_bytes=chosen.shard_bytes)
+        layout = plan_safetensors(opened, filling, place, chosen.prefix, chosen.shard_bytes)
     else:
         log = _log_there(there, opened)
         layout = plan_bucketpoint(
@@ -290,24 +296,6 @@ def _on_the_way(transfer: TransferOptions) -> TransferOptions:
     The rest is for rearranged chunks and small reads.
     """
     return replace(transfer, max_inflight_bytes=transfer.max_inflight_bytes // 2)
-
-
-def _format_of(url: str, wanted: str, source: Source) -> str:
-    if wanted == DCP:
-        raise BucketpointError("dcp is not a target", remedy="Use bucketpoint: readers of torch read such checkpoints")
-    if wanted not in (AUTO, *TARGETS):
-        raise BucketpointError(f"{wanted!r} is not a format", remedy=f"Use one of {', '.join(TARGETS)}")
-    if wanted != AUTO:
-        return wanted
-    if url.endswith(TORCH_SUFFIXES):
-        return TORCH
-    if source.format == BUCKETPOINT:
-        raise InvalidURLError(
-            "The source is already a checkpoint in the format bucketpoint",
-            url=source.url,
-            remedy="Pass the target format with --to, or copy the checkpoint unchanged with `bucketpoint cp`",
-        )
-    return BUCKETPOINT
 
 
 def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:

@@ -22,6 +22,9 @@ DATA_FOLDER = "data"
 FENCE_FOLDER = f"{CATALOG}/fences"
 """Folder of the fences of attempts, within a checkpoint's folder. Trainers and pruners may write and delete there."""
 
+FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+"""Endings of the files of other formats: torch.save's and safetensors."""
+
 _TOKEN_BYTES = 6
 _GROUP = re.compile(r"[A-Za-z0-9_.]+")
 _DATA_PATH = re.compile(

@@ -36,12 +36,13 @@ _NAMED_AT_MOST = 5
     type=click.Choice(("auto", "bucketpoint", "torch", "safetensors")),
     default="auto",
     show_default=True,
-    help="Format to write. auto: torch if the target ends in .pt, .pth, .bin or .ckpt, else bucketpoint.",
+    help="Format to write. auto: torch if the target ends in .pt, .pth, .bin or .ckpt, safetensors if it ends in "
+    ".safetensors, else bucketpoint.",
 )
 @click.option(
     "--prefix",
     default="",
-    help="Prefix of the keys, such as model. - when writing safetensors, only keys with it are written, and it is "
+    help="First part of the keys, such as model. When writing safetensors, only keys with it are written, and it is "
     "removed from them; when reading safetensors, it is added to every key.",
 )
 @click.option(

@@ -26,15 +26,17 @@ SHARD_BYTES = 5_000_000_000
 
 
 def plan_safetensors(
-    source: Source, filling: Filling, place: TargetPlace, *, prefix: str = "", shard_bytes: int = SHARD_BYTES
+    source: Source, filling: Filling, place: TargetPlace, prefix: str, shard_bytes: int, file: str = ""
 ) -> TargetLayout:
     """Lay all tensors out in files. Items other than tensors are left out.
 
     Args:
         prefix: take only tensors whose keys begin with it, and remove it from the keys.
+        file: name of the one file to write; empty for the names of Hugging Face's layout.
 
     Raises:
-        MismatchError: no tensor is left, or a tensor has a dtype or a key that safetensors cannot hold.
+        MismatchError: no tensor is left, a tensor has a dtype or a key that safetensors cannot hold, or one file is too
+            small for all.
     """
     left_out = [
         fqn
@@ -65,8 +67,14 @@ def plan_safetensors(
                 remedy="Leave the tensor out with --exclude",
             )
     shards = batched(chosen, lambda tensor: tensor.nbytes, shard_bytes)
-    names = [SINGLE_NAME]
+    names = [file or SINGLE_NAME]
     if len(shards) > 1:
+        if file:
+            raise MismatchError(
+                f"The tensors have more bytes than one file may have: {shard_bytes:,}",
+                url=place.url,
+                remedy="Pass --to safetensors with a folder as the target, or raise --max-shard-size",
+            )
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     objects = [_file(name, shard, filling) for name, shard in zip(names, shards, strict=True)]
 
