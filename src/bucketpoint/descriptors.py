@@ -19,5 +19,5 @@ def occupy_standard_descriptors() -> None:
             if opened > 2:
                 os.close(opened)
             else:
-                # For the helper, too: a program that is started expects to have all three.
+                # For the helper, too: a started program expects to have all three.
                 os.set_inheritable(opened, True)

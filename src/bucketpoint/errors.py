@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def first_of(names: Sequence[object], most: int, between: str = ", ", last: str = " and ") -> str:
-    """List at most `most` names for a message, with the number of all others behind them: `a, b and 3 more`."""
+    """List at most `most` names for a message, followed by the number of others: `a, b and 3 more`."""
     listed = between.join(map(str, names[:most]))
     return f"{listed}{last}{len(names) - most} more" if len(names) > most else listed
 
@@ -83,7 +83,7 @@ class InvalidURLError(BucketpointError):
 
 
 class Action(enum.Enum):
-    """The reaction that a failed request calls for: retry, slow down, wait, refresh credentials, or give up."""
+    """The reaction to a failed request: retry, slow down, wait, refresh credentials, or give up."""
 
     RETRY = "retry"
     THROTTLE = "throttle"
@@ -96,7 +96,7 @@ class StoreError(BucketpointError):
     """A request to the store failed.
 
     Attributes:
-        action: the reaction that the failure calls for; FATAL once every attempt has been made.
+        action: the reaction to the failure; FATAL after the last attempt.
         wait_s: least number of seconds that the service asked to wait before another attempt.
         limit_s: most seconds for all attempts of the request, by the options of the store.
     """
@@ -257,7 +257,7 @@ def first_fault(
 ) -> Exception:
     """Return the error for a failure at many values that were saved at once: that of the first key that fails alone.
 
-    Returns `error` if none fails alone. So success costs nothing, and no caller needs to know which values fail.
+    Returns `error` if none fails alone. So success costs nothing, and callers need not know which values fail.
     """
     for key, value in values:
         try:
@@ -292,7 +292,7 @@ class HelperUnavailableError(HelperProcessError):
 
 
 _MAX_FAULTS = 100
-"""Most faults of a policy that an error lists."""
+"""Limit on the faults of a policy that an error lists."""
 
 
 @dataclass(frozen=True)

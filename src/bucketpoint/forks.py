@@ -1,6 +1,6 @@
 """Renewal of what a forked process inherits: its memory, locks, threads, sockets and handlers belong to its parent.
 
-A fork copies objects, and none of the threads that work on them. A lock that another thread held is never released in
+A fork copies objects, but none of the threads that work on them. A lock that another thread held is never released in
 the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So whoever
 makes such an object gives a function here that replaces it in each child.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 no_fork = threading.RLock()
-"""Held by each fork, and by a thread that opens what no child may inherit, such as the helper's end of a channel."""
+"""Held during each fork, and while a thread opens what no child may inherit, such as the helper's end of a channel."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ProcessLock:
 
     def acquire(self, *, blocking: bool = True) -> bool:
         if not self._used:
-            # Here and not in the constructor: some of these locks are made by an import.
+            # Here and not in the constructor: some of these locks are created at import.
             self._used = True
             renew_in_child(self, ProcessLock._renew)
         return self._lock.acquire(blocking)
@@ -103,7 +103,7 @@ def _register() -> None:
 
 
 def _before() -> None:
-    # A signal's handler may raise here; the fork goes on without the lock then.
+    # A signal's handler may raise here; then the fork continues without the lock.
     no_fork.acquire()
     _call("before")
 
@@ -123,12 +123,12 @@ def _in_child() -> None:
 
 
 def _call(moment: str) -> None:
-    # All owners live until the last is renewed: one that another lets go of would act on what is the parent's.
+    # All owners live until the last is renewed: the finalizer of a dropped one would act on the parent's objects.
     owners = [(renewal.owner(), getattr(renewal, moment)) for renewal in list(_renewals.values())]
     for owner, function in owners:
         if owner is not None and function is not None:
             try:
                 function(owner)
             except Exception:
-                # The others are renewed all the same.
+                # The others are still renewed.
                 logger.exception("a %s of the parent was not renewed in a fork", type(owner).__qualname__)

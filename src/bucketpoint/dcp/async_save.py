@@ -60,9 +60,9 @@ class SaveHandle(Future[Metadata]):
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
         self._at_end: program_end.LastSave | None = None
-        # The program has received the outcome: nothing raises the error of the save again.
+        # The program has received the outcome, so the error is not raised again.
         self._told = False
-        # What the stager raised at the call, or the state.
+        # The error that the stager or the state raised at the call.
         self._refused: BaseException | None = None
         # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
         # keeps the caller's group alive until the save has ended.
@@ -85,7 +85,7 @@ class SaveHandle(Future[Metadata]):
         return f"SaveHandle({self.url}, {state})"
 
     def _unstaged(self) -> BaseException | None:
-        """Return the error if the state could not be copied, as far as that is known yet. Never blocks."""
+        """Return the error if the state could not be copied; None while that is unknown. Never blocks."""
         return self.staged.exception() if self.staged.done() else None
 
     @property
@@ -129,7 +129,7 @@ class SaveHandle(Future[Metadata]):
     def failure(self) -> BaseException | None:
         """Return the error if the save has failed; None while it runs and once it is committed.
 
-        Unlike `exception`, it does not count as telling the program: the exit status still reports the failure.
+        Unlike after `exception`, the exit status still reports the failure.
         """
         return super().exception() if self.done() else None
 
@@ -138,7 +138,7 @@ class SaveHandle(Future[Metadata]):
         return bool(concurrent.futures.wait([self], timeout).done)
 
     def _leave_to_parent(self) -> None:
-        # No thread of a fork ends this save, so all who wait for it there would wait forever.
+        # No thread of a fork ends this save, so a wait there would never end.
         futures: tuple[Future[Any], ...] = (self, self.staged)
         for future in futures:
             vars(future).update(_condition=threading.Condition(), _waiters=[], _done_callbacks=[])
@@ -152,25 +152,25 @@ class SaveHandle(Future[Metadata]):
                 )
 
     def _note_told(self) -> None:
-        """Note that the program has received the outcome, and decides by itself what its exit status is."""
+        """Record that the program has received the outcome, and decides its own exit status."""
         self._told = True
         if self._at_end is not None:
             self._at_end.failure = None
 
     def _copied(self, staged: Any) -> None:
-        """Note that the copy is complete."""
+        """Record that the copy is complete."""
         # Keep the lease only: a reference to the staged state would keep the staging memory.
         if isinstance(staged, StagedState):
             self._lease = staged.lease
             if self.url:
-                # Set here, as with a checkpoint process no writer in this process could set the label.
+                # Set here, because with a checkpoint process no writer in this process sets the label.
                 staged.lease.label = f"the save of {self.url}"
         self.staged.set_result(None)
 
     def _ended(self, upload: Future[Any]) -> None:
         error = upload.exception()
         if error is not None:
-            # DCP raises its own error on all ranks, unless it found no group any more and went on alone.
+            # DCP raises its own error on all ranks, unless it found no group any more and saved alone.
             together = isinstance(error, CheckpointException) and process_groups.is_known(self._group)
             if self._group is not None and not together:
                 # Wake the ranks that wait for this one, on connections that are not used again.
@@ -181,14 +181,14 @@ class SaveHandle(Future[Metadata]):
         self._note_figures(error)
         self._parent_group = self._group = None
         if self._at_end is not None:
-            # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
+            # Before the callbacks run: one of them may pass the outcome to the program, which clears this again.
             self._at_end.failure = None if error is None or self._told else str(error)
         if error is None:
             try:
-                # Before the result is there: a program that ends after `result()` has been told of the commit.
+                # Before the result is set: a program that ends after `result()` knows of the commit.
                 self._tell_of_commit(upload.result())
             finally:
-                # All who wait for the handle would wait forever.
+                # Otherwise waits for the handle would never end.
                 self.set_result(upload.result())
         else:
             self.set_exception(error)
@@ -211,11 +211,11 @@ class SaveHandle(Future[Metadata]):
             elif error is not None:
                 note_failure(str(self.url), error)
         except Exception:
-            # An error here would leave the handle, and all who wait for it, without an end.
+            # After an error here, waits for the handle would never end.
             logger.exception("the figures of the save of %s are not known", self.url)
 
     def _tell_of_commit(self, metadata: Any) -> None:
-        """Call `on_commit`, which only a rank that commits was given."""
+        """Call `on_commit`, which only the committing rank has."""
         committed = getattr(metadata, "committed", None)
         if self._on_commit is not None and committed is not None:
             nbytes, step, metrics, _ = committed
@@ -230,7 +230,7 @@ def _raising(begin: Callable[P, SaveHandle]) -> Callable[P, SaveHandle]:
     @functools.wraps(begin)
     def call(*args: P.args, **kwargs: P.kwargs) -> SaveHandle:
         handle = begin(*args, **kwargs)
-        # Of a copy that fails beside training only the handle tells, however soon that is.
+        # A copy that fails beside training is reported only by the handle, however soon it fails.
         error = handle._refused
         if error is not None:
             handle._note_told()
@@ -278,9 +278,9 @@ def async_save(
             `BucketWriter`.
 
     Returns:
-        A handle whose `result()` is the checkpoint's `Metadata`; with several ranks only on the coordinator, and
-        elsewhere an object that says where to read it. The errors it raises are `BucketpointError`s, which `except
-        Exception` catches; DCP's `CheckpointException` is their cause.
+        A handle whose `result()` is the checkpoint's `Metadata` on the coordinator, and on other ranks an object that
+        names where to read it. The errors it raises are `BucketpointError`s, which `except Exception` catches; DCP's
+        `CheckpointException` is their cause.
 
     Raises:
         StagingError: the state cannot be copied. On other ranks the handle raises it: no rank waits for this one.
@@ -304,7 +304,7 @@ def async_save(
     # Not `writer.url`: that may be the URL of the save that this thread ran last.
     own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
     if isinstance(writer, BucketWriter) and checkpoint_id is None:
-        # Without a URL the save would fail in the background, where nobody may look.
+        # Without a URL the save would fail in the background, where the error may go unnoticed.
         writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group, handle.begun_s = process_group, begun_s
@@ -334,7 +334,7 @@ def async_save(
         )
     except BaseException as error:
         if not alone:
-            # The save of the others would wait for this rank, and then meet its next one.
+            # The others' save would wait for this rank, and then be mixed with its next save.
             meshes.given_up(group, error, handle.url)
         raise
     handle._refused = watched.refused

@@ -1,7 +1,7 @@
 """Copy of a committed checkpoint: data objects first, then `.metadata`, by the same commit as a save.
 
-A checkpoint at the destination stays whole until that commit. A copy that was interrupted is resumed: the objects that
-it left are not sent again.
+A checkpoint at the destination stays whole until that commit. An interrupted copy is resumed: objects already there are
+not sent again.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class CopyPlan:
     Attributes:
         paths: path of each object in the source, and the path that it gets at the destination.
         sources: size and ETag of each object, from the source's store.
-        there: objects that an earlier, interrupted copy left at the destination, whole.
+        there: complete objects of an earlier, interrupted copy at the destination.
         replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
         seen: commit found at the destination; only it may be replaced. None: it could not be read, and is not checked.
-        inside: the service can copy the objects by itself, without sending them through this process.
+        inside: the service can copy the objects, without sending them through this process.
         token: token of the copy: that of the original save, or the fresh one in the objects' new names.
         catalog: catalog of the run that the copy will belong to; None if the destination is not in a run.
     """
@@ -90,7 +90,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class Copied:
-    """The outcome of a copy. `inside`: the service copied by itself, so that no checksum could be compared."""
+    """The outcome of a copy. `inside`: the service copied the objects, so that no checksum could be compared."""
 
     objects: int
     nbytes: int
@@ -248,7 +248,7 @@ def _left_behind(
 ) -> dict[str, ObjectInfo]:
     """Return the objects that are at the destination already.
 
-    Only objects named by the token of a save are taken: any other name does not tell the content of an object.
+    Only objects named by the token of a save are accepted: other names do not identify the content.
     """
     wanted = {keys.join(prefix, path): path for path in sources if keys.parse_data_path(path) is not None}
     if not wanted or not saved.facts:
@@ -263,7 +263,7 @@ def _left_behind(
 
 
 def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
-    """Check just before the commit that all objects are still there: a sweep may have deleted those of an old copy.
+    """Check just before the commit that all objects still exist: a sweep may have deleted those of an old copy.
 
     One LIST for each 1,000 objects.
     """
@@ -274,7 +274,7 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
     try:
         listed = retry_transient(lambda: list(plan.store.list(above)))
     except AccessDeniedError:
-        # Without the right to list, no object of an earlier copy was taken over, so no sweep can have deleted one.
+        # Without the right to list, no object of an earlier copy was reused, so no sweep can have deleted one.
         return
     there = {info.key: (info.size, info.etag) for info in listed}
     for key, info in expected.items():
@@ -321,7 +321,7 @@ class _Checked:
 
     def see(self, start: int, view: memoryview) -> None:
         with self._lock:
-            # Made when the first bytes arrive: if the service copies by itself, none do, and no table need be read.
+            # Created when the first bytes arrive: none arrive if the service copies, and then no table is read.
             if self._check is None:
                 regions = _regions(self._saved, self._path, self._shapes, self._source)
                 self._check = ObjectCheck(regions)
@@ -339,7 +339,7 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
     """Return the metadata to commit, bucketpoint's part of it, and both as bytes.
 
     Metadata of bucketpoint holds the URL of the commit and the ETags of the objects, which a load checks: the copy gets
-    values of its own. Metadata of other writers holds neither, and is copied unchanged to the byte.
+        new ones. Metadata of other writers holds neither, and is copied unchanged to the byte.
     """
     saved = plan.saved
     if not saved.facts:

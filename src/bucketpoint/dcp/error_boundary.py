@@ -1,6 +1,6 @@
 """The boundary at which errors leave for other ranks: only BucketpointErrors pass.
 
-DCP pickles them. Where this package sends them itself they are plain values, as anybody may write where they are read.
+DCP pickles them. Where this package sends them, they are plain values, because other processes may write there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = {
 """The classes of errors that one rank receives from another, by name."""
 
 MOST_BYTES = 256 << 10
-"""Most bytes of a message that is decoded. What `to_plain` returns is shorter."""
+"""Limit on the bytes of a message that is decoded. Results of `to_plain` are shorter."""
 
 _DYING_S = 1.0
 """Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
@@ -44,7 +44,7 @@ _TEXTS = ("url", "key", "remedy")
 def to_plain(error: BucketpointError) -> list[Any]:
     """Return an error as the name of its class, or of the nearest of `KINDS`, and its message and fields: for JSON."""
     name = next(kind.__name__ for kind in type(error).__mro__ if KINDS.get(kind.__name__) is kind)
-    # An error with fields of its own, such as the faults of a policy, tells them in its text.
+    # An error with further fields, such as the faults of a policy, has them in its text.
     own = error.fields().keys() != BucketpointError("").fields().keys()
     fields = {"rank": error.rank, **{field: _clipped(getattr(error, field)) for field in _TEXTS}}
     return [name, _clipped(str(error) if own else error.message), fields]
@@ -70,11 +70,11 @@ def from_plain(value: Any) -> BucketpointError:
 
 
 def as_failure(error: BaseException, rank: int, url: str | None = None, what: str = "") -> BucketpointError:
-    """Return an error of any kind as the one that all ranks raise. One of ours gets the rank and the URL that it lacks.
+    """Convert any error to the one that all ranks raise. One of ours gets the rank and the URL that it lacks.
 
     Args:
         rank: the rank of the job on which it happened.
-        what: what has failed; by default the rank.
+        what: name of what has failed; by default the rank.
     """
     failure = error
     if not isinstance(failure, BucketpointError):
@@ -93,7 +93,7 @@ def errors_of_dcp(
     *,
     before: tuple[type[BucketpointError], ...] = (),
 ) -> Iterator[None]:
-    """Raise the error of a call of DCP as ours, and what has interrupted this rank as it is. Arguments as `as_ours`."""
+    """Raise the error of a call of DCP as ours, and an interruption of this rank unchanged. Arguments as `as_ours`."""
     try:
         yield
     except CheckpointException as raised:
@@ -101,7 +101,7 @@ def errors_of_dcp(
 
 
 def interrupt_in(error: CheckpointException, ranks: Sequence[int] = ()) -> BaseException | None:
-    """Return what has interrupted this rank, such as Ctrl-C; DCP raises it on all ranks as the failure of this one."""
+    """Return the interruption of this rank, such as Ctrl-C; DCP raises it on all ranks as this rank's failure."""
     own, _ = error.failures.get(ranks.index(process_groups.this_rank()) if ranks else 0, (None, None))
     return None if isinstance(own, Exception | CheckpointException) else own
 
@@ -120,7 +120,7 @@ def as_ours(
     `PeerFailedError` last. If the checkpoint process has died, return an error that says so.
 
     Args:
-        ranks: the ranks of the call by their numbers in the job; DCP has those in the group. Empty for this one alone.
+        ranks: the ranks of the call by their numbers in the job; DCP uses the group's. Empty for this rank alone.
         before: classes of errors that are preferred to all others.
     """
     ranks = ranks or (process_groups.this_rank(),)
@@ -164,7 +164,7 @@ def dcp_call(method: F) -> F:
 
     An exception that cannot be unpickled on the other ranks hangs the job instead of failing it. So a foreign exception
     is turned into a BucketpointError with its text; a BucketpointError gets the rank and the URL if it lacks them. If
-    the object has a true attribute `unwatched`, the error is logged too.
+    the object's attribute `unwatched` is true, the error is logged too.
     """
 
     @functools.wraps(method)
@@ -177,7 +177,7 @@ def dcp_call(method: F) -> F:
                 if program_end.has_come():
                     program_end.lose(self.url, ours)
                 logger.error("rank %s: the asynchronous save of %s failed: %s", ours.rank, self.url, ours)
-            # The cause stays as it is.
+            # The cause is unchanged.
             raise ours from ours.__cause__
 
     return call  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""Meetings of ranks over the job's own key-value store: who has come, what each rank calls, and why a call has failed.
+"""Meetings of ranks over the job's key-value store: who has joined, what each calls, and why a call failed.
 
 A meeting needs no connections between the ranks, so that it works before there are any, and after they have failed. Any
-process of the job's network may write into the store: what lies there is JSON with limits.
+process of the job's network may write into the store, so messages are JSON of limited size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
-"""Seconds after which a rank that waits logs who has not come."""
+"""Seconds after which a waiting rank logs which ranks are missing."""
 
 ANSWERS_WITHIN_S = 3.0
 """Seconds in which a rank answers whose connections were closed, unless it is lost."""
@@ -50,7 +50,7 @@ class Failure:
 
     @classmethod
     def received(cls, data: bytes, ranks: tuple[int, ...]) -> Failure:
-        """Decode what `encoded` returned. Any process on the job's network may have written something else there."""
+        """Decode the result of `encoded`. Any process on the job's network may have written something else there."""
         try:
             rank, kind, error = decoded(data)
             if kind in get_args(Kind) and type(rank) is int and rank in ranks:
@@ -97,16 +97,16 @@ class Meeting:
         purpose: str = "calls",
         error: BaseException | None = None,
     ) -> Meeting:
-        """Note in the job's store that this rank begins a call. Does not wait for the others.
+        """Record in the job's store that this rank begins a call. Does not wait for the others.
 
         Each rank numbers its calls. Numbers of calls that have failed are skipped, so that a rank that missed such a
-        call meets the others again at its next one. The rank that comes last compares what all have noted.
+        call meets the others again at its next one. The last rank to join compares the records of all.
 
         Args:
             mesh: name of the mesh that this rank has; empty for none.
             purpose: kind of calls that are numbered together: all ranks make them in one order.
-            error: failure of this rank, after which no rank may continue. It is raised here and on the others, also on
-                those that come later.
+            error: failure of this rank, after which no rank may continue. It is raised on all ranks, also those that
+                join later.
         """
         job, index = dist.PrefixStore(purpose, process_groups.store_of(ranks)), ranks.index(dist.get_rank())
         for _ in range(_MOST_SKIPPED):
@@ -125,23 +125,23 @@ class Meeting:
             if len(set(calls)) > 1:
                 meeting.end(Failure(ranks[0], "error", other_calls(ranks, calls)))
             else:
-                # Unless a rank was interrupted while it waited for this one.
+                # Does not hold if a rank was interrupted while it waited for this one.
                 meeting.store.compare_set("all", "", json.dumps(names.pop() if len(names) == 1 else ""))
         return meeting
 
     def come(self, mesh: str = "") -> None:
-        """Note that this rank is here."""
+        """Record that this rank has joined."""
         self.store.set(f"here/{self.ranks.index(dist.get_rank())}", json.dumps([self.what, mesh]))
 
     def missing(self) -> list[int]:
-        """Return the global ranks that have not noted that they are here."""
+        """Return the global ranks that have not joined."""
         return [rank for index, rank in enumerate(self.ranks) if not self.store.check([f"here/{index}"])]
 
     def wait(self, within_s: float) -> None:
         """Wait until all ranks make the same call, or until one of them has failed.
 
         Raises:
-            BucketpointError: that of a rank that has failed; or some have not come in time, or make another call.
+            BucketpointError: the error of a failed rank; or ranks are missing at the deadline, or make another call.
         """
         begun = time.monotonic()
 
@@ -163,7 +163,7 @@ class Meeting:
         self.verdict()
 
     def verdict(self) -> str:
-        """Return the name of the mesh that all ranks have; empty if a new one is to be made. All ranks must be here.
+        """Return the name of the mesh that all ranks have; empty if a new one is to be made. All must have joined.
 
         Raises:
             RanksDisagreeError: the ranks make different calls.
@@ -177,18 +177,18 @@ class Meeting:
         raise Failure.received(data, self.ranks).error
 
     def end(self, failure: Failure) -> None:
-        """Raise an error on all ranks that are here, and on those that come later."""
+        """Raise an error on all ranks that have joined, and on those that join later."""
         self.store.set("all", failure.encoded())
 
     def fail(self, failure: Failure) -> None:
-        """Note a failure for the ranks that are here. A rank that comes later skips this meeting."""
+        """Record a failure for the ranks that have joined. A rank that joins later skips this meeting."""
         number = self.store.add("failures", 1)
         self.store.set(f"failed/{number}", failure.encoded())
 
     def failures(self) -> list[Failure]:
-        """Return the failures that ranks have noted, in the order of the notes."""
+        """Return the failures that ranks have recorded, in order."""
         found = []
-        # Each rank notes one at most: a larger count is not theirs.
+        # Each rank records at most one: a larger count comes from elsewhere.
         for number in range(1, min(self.store.add("failures", 0), len(self.ranks)) + 1):
             key = [f"failed/{number}"]
             # A rank counts its failure before it writes it, so the text may still be on its way.
@@ -197,7 +197,7 @@ class Meeting:
         return found
 
     def log_missing(self, waited_s: float) -> None:
-        """Log the ranks that this one has waited for."""
+        """Log the ranks that this one waits for."""
         missing = self.missing()
         if missing:
             has = "have" if len(missing) > 1 else "has"
@@ -221,7 +221,7 @@ class Meeting:
 
 
 def poll(until: Callable[[], bool], ends: float, longest_s: float = _LONGEST_POLL_S) -> bool:
-    """Return True once `until` does, False at the end."""
+    """Return True once `until` returns True, False at the end."""
     pause = _FIRST_POLL_S
     while not (done := until()) and time.monotonic() < ends:
         time.sleep(max(min(pause, ends - time.monotonic()), 0))
@@ -242,7 +242,7 @@ def other_calls(ranks: Sequence[int], calls: Sequence[str]) -> RanksDisagreeErro
 
 
 def _noted(data: bytes) -> tuple[str, str]:
-    """Decode a call and the name of a mesh, in place of which any process may have written something else."""
+    """Decode a call and the name of a mesh; any process may have written something else there."""
     with contextlib.suppress(ValueError):
         found = decoded(data)
         if isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found):

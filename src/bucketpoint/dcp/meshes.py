@@ -1,6 +1,6 @@
-"""The mesh: one gloo group of ours for all saves and loads of the same ranks.
+"""The mesh: bucketpoint's one gloo group for all saves and loads of the same ranks.
 
-All calls take turns on it: a save or a load first waits for the saves that its process began before.
+Calls take turns on it: a save or a load first waits for its process's earlier saves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bucketpoint.forks import ProcessLock
 logger = logging.getLogger(__name__)
 
 _ANEW_WITHIN = timedelta(minutes=1)
-"""Longest time to wait for the other ranks to make a mesh anew. Unlike its first making, this can be on some ranks
-alone: on those that have seen the failure."""
+"""Longest time to wait for the other ranks to make another mesh. Only the ranks that have seen the failure may make
+it."""
 
 _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValueDictionary()
 """The newest mesh of these ranks."""
@@ -44,15 +44,15 @@ _making = ProcessLock()
 
 @dataclass(eq=False)
 class Mesh:
-    """A group of ours over some ranks, for all saves and loads of these ranks.
+    """Bucketpoint's group over some ranks, for all saves and loads of these ranks.
 
     Attributes:
         name: the same on all ranks; never used for another mesh of the job.
         timeout: how long its collectives wait.
         process: id of the process that made it. A fork inherits none of the threads that receive.
-        lost: its connections are cut, or may be. Another is made by the next call.
-        leave: frees its connections and threads.
-        ended: place in the job's store where the first rank that gives the mesh up notes why.
+        lost: its connections are cut, or may be. The next call makes another mesh.
+        leave: function that frees its connections and threads.
+        ended: key in the job's store where the first rank that gives the mesh up records why.
     """
 
     group: Any
@@ -68,7 +68,7 @@ class Mesh:
         """Connect the ranks of `parent`, and keep the mesh for their next calls. A collective call.
 
         Args:
-            meeting: a meeting at which all these ranks are.
+            meeting: a meeting that all these ranks have joined.
             within: longest time for the connections to be made.
             lasting: how long its collectives wait; by default as long as those of `parent`.
         """
@@ -98,10 +98,10 @@ class Mesh:
         return _disconnected(self.group)
 
     def end(self, error: BaseException, url: str | None) -> BucketpointError:
-        """Close the connections after an error that this rank had alone. Return the one that explains it, on all ranks.
+        """Close the connections after an error that this rank had alone. Return its cause, on all ranks.
 
         The first rank with an error finds out which ranks are lost. The others lose their connections only then, and
-        those that work on notice it much later.
+        working ranks notice it much later.
         """
         assert self.ended is not None
         ended, store, here, lost = self.ended, self.ended.store, process_groups.this_rank(), list[int]()
@@ -125,7 +125,7 @@ class Mesh:
         return ours
 
     def drop(self) -> None:
-        """Free the connections and threads, now and not once nothing refers to the mesh."""
+        """Free the connections and threads now, not when the mesh is garbage-collected."""
         self.lost = True
         self.leave()
         self.group = None
@@ -135,7 +135,7 @@ def _disconnected(group: Any) -> list[int]:
     """Close the connections of a group, and return what `Mesh.cut` does."""
     with contextlib.suppress(RuntimeError):
         backend, here, size = process_groups.backend_of(group), group.rank(), group.size()
-        # Of a large group only these are certain to be connected: gloo's barrier has sent to them.
+        # In a large group only these are certainly connected: gloo's barrier has sent to them.
         near = [(here + (1 << power)) % size for power in range((size - 1).bit_length())]
         others = [peer for peer in range(size) if peer != here]
         return process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
@@ -149,7 +149,7 @@ def _or_world(group: Any) -> Any:
 def mesh_of(parent: Any) -> Mesh | None:
     """Return the mesh of the ranks of a group, if one was made and can be used.
 
-    A mesh belongs to one default group of torch's: it is not used once that was destroyed, nor in a forked process.
+    A mesh belongs to one default group of torch: it is not used after the group's destruction, nor in a fork.
 
     Raises:
         BucketpointError: this process was forked from the one that made the mesh.
@@ -176,7 +176,7 @@ def group_beside(parent: Any) -> Any:
     a save on it has failed.
 
     Raises:
-        BucketpointError: some ranks have not come to make the group.
+        BucketpointError: some ranks have not joined to make the group.
     """
     if not process_groups.is_initialized():
         return None
@@ -228,11 +228,11 @@ def _explained(error: BaseException, lost: list[int], url: str | None) -> Bucket
 
 
 def leave_default_group() -> None:
-    """Let the save that DCP runs on this thread in the background make its collectives on the mesh of all ranks.
+    """Make DCP's background save on this thread use the mesh of all ranks for its collectives.
 
     DCP would make them on the default process group, at the same time as training, unless its caller passed another. A
-    writer is not given the group. It is in DCP's wrapper of it, which is a local variable of the functions that call
-    the writer. A checkpoint process saves on its main thread, and shares its default group with nobody.
+    writer is not given the group. It is in DCP's wrapper, a local variable of the functions that call the writer. A
+    checkpoint process saves on its main thread, and nothing else uses its default group.
     """
     if not process_groups.is_initialized() or threading.current_thread() is threading.main_thread():
         return

@@ -1,7 +1,7 @@
 """Separate process groups for checkpoints, so that their collectives never mix with those of training.
 
 Two threads that use one process group at once send on the same connections. If the order differs between ranks, they
-wait for each other forever, or one reads the other's bytes, on which gloo ends the process."""
+wait for each other forever, or one reads the other's bytes, and gloo ends the process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNUSED_TAG = 1 << 30
 _AT_ONCE = timedelta(milliseconds=1)
 
 MOST_CONNECTED = 256
-"""Most ranks of a group that are all connected with each other. 256 ranks fetch 150 MB of addresses from the job's
-store, and 2,000 would fetch 65 GB."""
+"""Limit on the ranks of a group that are all connected with each other. 256 ranks fetch 150 MB of addresses from the
+job's store, and 2,000 would fetch 65 GB."""
 
 _LAZY = "bucketpoint_lazy_gloo"
 _SPARE_DESCRIPTORS = 64
@@ -65,7 +65,7 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
         first_may: accept rank 0. It may save alone on purpose, with `no_dist=True`, which a writer cannot see.
 
     Raises:
-        BucketpointError: WORLD_SIZE, which torchrun sets, names several ranks, and each of them would work by itself.
+        BucketpointError: WORLD_SIZE, which torchrun sets, names several ranks, and each of them would work alone.
     """
     world, rank = ranks_expected(), os.environ.get("RANK", "0" if first_may else "?")
     if world <= 1 or (first_may and rank == "0"):
@@ -82,7 +82,7 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
 
 
 def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
-    """Check that the process group which joined the ranks when their state was staged is still there.
+    """Check that the process group of the ranks still exists as it was when their state was staged.
 
     Without it DCP takes each rank for the only one: a rank would commit its own part for the whole.
 
@@ -97,7 +97,7 @@ def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
 
 
 def group_gone(why: str, url: str | None) -> RanksDisagreeError:
-    """Return the error of a save whose ranks nothing joins any more."""
+    """Return the error of a save whose process group is gone."""
     return RanksDisagreeError(
         why,
         url=url,
@@ -137,8 +137,8 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
     `dist.new_group` does not serve: all ranks of the job have to call it, its group names repeat after a failure, and
     they differ between ranks that are in different numbers of groups.
 
-    Of more than `MOST_CONNECTED` ranks only those are connected that a collective has sent between: the first rank with
-    all others, and any other rank with some log2(ranks).
+    Among more than `MOST_CONNECTED` ranks only those are connected that a collective has used: the first rank with all
+    others, and any other rank with some log2(ranks).
 
     Args:
         store: a store that only this group uses.
@@ -168,7 +168,7 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
 
 
 def _refuse_too_few_descriptors(ranks: tuple[int, ...], connections: int) -> None:
-    """Raise an error where gloo would end the process: it has no other answer to a connection that cannot be opened."""
+    """Raise an error where gloo would end the process: its only reaction to a connection that cannot be opened."""
     with contextlib.suppress(ImportError, OSError):
         import resource
 
@@ -187,7 +187,7 @@ def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    # As gloo's own constructor chooses them.
+    # Chosen as gloo's own constructor does.
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
         gloo.create_default_device(lazy_init=True)
@@ -196,7 +196,7 @@ def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _connect_neighbours(backend: Any) -> None:
-    """Run each collective that DCP uses once. A rank that is lost later is noticed by its connections that close."""
+    """Run each collective that DCP uses once. A rank that is lost later is noticed by its closed connections."""
     own = torch.zeros(1, dtype=torch.uint8, device="cpu")
     every = [torch.empty_like(own) for _ in range(backend.size())]
     to_first, from_first = dist.GatherOptions(), dist.BroadcastOptions()
@@ -229,7 +229,7 @@ def disconnect(backend: Any, peers: Iterable[int]) -> list[int]:
         Those of `peers` whose connections to this rank were closed before.
     """
     # Connections stay open while anything refers to them, such as a traceback. A wait that times out closes all
-    # connections; no other way works on every supported version of torch.
+    # connections, the only way that works on every supported version of torch.
     works, lost = [], []
     for peer in peers:
         try:

@@ -1,8 +1,8 @@
 """Exit status of a program that loses its last asynchronous save.
 
 The interpreter waits for the threads that save, but an error in one of them does not change the exit status, so a job
-whose last checkpoint failed would look complete. Python documents one way to change the status that late: it is 120 if
-output cannot be flushed.
+whose last checkpoint failed would look complete. Python documents one way to change the status that late: 120 if output
+cannot be flushed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ class LastSave:
     """Outcome of one save. Holds the text of an error only: the error would keep its frames and their memory alive.
 
     Attributes:
-        failure: why the save failed, as text; empty while it runs, None once it is committed, or once the program has
-            been told of the failure.
+        failure: text of the failure; empty while the save runs, None once it is committed or the failure was received.
     """
 
     def __init__(self, url: str | None) -> None:
         self.url = url
         self.failure: str | None = ""
-        # The outcome of this save is no matter of a fork's.
+        # The outcome of this save does not concern a fork.
         renew_in_child(self, lambda inherited: vars(inherited).update(failure=None))
 
 
@@ -35,14 +34,14 @@ _last: LastSave | None = None
 
 
 def begin(url: str | None) -> LastSave:
-    """Note that a save has begun: from now on its outcome decides the exit status."""
+    """Record that a save has begun: from now on its outcome decides the exit status."""
     global _last
     _last = LastSave(url)
     return _last
 
 
 def lose(url: str | None, error: BaseException) -> None:
-    """Note the failure of a save when the program has ended and cannot be told of it."""
+    """Record the failure of a save after the end of the program, which cannot receive it."""
     begin(url).failure = str(error)
 
 

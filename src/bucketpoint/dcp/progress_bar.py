@@ -1,4 +1,4 @@
-"""Progress of a save or load as a person sees it: a bar on a terminal if wanted, and one log line."""
+"""Display of the progress of a save or load: a bar on a terminal if wanted, and one log line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def _console() -> Any:
-    """Return a console on which a bar can be drawn: a terminal, a notebook, or what the environment takes for one."""
+    """Return a console on which a bar can be drawn: a terminal or a notebook, also one set by the environment."""
     try:
         from rich.console import Console
     except ImportError:
@@ -94,7 +94,7 @@ def _bar(console: Any) -> Iterator[ProgressCallback]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with RichProgress(*columns, console=console, transient=True) as shown:
-        # A thread may hold the display's lock at a fork: what a child prints must not go through it.
+        # A thread may hold the display's lock at a fork, so a child must not print through the display.
         renew_in_child(shown, lambda _: _leave_display())
         task = shown.add_task("", total=None)
 

@@ -138,7 +138,7 @@ class BucketReader(Located, StorageReader):
 
         Raises:
             CheckpointNotFoundError: nothing is committed here.
-            IncompleteCheckpointError: data is here without a commit.
+            IncompleteCheckpointError: there is data without a commit.
             MetadataError, UnsafeDataError: the metadata cannot, or must not, be read.
             BucketpointError: ranks that are to load together are missing, or load something else.
         """
@@ -169,7 +169,7 @@ class BucketReader(Located, StorageReader):
         return self._cooperation.read_once(read)
 
     def _leave(self) -> None:
-        """Tell the ranks that load together with this one, if there are any, that this rank gave up its load."""
+        """Report to the ranks that load together with this one, if any, that it gave up its load."""
         if self._cooperation is not None:
             self._cooperation.close()
 
@@ -245,12 +245,12 @@ class BucketReader(Located, StorageReader):
         started = time.monotonic()
         plans, self._plans = self._plans, []
         if plans and type(planner) is DefaultLoadPlanner and self._metadata is not None:
-            # Our planner compares the keys of all ranks; torch's says nothing, so the coordinator tells what it knows.
+            # Our planner compares the keys of all ranks; with torch's, the coordinator compares its own.
             flat = planner.state_dict
             unmatched = find_unmatched(flat, planner.original_state_dict, self._metadata.state_dict_metadata)
             compare_keys(self._metadata, plans, flat, unmatched).log(self._url, losses_only=True)
         pool = BufferPool(self.transfer.max_inflight_bytes)
-        # With ranks that load together, the others are told of any error here.
+        # In a cooperative load, any error here is reported to the other ranks.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
         with group, progress_callback(self.progress, self.rank or 0) as callback:
             store, prefix = self._open(self._url)
@@ -273,7 +273,7 @@ class BucketReader(Located, StorageReader):
                 ) from error
             meter.finish()
         self._stats = self._figures(started, meter)
-        # What the thread requests next is no request of this load; it may be one of a save whose planner has loaded.
+        # Later requests of this thread do not belong to this load, but maybe to a save whose planner has loaded.
         retry.count_into(self._former_counts)
         note_load(self._stats, str(self._url))
         level = logging.INFO if not self.rank else logging.DEBUG
@@ -288,7 +288,7 @@ class BucketReader(Located, StorageReader):
         return self._stats
 
     def explain(self) -> str:
-        """Say whether the last load was cooperative, and why, with figures."""
+        """Explain whether the last load was cooperative, and why, with figures."""
         return 'Plain: cooperative="off"' if self._cooperation is None else self._cooperation.explanation
 
     # -- one load -----------------------------------------------------------------------------------------------------

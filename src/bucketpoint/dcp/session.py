@@ -93,7 +93,7 @@ class PriorCommit:
     """The commit that was found at a URL when an attempt began.
 
     Attributes:
-        there: a checkpoint was committed.
+        there: True if a checkpoint was committed.
         etag: ETag of the checkpoint's metadata; None if there was no checkpoint, or if the store has no ETags.
     """
 
@@ -110,7 +110,7 @@ class SaveSession:
         seen: commit that the coordinator found when the save began; None if that is not known.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         times: when the steps of the save began and ended, and the counts of its requests.
-        planned: DCP has begun to plan this save. The next save gets a new session.
+        planned: True if DCP has begun to plan this save. The next save gets a new session.
         ranks: the ranks that save, as far as they are known.
     """
 
@@ -130,10 +130,10 @@ class SaveSession:
         return self.times.rank
 
     def count_ranks(self, count: int) -> None:
-        """Check on the coordinator that as many ranks have planned, or written, as save together.
+        """Check on the coordinator that all ranks that save together have planned, or written.
 
         Raises:
-            RanksDisagreeError: another number of them has.
+            RanksDisagreeError: their number differs.
         """
         if self.use_collectives and self.ranks.together not in (None, count):
             raise RanksDisagreeError(

@@ -16,7 +16,7 @@ from bucketpoint.telemetry import begin_span, current_context, end_span, record,
 def begin_save(times: SaveTimes, url: str) -> str | None:
     """Begin the coordinator's span of a save. Return its name for the spans of other ranks; None if it is not recorded.
 
-    It begins when the save was called, and `end_save` ends it.
+    It begins at the call of the save, and `end_save` ends it.
     """
     times.span = _begin(times, url)
     return reference(times.span)
@@ -24,7 +24,7 @@ def begin_save(times: SaveTimes, url: str) -> str | None:
 
 def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException | None = None) -> None:
     """End the span of a save on this rank, with those of its steps, and record its metrics."""
-    # What the thread requests from now on is no request of this save: `BucketWriter.stats` would count it.
+    # Later requests of this thread do not belong to this save, but `BucketWriter.stats` would count them.
     retry.count_into(None)
     run, ended = _run(url), time.monotonic()
     span = times.span if times.span is not None else _begin(times, url)

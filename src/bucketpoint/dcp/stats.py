@@ -57,7 +57,7 @@ class SaveStats:
         sent_bytes: bytes of data objects that this rank sent.
         copied_bytes: bytes of items that the store copied.
         requests: attempts of requests by kind, named after the methods of a store: `put`, `put_part`, `get` and so on.
-            Of local folders none are counted.
+            Not counted for local folders.
         retried: requests that were sent again after a failure.
         throttled: answers of a store that asked for fewer requests.
         ranks: on the coordinator, and with collectives, the spread of the figures over the ranks, by their names:
@@ -127,7 +127,7 @@ def requests_of(counts: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass
 class SaveTimes:
-    """Times of one save on this rank, by `time.monotonic`, and its counts, while it runs. A time is 0 before it comes.
+    """Times of one save on this rank, by `time.monotonic`, and its counts, while it runs. A time is 0 until it is set.
 
     Attributes:
         begun: DCP has begun the save on this thread.
@@ -135,11 +135,11 @@ class SaveTimes:
         planned: the upload began.
         uploaded: the upload ended.
         committing, committed: the commit began and ended.
-        called: the program called for the save: the beginning of the copy, or else `begun`.
+        called: call of the save: the beginning of the copy, or else `begun`.
         staging_s: seconds of the copy to host memory.
         nbytes: bytes of the checkpoint on all ranks, on the rank that has committed it; else 0.
         context: OpenTelemetry's context of the call; span: the coordinator's span; link: its name, on other ranks.
-        reports: what each rank reported of itself, on the coordinator.
+        reports: each rank's report, on the coordinator.
     """
 
     rank: int = 0
@@ -164,7 +164,7 @@ class SaveTimes:
         self.called = self.begun
 
     def begin(self, rank: int, lease: Lease | None) -> None:
-        """Note where the save comes from: a staged state, which another thread asked for, or this thread's program."""
+        """Record the origin of the save: a staged state of another thread, or a call on this thread."""
         self.rank = rank
         self.turn = self.turn or time.monotonic()
         if lease is None:
@@ -188,7 +188,7 @@ class SaveTimes:
         staged_bytes: int = 0,
         memory_bytes: int = 0,
     ) -> SaveStats:
-        """Return the figures, as far as the save has come.
+        """Return the figures of the save until now.
 
         Args:
             begun, ended: times of the call and of the end; by default those of this thread.
@@ -218,7 +218,7 @@ class SaveTimes:
 
 
 def _between(start: float, stop: float) -> float:
-    """Return the seconds from one time to another; 0 if one has not come."""
+    """Return the seconds from one time to another; 0 if one is not set."""
     return max(stop - start, 0.0) if start and stop else 0.0
 
 

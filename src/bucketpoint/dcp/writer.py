@@ -72,7 +72,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         storage_options: credentials, endpoint and settings, spelt as fsspec's filesystem for that scheme spells them.
         fs: an fsspec filesystem of your own, which then serves every URL.
         overwrite: replace a checkpoint that is committed at the same URL when the save begins (DCP's default). The old
-            checkpoint stays loadable until the new one commits. One that another job commits meanwhile is not replaced.
+            checkpoint stays loadable until the new one commits. One committed meanwhile by another job is not replaced.
         thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
         transfer: sizes and limits of the transfer.
         target_object_bytes: bytes of a group that one object holds before the next object is begun: 4 GiB by default,
@@ -88,7 +88,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` are accepted too.
         retention: a policy, or the path of its file. Each commit is then recorded in the catalog of its run, and the
             policy is carried out after the commit, on a thread of the coordinator. The run is the policy's `root`, or
-            else the folder above the checkpoint's, whose name says the step, by the policy's `layout`.
+            else the folder above the checkpoint's, whose name contains the step, by the policy's `layout`.
         log: receives each attempt and each commit, in place of `retention`. With neither, the record of a commit is
             stored beside its `.metadata`.
         unchanged: treatment of items whose bytes are those of the last checkpoint of the run: `"send"` sends them
@@ -164,7 +164,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """Make the writer of one save of a run.
 
         Args:
-            uploads, earlier_saves: those of all saves of the run, which start one process and compare with each other.
+            uploads, earlier_saves: shared by all saves of the run, which use one process and compare with each other.
             replaces_only: marks of the commits that may be replaced (hashes of their ETags); None for any commit.
         """
         writer = cls(url, **options)
@@ -181,7 +181,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def storage_meta(self) -> StorageMeta | None:
-        """Return the URL and the id of this thread's save. It only looks: `set_up_storage_writer` begins the save."""
+        """Return the URL and the id of this thread's save. Does not begin the save: `set_up_storage_writer` does."""
         session = self._sessions.current
         token = session.token if session is not None else self._sessions.next_token()
         return WriterMeta(checkpoint_id=self.url, save_id=keys.save_id(token))
@@ -202,13 +202,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.ranks = self._ranks()
         process_groups.refuse_other_ranks(session.ranks, session.url)
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
-        # Only now: the saves before this one use the same mesh, and its ranks are still there.
+        # Only now: earlier saves use the same mesh, and its ranks are still there.
         meshes.leave_default_group()
         # The process starts while the ranks plan, if this writer has not staged the state.
         self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
             return
-        # Checked now, before terabytes are sent in vain. A commit that another job makes later is never replaced.
+        # Checked before terabytes are sent in vain. A commit that another job makes later is never replaced.
         seen = prior_commit(*self._open(session.url), keys.METADATA)
         if session.use_collectives:
             session.seen = seen
@@ -373,8 +373,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @property
     def stats(self) -> SaveStats | None:
-        """Figures of this thread's latest save, as far as it has come; None before the first. For `dcp.save`: an
-        asynchronous save runs on another thread, and its handle has its figures.
+        """Figures of this thread's latest save until now; None before the first. For `dcp.save`: an asynchronous save
+        runs on another thread, and its handle has its figures.
         """
         session = self._sessions.current
         return session.times.stats() if session is not None else None
@@ -422,8 +422,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def _may_be_partial(self, session: SaveSession, plans: int) -> bool:
         """Return True if the caller has said that this rank saves its part alone.
 
-        DCP does not tell a writer of `no_dist`. Where it calls the writer, a plan of one rank in a job of several
-        means that, or a group of one rank; without a process group it may mean that the group is gone.
+        DCP does not pass `no_dist` to a writer. A single plan in a job of several ranks means `no_dist` or a group of
+        one rank; without a process group it may mean that the group is gone.
         """
         known = session.use_collectives and (session.ranks.together is not None or plans > 1)
         return session.ranks.alone or (not known and world_size() > 1)

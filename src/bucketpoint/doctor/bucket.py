@@ -62,7 +62,7 @@ def bucket_findings(store: Store, prefix: str, *, spared: str | None = None) -> 
     """Check versioning, soft delete, object locks and lifecycle rules.
 
     Args:
-        spared: message instead of a warning if the configuration may not be read: the examined role does without it.
+        spared: message in place of the warning if the configuration may not be read, where the role does not need it.
     """
     if isinstance(store, GCSStore):
         yield from _of_google(store, spared)

@@ -79,7 +79,7 @@ def examine(
         role: one of `ROLES`. A reader writes nothing; a pruner writes notes and deletes; only a role that saves is
             measured.
         probe_bytes: about how many bytes to upload, and to download again, to measure throughput; 0 to skip this.
-        told: called with each finding as it is made.
+        told: function that is called with each finding as it is made.
     """
     run = _Examination(Report(store, told), prefix, role)
     made = _missing_folders(store)
@@ -114,7 +114,7 @@ class _Examination:
         self._prefix = prefix
         self._role = role
         self._at = ScratchKeys.below(prefix)
-        # What a role is refused and does not need is no fault of the place.
+        # A refused request that the role does not need is no fault of the store.
         needless = f"not read: a {role} does not need it. Credentials of an administrator show it"
         self._spared = None if role == ADMIN else needless
         self._removable = True
@@ -191,8 +191,7 @@ class _Examination:
         lasting = key == self._at.lasting
         try:
             with contextlib.suppress(PreconditionFailedError):
-                # The object of an earlier examination will do: some stores do not let a role without the permission to
-                # delete replace an object.
+                # An earlier object is enough: on some stores a role that may not delete cannot replace objects.
                 store.put(key, [memoryview(body)], if_none_match=lasting and store.capabilities.conditional_put)
         except StoreError as error:
             # Nothing was written, so there is nothing to clean up.

@@ -54,7 +54,7 @@ def without_conditions(store: Store) -> str:
 
 
 def removal(store: Store, prefix: str) -> str:
-    """Return the text that tells how to remove objects that an examination could not delete."""
+    """Return the text on how to remove objects that an examination could not delete."""
     url = f"{store.url}/{prefix}" if prefix else store.url
     return (
         f"`bucketpoint gc {url}` removes objects of doctor that are older than 48 h, with credentials that may delete"

@@ -63,7 +63,7 @@ class Report:
             success: message of the finding if the block succeeds.
             right: the remedy for a lack of permission: see `failed`.
             warn: a failure is a warning.
-            spared: message instead of a failure if the request is refused: the examined role does without it.
+            spared: message in place of the failure if the request is refused, where the role does not need it.
         """
         try:
             yield

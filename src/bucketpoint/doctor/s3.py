@@ -69,7 +69,7 @@ def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str],
     features = {"conditional_put": conditional_put, "checksums": checksums}
     key = new_key("service-upload")
     upload = begin(key)
-    # Without the permission to list uploads, which a trainer does not need, nothing tells how they are listed.
+    # Without the permission to list uploads, which a trainer does not need, the form of the listing is unknown.
     with contextlib.suppress(AccessDeniedError):
         features["lists_uploads"] = any(found.upload_id == upload for found in store.list_multipart(key[:-1]))
     return features
@@ -83,7 +83,7 @@ def _all_refused(kind: type[StoreError], *requests: Callable[[], object]) -> boo
 
 
 def _needless_options(store: S3Store, features: Mapping[str, bool], differ: list[str]) -> str | None:
-    """Return the remedy if the options say what the store does not do, and it is known without them; else None."""
+    """Return the remedy if the options contradict a service that is recognised without them; else None."""
     given = [_OPTIONS[name] for name in differ if getattr(store.options, _OPTIONS.get(name, ""), None) is not None]
     if not given:
         return None

@@ -112,7 +112,7 @@ def probe(store: Store, folder: str, nbytes: int, *, used: Callable[[str], None]
         used: called with each key before it is written, so that the caller can delete it.
 
     Raises:
-        StoreError: a request failed for good.
+        StoreError: a request failed, after all retries.
     """
     small = f"{folder}latency"
     used(small)

@@ -1,4 +1,4 @@
-"""Keys of a run's catalog, and the template that says which folders are checkpoints of the run.
+"""Keys of a run's catalog, and the template for the names of the run's checkpoint folders.
 
 A key holds all that a restore or a prune plan needs, so that a listing suffices and no object has to be read.
 """
@@ -142,7 +142,7 @@ class CommitKey:
 
     @classmethod
     def parse(cls, name: str) -> CommitKey | None:
-        """Parse a record's key. None for any other name: an unknown object in the catalog is left alone."""
+        """Parse a record's key. None for any other name: unknown objects in the catalog are ignored."""
         parts = _fields(name, _STEP, _MILLISECONDS, _TOKEN, _KIND, _MARK)
         if parts is None:
             return None
@@ -198,7 +198,7 @@ def named_token(token: str) -> tuple[str, str]:
 
 
 def token_named(metric: str) -> str | None:
-    """Return the token of the commit that a metrics note is of, if this field names it."""
+    """Return the token of the commit that a metrics note belongs to, if this field names it."""
     return metric[1:] if metric.startswith("@") and _TOKEN.fullmatch(metric[1:]) else None
 
 
@@ -271,7 +271,7 @@ def seconds(text: str) -> float | None:
 
 
 def mark_of(etag: str | None) -> str:
-    """Return a short checksum of an ETag. A listing compares it to tell if an object is still the recorded one."""
+    """Return a short checksum of an ETag. Compared with a listing, it shows if an object is still the recorded one."""
     return UNKNOWN if etag is None else f"{zlib.crc32(etag.encode()):08x}"
 
 

@@ -40,8 +40,7 @@ class ItemColumns:
 
     Attributes:
         packed: int64, one column after the other and one entry for each item: number of the object, offset, length,
-            payload offset, payload size, block size, offset of the table of block checksums. -1 stands for None. All
-            of it compressed.
+            payload offset, payload size, block size, offset of the table of block checksums. -1 is None. Compressed.
         transforms: descriptors of the transforms that all of the items went through.
     """
 
@@ -127,7 +126,7 @@ def pack(infos: Sequence[Any]) -> Columns | None:
 
 
 def unpack(columns: Columns) -> list[_StorageInfo]:
-    """Rebuild the storage data that `pack` was given.
+    """Rebuild the storage data that was given to `pack`.
 
     Raises:
         MetadataError: the columns do not fit each other.

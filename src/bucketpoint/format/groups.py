@@ -50,8 +50,8 @@ DEFAULT_RULES: tuple[GroupRule, ...] = (
 def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bool = True) -> str:
     """Return the object group of an item.
 
-    The first segment from the left that any rule knows decides: optimizer keys go on with the name of a parameter, in
-    which "model" or "weights" may occur. If no segment is known, a tensor counts as a weight, because torchtitan and
+    The first segment from the left that a rule knows decides: optimizer keys continue with a parameter's name, in which
+        "model" or "weights" may occur. If no segment is known, a tensor counts as a weight, because torchtitan and
     plain `model.state_dict()` saves have their weights at the top level, and bytes belong to the group "other".
     """
     group, _ = deciding(fqn, rules)
@@ -59,7 +59,8 @@ def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bo
 
 
 def deciding(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES) -> tuple[str | None, str]:
-    """Return the group by the first segment that a rule knows, and the name up to there; None and all of it without."""
+    """Return the group by the first segment that a rule knows, and the name up to there; None and the name without
+    one."""
     groups = _groups_by_segment(tuple(rules))
     segments = fqn.split(".")
     for number, segment in enumerate(segments, 1):

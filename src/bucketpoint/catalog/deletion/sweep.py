@@ -124,7 +124,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
 def _folders_of_uploads(catalog: Catalog) -> set[str]:
     """Return the run's folders with open multipart uploads below them: a dead save may have left nothing else.
 
-    Other stores than those that list uploads by prefix are asked too: they return none.
+    Stores not known to list uploads by prefix are asked too: if they cannot, they return none.
     """
     above = catalog.key("")
     parts = catalog.template.parent.count("/") + 1

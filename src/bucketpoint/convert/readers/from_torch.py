@@ -76,7 +76,7 @@ def read_torch(
 
 
 def _check_repetition(root: Any, url: str) -> None:
-    """Refuse dictionaries and lists that nest very deeply, or stand in so many places that DCP would never end."""
+    """Refuse dictionaries and lists that nest very deeply, or occur in so many places that DCP would never end."""
     try:
         fits = all(depth <= _MOST_DEPTH or _parts(value) is None for value, depth in nested_values(root, _parts))
     except RepetitionError:

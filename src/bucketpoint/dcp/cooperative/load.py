@@ -53,7 +53,7 @@ class Cooperation:
     def connect(self, url: str | None) -> None:
         """Begin a load: find the ranks that take part.
 
-        A collective on the group, unless there is one rank.
+        Makes a collective on the group, unless there is one rank.
         """
         self.close()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
@@ -65,7 +65,7 @@ class Cooperation:
                 self._exchange = Peers(members, self._group)
 
     def close(self) -> None:
-        """Give up a load that has begun and not ended. Other ranks are told, so that none waits for this one."""
+        """Give up a load that has begun and not ended. Notifies the other ranks, so that none waits for this one."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.leave("it gave up this load before it read anything")
@@ -140,7 +140,7 @@ class Cooperation:
     ) -> Schedule | None:
         """Agree on a schedule. Return None, on all members, if no two of them need the same bytes."""
         notes = exchange.agree(Note((len(requests), options.max_inflight_bytes)))
-        # The caller may have set another default device, as it is common when a model is built.
+        # The caller may have set another default device, which is common when a model is built.
         with torch.device("cpu"):
             table = [(numbers[own.key], own.start, own.stop) for own in requests]
             rows = torch.tensor(table, dtype=torch.int64).reshape(-1, 3)
@@ -153,7 +153,7 @@ class Cooperation:
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Tell the other ranks of any error in the block, so that none is left waiting."""
+        """Report any error in the block to the other ranks, so that none waits forever."""
         try:
             yield
         except PeerFailedError:

@@ -31,14 +31,14 @@ _FAREWELL = timedelta(seconds=1)
 _AT_ONCE = timedelta(milliseconds=1)
 
 ARRIVE_WITHIN = timedelta(minutes=2)
-"""Most time between the first and the last rank that come from planning to reading. The work in between is local and
-short. A rank that has failed in it waits in a collective of DCP, which the others reach only once they give up here.
+"""Limit on the time between the first and the last rank to finish planning. The work in between is local and short. A
+rank that failed in it waits in a collective of DCP, which the others reach only after they give up here.
 """
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that may load with this one.
+    """A rank that may load together with this one.
 
     Attributes:
         rank: global rank.
@@ -150,10 +150,10 @@ class Peers:
             within: how long to wait for all peers; by default the timeout of the group.
 
         Raises:
-            PeerFailedError: ranks have failed, this one included; it has the reason of the first.
+            PeerFailedError: ranks have failed, possibly this one; the error has the reason of the first.
         """
         everyone = range(len(self.members)) if peers is None else peers
-        # Zeros are a note without a failure, so a note that has not arrived yet reports none.
+        # A note of zeros reports no failure, and neither does a note that has not arrived.
         packed = {peer: torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu") for peer in everyone}
         packed[self.rank] = note.pack()
         others = [peer for peer in everyone if peer != self.rank]
@@ -220,7 +220,7 @@ class Peers:
         packed = Note(failure=reason).pack()
         works = []
         for peer in others:
-            # A peer that is known to be lost must not keep the reason from the others.
+            # A lost peer must not prevent the others from receiving the reason.
             with contextlib.suppress(RuntimeError):
                 works.append(backend.send([packed], peer, _NOTE_TAG))
         with contextlib.suppress(RuntimeError):
@@ -229,7 +229,7 @@ class Peers:
         disconnect(backend, others)
 
     def _start(self, begin: Any, data: torch.Tensor, peer: int, tag: int) -> tuple[int, Any]:
-        # gloo raises here, and not in the wait, once it knows that the connection is cut.
+        # gloo raises here, and not in the wait, if it has noticed that the connection is cut.
         with self._losing(self._near(peer)):
             return peer, begin([data], peer, tag)
 

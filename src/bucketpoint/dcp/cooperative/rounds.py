@@ -32,12 +32,12 @@ _GRAIN = 256 << 10
 
 
 def round_bytes(max_inflight_bytes: int) -> int:
-    """Return the most bytes that a round hands out, given the memory of the rank that has the least."""
+    """Return the limit on the bytes of a round, from the memory of the rank that has the least."""
     return max(int(max_inflight_bytes * _ROUND), 1)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the text in which the other ranks are told of an error."""
+    """Return the text of an error for the other ranks."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -94,13 +94,13 @@ class SharedLoad:
         """Load all of this rank's bytes.
 
         Args:
-            taking_part: context for all communication with other ranks: it tells them if this rank cannot continue.
+            taking_part: context for all communication with other ranks: it reports a failure of this rank.
         """
         options = self._options
         with (
             TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as reading,
             TaskGroup(_FINISHERS, name="bucketpoint-verify", nice=options.nice) as finishing,
-            # Innermost, so that the others are told of an error before this rank waits for its threads to end.
+            # Innermost, so that the others receive an error before this rank waits for its threads to end.
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
@@ -144,7 +144,7 @@ class SharedLoad:
         fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
 
     def _fetch_alone(self, reading: TaskGroup) -> None:
-        """Fetch one request that only this rank wants, then queue the next, behind the cells queued meanwhile."""
+        """Fetch one request that only this rank wants, then queue the next one after the cells queued meanwhile."""
         try:
             request = self._alone.popleft()
         except IndexError:

@@ -92,7 +92,7 @@ class Overlaps:
         self._first = start[opens]
         self._obj = rows[self._order, 0][opens]
         self._base = start[opens] - rows[self._order, 1][opens]
-        # Each stretch with each rank that wants some of it.
+        # One row for each stretch and each rank that wants some of it.
         pairs = torch.unique(self._stretch * len(tables) + self._rank[self._order])
         self._held, self._holder = pairs // len(tables), pairs % len(tables)
         self.total = int((self._stop - self._start).sum())
@@ -102,8 +102,8 @@ class Overlaps:
         """Return the part of `rank` in a load in which every stretch that several ranks want is read once.
 
         Args:
-            rank: the rank whose part is wanted.
-            round_bytes: most bytes that a round hands out.
+            rank: the rank whose part is computed.
+            round_bytes: limit on the bytes of a round.
         """
         ranks = len(self._tables)
         stretch, holder = self._held, self._holder

@@ -16,7 +16,7 @@ class Targets:
 
     Args:
         shared: the shared requests, each with the number of the object.
-        everything: all requests of the rank.
+        everything: all requests of the rank, shared or not.
     """
 
     def __init__(

@@ -46,25 +46,25 @@ def save(
 ) -> Metadata:
     """Save a state, on all ranks or in a single process. Returns when the checkpoint is committed.
 
-    If a rank fails, stalls or dies, every other rank raises: at once if the rank fails, when they next wait for it if
-    it dies, and by the deadline in any case. A rank that stalls raises when it continues.
+    If a rank fails, stalls or dies, every other rank raises: at once after a failure, at the next wait for a rank that
+        died, and by the deadline in any case. A stalled rank raises when it continues.
 
     Args:
         state: as for `dcp.save`.
         url: URL of the checkpoint, such as `"s3://bucket/run/step-500"`, or a `Path` of a local folder.
         deadline_s: seconds from the call until the last rank has raised. Requests to S3 and GCS are cut off by then;
-            calls of other filesystems, and look-ups of names and credentials, go on without the caller.
+            calls of other filesystems, and look-ups of names and credentials, continue without the caller.
         overwrite, storage_options, fs, transfer, progress, retention: as for `BucketWriter`.
         planner: a `SavePlanner` that you keep from save to save; by default one for this save alone.
         process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The call uses the
             gloo group that all saves and loads of these ranks share, and makes it if there is none.
 
     Returns:
-        As `dcp.save`: the checkpoint's metadata on the coordinator; elsewhere an object that says where to read it.
+        As `dcp.save`: the checkpoint's metadata on the coordinator; elsewhere an object that names where to read it.
 
     Raises:
         BucketpointError: on every rank, the error of the rank that failed, or one that names the missing ranks. Never
-            DCP's `CheckpointException`, which is at most the cause. An error of the state's own `state_dict()` is
+            DCP's `CheckpointException`, which can only be the cause. An error of the state's own `state_dict()` is
             raised unchanged on the rank where it occurs.
     """
     check_types(state=state, url=url, transfer=transfer)
@@ -141,11 +141,11 @@ def load(
     `load(state, url)`: ranks that fail, stall or die are handled as in `save`. After an error the state is partly
     loaded.
 
-    `load(url)`: each process that calls it loads by itself everything that it asks for, whatever the other processes of
-    the job do, and whatever job saved the checkpoint. Tensors are whole, plain, and on `device`.
+    `load(url)`: each calling process loads all that it asks for, independently of other processes and of the job that
+    saved. Tensors are whole, plain, and on `device`.
 
     Args:
-        state: as for `dcp.load`; for `load(url)` the URL stands here.
+        state: as for `dcp.load`; for `load(url)` this is the URL.
         url: URL of the checkpoint, as for `save`.
         keys: only for `load(url)`: patterns of the flat names to load, such as `"model.*"`; None for everything.
         device: only for `load(url)`: device of the tensors.
@@ -208,7 +208,7 @@ def load(
 
 
 class _Writer(BucketWriter):
-    """Writer that tells the other ranks of the call the stage of this rank, and at once any error."""
+    """Writer that reports this rank's stage, and at once any error, to the other ranks of the call."""
 
     call: CollectiveCall
 
@@ -226,7 +226,7 @@ class _Writer(BucketWriter):
 
 
 class _DeadlineReader(BucketReader):
-    """Reader that tells the other ranks of the call the stage of this rank, and at once any error."""
+    """Reader that reports this rank's stage, and at once any error, to the other ranks of the call."""
 
     call: CollectiveCall
 
@@ -242,9 +242,9 @@ class _DeadlineReader(BucketReader):
 
 @contextmanager
 def _watched(planner: Any, call: CollectiveCall) -> Iterator[Any]:
-    """Wrap a planner of any class so that the other ranks are told at once of an error in it.
+    """Wrap a planner of any class so that an error in it is reported to the other ranks at once.
 
-    DCP alone would tell them only once all ranks have reached the same step.
+    DCP alone would report it only after all ranks have reached the same step.
     """
     names = ("create_local_plan", "create_global_plan", "finish_plan")
     for name in names:

@@ -31,17 +31,17 @@ ANSWER_S = 5.0
 """Seconds kept before the deadline to find out which ranks are missing. A live rank answers in a fraction of this."""
 
 WAITS = ""
-"""Stage of a rank that only waits for others, and delays nobody."""
+"""Stage of a rank that only waits for others, and delays none."""
 
 _LOOK_S = 0.25
 _LOOKS_A_SECOND = 4000
-"""Most requests a second that all ranks together send to the job's store while nothing happens."""
+"""Limit on the requests a second of all idle ranks together to the job's store."""
 
 _MOST_STAGE = 200
 _MOST_BUSY = 64
 
 ALONE: tuple[int, ...] = ()
-"""The ranks of a call that a process makes by itself."""
+"""The ranks of a call that a process makes alone."""
 
 DEADLINE_S = 1800.0
 """Default deadline: as long as a gloo group waits by default (torch's `default_pg_timeout`)."""
@@ -58,7 +58,7 @@ def collective_call(
         parent: torch's process group, of any backend; None for all ranks of the job, or for this process alone if
             torch.distributed is not initialised.
         deadline_s: seconds from here until the last rank has raised.
-        alone: this process makes the call by itself, whatever job it is part of.
+        alone: this process makes the call alone, whatever job it is part of.
 
     Raises:
         BucketpointError: the error of another rank that failed; or an error that names the ranks that are missing.
@@ -71,7 +71,7 @@ def collective_call(
         ranks = process_groups.ranks_of(parent)
     call = CollectiveCall(what, parent, ranks, deadline_s, url)
     try:
-        # Requests get a little more time than the call, so that the canceller ends them and not an error of their own.
+        # Requests get a little more time than the call, so that the canceller ends them, not their own timeout.
         with retry.deadline(call.ends - time.monotonic()), call.cut.over_here(), warnings.catch_warnings():
             call.join()
             if call.group is None:
@@ -97,14 +97,14 @@ class CollectiveCall:
     """This rank's part in a call. Made by `collective_call`.
 
     Each rank has one thread that asks the job's store, for which no other thread waits: it meets the other ranks, makes
-    the mesh, sends this rank's failure and receives those of others. What it receives wakes the thread that works.
+    the mesh, sends this rank's failure and receives those of others. Its messages wake the working thread.
 
     Attributes:
         mesh: the connections of the ranks, once all have begun the call; None for a process alone.
         group: process group for the collectives of this call; None before and after them, and for a process alone.
         cut: canceller of the requests of this call.
         stops: time of the monotonic clock at which this rank gives up.
-        ends: time of the monotonic clock by which this rank has raised.
+        ends: time of the monotonic clock by which this rank must have raised.
     """
 
     def __init__(self, what: str, parent: Any, ranks: tuple[int, ...], deadline_s: float, url: str) -> None:
@@ -130,7 +130,7 @@ class CollectiveCall:
         self._stages: dict[int, str | None] | None = None
         self._storeless = False
         self._changed = threading.Condition()
-        # Of the thread that asks the store.
+        # Used only by the thread that asks the store.
         self._thread: threading.Thread | None = None
         self._meeting: Meeting | None = None
         self._told = False
@@ -141,7 +141,7 @@ class CollectiveCall:
 
     @contextlib.contextmanager
     def doing(self, stage: str) -> Iterator[None]:
-        """Mark a block that other ranks may have to wait for. They are told at once of any error in it."""
+        """Mark a block that other ranks may have to wait for. Any error in it is reported to them at once."""
         self._stage = stage
         try:
             yield
@@ -159,7 +159,7 @@ class CollectiveCall:
     def join(self) -> None:
         """Wait for this process's saves in the background, and then for the other ranks to make the same call.
 
-        The saves run on the same mesh. The call must not begin there, or cut it off, before they have ended.
+        The saves run on the same mesh. The call must not use the mesh, or cut it off, before they have ended.
         """
         self._timer.start()
         if self._ranks != ALONE:
@@ -177,7 +177,7 @@ class CollectiveCall:
         self._stage = "was planning"
 
     def failed(self, error: BaseException) -> BaseException:
-        """Return the error that this rank must raise. The other ranks have been told, or know as much as this rank."""
+        """Return the error that this rank must raise. The other ranks have received it, or know as much."""
         if self._own is not None and self._own.kind == "error":
             # Later errors, from DCP or from connections that were closed, are consequences of the first.
             return self._own.error if self._interrupt is None else self._interrupt
@@ -187,7 +187,7 @@ class CollectiveCall:
             return error
         if self._stopped is None:
             if isinstance(error, CheckpointException):
-                # DCP raises this on all ranks, so there is nobody to tell.
+                # DCP raises this on all ranks, so no report is needed.
                 return interrupt_in(error, self._ranks) or as_ours(error, self._url, self._what, self._ranks)
             if self._thread is None or not isinstance(error, RuntimeError):
                 self._tell("error", error)
@@ -218,7 +218,7 @@ class CollectiveCall:
         self._own = self._failure(kind, error)
         if self._thread is not None:
             self._wake.set()
-            # Wait until the others can know the reason: if connections closed first, they would learn nothing else.
+            # Wait until the others can have the reason: otherwise they would only see closed connections.
             ends = min(self.ends, time.monotonic() + ANSWER_S)
             self._wait(lambda: self._received is not None or self._storeless, ends)
 
@@ -342,7 +342,7 @@ class CollectiveCall:
             raise CallRefused
         same = meeting.verdict()
         left = timedelta(seconds=max(self.stops - time.monotonic(), 0.001))
-        # The deadline ends the waiting, and no timeout of the group before it.
+        # The deadline ends the waits, not an earlier timeout of the group.
         if former is not None and same == former.name:
             former.wait_for(left)
             return former
@@ -351,7 +351,7 @@ class CollectiveCall:
         return meshes.Mesh.make(self._parent, meeting, left, left)
 
     def _refuse(self, error: Exception) -> None:
-        """End the call because it could not begin, and note this rank's failure for the others."""
+        """End a call that could not begin, and record this rank's failure for the others."""
         if self._stopped is not None:
             return
         known = isinstance(error, BucketpointError)
@@ -400,9 +400,9 @@ class CollectiveCall:
             self._stop(first.kind)
 
     def _call_roll(self, meeting: Meeting) -> None:
-        """Publish the stage of this rank, and receive those of the others. A rank without an answer is missing.
+        """Publish the stage of this rank, and receive those of the others. A rank that does not answer is missing.
 
-        One rank collects the answers for all: if each did, the store would get ranks x ranks requests.
+        One rank collects the answers for all: otherwise the store would get ranks x ranks requests.
         """
         store, ranks = meeting.store, self._ranks
         self._answer(meeting, self._stage_then or "-")
@@ -410,7 +410,7 @@ class CollectiveCall:
         ends = min(time.monotonic() + ANSWER_S, latest)
         collects = store.add("collects", 1) == 1
         poll(lambda: store.check(["answered" if collects else "roll"]), ends, self._look_s)
-        # Look again: an error told since then explains all the rest.
+        # Look again: an error reported since then explains all others.
         self._hear(meeting)
         if collects:
             keys = [f"answer/{index}" for index in range(len(ranks))]
@@ -434,7 +434,7 @@ class CollectiveCall:
             meeting.store.set("answered", "yes")
 
     def _part(self, meeting: Meeting) -> bool:
-        """Wait after a success until all ranks have finished: True. False if some have not, or the call has failed.
+        """Wait after a success until all ranks have finished. False if some have not, or the call has failed.
 
         Otherwise this rank would close connections from which another rank still reads.
         """

@@ -16,11 +16,11 @@ from bucketpoint.format.pickles.writing import rewritten, settled
 from bucketpoint.format.torch_zip import PROBE_BYTES, probe_frame
 
 FRAME_BYTES = 1 << 20
-"""Most bytes that torch.save adds to a tensor's own: in fact some kilobytes for any tensor that DCP saves."""
+"""Limit on the bytes that torch.save adds to a tensor's own: really some kilobytes for any tensor that DCP saves."""
 
 FREE_BYTES, MOST_GROWTH = 64 << 20, 64
-"""Bound of a byte item after its transforms are undone, as nothing tells its size: the larger of so many bytes and so
-many times its stored length. zstd shrinks real states to a half or a tenth, and a bomb to a 30,000th."""
+"""Limit on a byte item after its transforms are undone, as its size is not recorded: the larger of this many bytes and
+this multiple of its stored length. zstd shrinks real states to a half or a tenth, and a bomb to a 30,000th."""
 
 _PIECE_BYTES = 1 << 20
 
@@ -77,7 +77,7 @@ def decode_item(
 def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
     """Copy a decoded tensor into the target, which may be sparse, and may store other elements than were saved.
 
-    A quantised target gets the quantiser of the saved tensor: the same numbers mean other values with its own one.
+    A quantised target gets the quantiser of the saved tensor: with its own one the same numbers mean other values.
 
     Raises:
         MismatchError: the target is a part of a quantised tensor, and the whole has another quantiser.
@@ -85,7 +85,7 @@ def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
     with torch.no_grad():
         if target.is_quantized and saved.is_quantized:
             if target._is_view():
-                # A part has no quantiser of its own to give to the whole.
+                # A part cannot set the quantiser of the whole.
                 target.detach().copy_(saved)
                 if not torch.equal(target, saved):
                     raise MismatchError(
@@ -112,7 +112,7 @@ def load_bytes(
     The planner's `torch.load` is unrestricted, so unless trusted the item is parsed safely and its pickle written anew.
 
     Raises:
-        UnsafeDataError: the pickle names something outside the allow-list; nothing was run. Or the item becomes
+        UnsafeDataError: the pickle names something outside the allow-list; nothing was run. Also if the item becomes
             absurdly large when its transforms are undone.
     """
     data = undone_bytes(view, info, transforms, key=key, trusted=trusted)
@@ -124,7 +124,7 @@ def load_bytes(
         raise UnsafeDataError(f"The pickle of the item names {error}", key=key) from None
     except UnreadableError:
         # A planner with its own way to read bytes may get bytes that are no pickle. The planners of torch and of
-        # bucketpoint unpickle all they get, and Python may find a pickle where our reader finds none: so refuse.
+        # bucketpoint unpickle all they get, and Python may find a pickle where our reader finds none: refuse.
         unpickles = type(planner).load_bytes.__module__.partition(".")[0] in ("torch", "bucketpoint")
         if not unpickles and not may_be_archive(data):
             return data

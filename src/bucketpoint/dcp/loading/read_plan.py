@@ -31,7 +31,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """A saved chunk whose raw elements can be reached: their start in the object, and their layout."""
+    """A saved chunk with accessible raw elements: their start in the object, and their layout."""
 
     payload_start: int
     nbytes: int
@@ -136,7 +136,7 @@ class ReadPlan:
             target = None
             if item.type != LoadItemType.BYTE_IO:
                 target = self._planner.resolve_tensor(item)
-                # Only the tensor itself, and no alias, can be given another set of elements, or another quantiser.
+                # Other elements or another quantiser can be set only on the tensor itself, not on an alias.
                 plain = target.layout is torch.strided and not target.is_quantized
                 target = target.detach() if plain else target
                 if tuple(target.shape) != tuple(item.lengths):
@@ -157,7 +157,7 @@ class ReadPlan:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def _chunk_of(self, item: ReadItem, info: ItemInfo) -> SavedChunk | None:
-        """Return the place of the raw elements of the item's saved chunk; None if the metadata does not tell it."""
+        """Return the place of the raw elements of the item's saved chunk; None if it is not in the metadata."""
         if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
             return None
         entry, shape = self._tensor(item), self._shapes.of(item.storage_index)
@@ -353,7 +353,7 @@ def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
             continue
         begin = target.data_ptr()
         spans.append((begin, begin + target.nbytes, number))
-        # Chunks that were cut in other ways cannot be compared by their checksums.
+        # Chunks that were cut differently cannot be compared by checksums.
         cut = chunk.shape, chunk.dtype, tuple(item.read.storage_offsets)
         other = into.setdefault((begin, target.shape, target.dtype, cut), item)
         if other.info.crc32c != item.info.crc32c:

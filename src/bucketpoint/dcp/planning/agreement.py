@@ -1,7 +1,7 @@
-"""Check that the ranks of a save or a load agree on what they must have in common; the error names those that differ.
+"""Check that the ranks of a save or a load agree; the error names those that differ.
 
-A rank of a save sends its statement with its plan, so that ranks which differ raise before any data is sent. It sends
-the statement again with its results: cached plans are not sent, and DCP's planner drops what is added to a plan.
+A rank sends its statement with its plan, so that ranks which differ raise before any data is sent. It sends the
+statement again with its results: cached plans are not sent, and DCP's planner drops what is added to a plan.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Statement:
 
 
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int, rank: int) -> Statement:
-    """Make the statement of this rank. `options` is any value whose `repr` is the same if the options are."""
+    """Make the statement of this rank. `options` is any value with equal `repr` for equal options."""
     place, end = _place(store, prefix, url)
     return Statement(place, _digest(options, 4), world, end, rank)
 
 
 def _place(store: Store, prefix: str, url: str) -> tuple[bytes, str]:
     """Return a digest of the store and the prefix in it, and the end of the URL for messages."""
-    # Not the identity of a local folder: it is that of the inode, which exists only once something is written there.
+    # Not the identity of a local folder: it is the inode's, which exists only after a write.
     identity = store.url if isinstance(store, LocalStore) else store.identity
     # For a local folder the absolute URL: the same relative path may lead to different places.
     shown = clean(store.url if isinstance(store, LocalStore) else url)
@@ -96,7 +96,7 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
     """
     statements = [plan.storage_data for plan in plans]
     agree([each if isinstance(each, Statement) and each.created >= since else None for each in statements], url)
-    # Plans of our planner are skipped: it has compared the tensors itself, and reading its lazy items would make them.
+    # Plans of our planner are skipped: it has compared the tensors, and reading its lazy items would create them.
     agree_on_tensors([SavePlan([]) if assigned_items(plan.items) is not None else plan for plan in plans], url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, Statement) else plan for plan in plans]
 
@@ -132,7 +132,7 @@ def _refuse(
     """Raise the error for ranks that differ. It lists the ranks that stated the same, the largest group first.
 
     Args:
-        stated: for each rank, a value to compare and the words for it.
+        stated: for each rank, a value to compare and its text.
     """
     groups: dict[Any, tuple[list[int], str]] = {}
     for rank, (value, words) in sorted(stated.items()):
@@ -147,7 +147,7 @@ def _refuse(
 
 
 def rank_of(place: int, plan: SavePlan | LoadPlan) -> int:
-    """Return the number in the job of the rank that sent a plan, or its place in the group if the plan has none."""
+    """Return the job's number of the rank that sent a plan, or its place in the group if the plan has none."""
     return _rank_of(place, plan.storage_data)
 
 
@@ -156,7 +156,7 @@ def _rank_of(place: int, stated: object) -> int:
 
 
 def _by_rank(values: Sequence[_T], stated: Sequence[object]) -> dict[int, _T]:
-    """Return values of ranks by the numbers that the ranks state, or by places if two state the same: none is lost."""
+    """Return values by the stated numbers of their ranks, or by position if two are equal, so that none is lost."""
     ranks = list(itertools.starmap(_rank_of, enumerate(stated)))
     return dict(zip(ranks if len({*ranks}) == len(ranks) else range(len(ranks)), values, strict=True))
 
@@ -166,10 +166,10 @@ def _by_rank(values: Sequence[_T], stated: Sequence[object]) -> dict[int, _T]:
 
 @dataclass(frozen=True)
 class CommitRead:
-    """The commit that a rank of a load has read the metadata of.
+    """The commit whose metadata a rank of a load has read.
 
     Attributes:
-        commit: what is equal on ranks that read one commit, and on no others.
+        commit: a value that is equal on exactly the ranks that read one commit.
         shown: the end of the URL, and the commit, for messages.
         rank: number of the rank in the job.
     """

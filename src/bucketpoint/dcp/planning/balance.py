@@ -23,7 +23,7 @@ MIN_SLICE_BYTES = 64 << 10
 """Smaller slices are not worth an entry in the metadata."""
 
 _SLICES_A_RANK = 32
-"""Slices in each rank's share. Largest-first assignment leaves ranks apart by one slice at most: 3 % of a share."""
+"""Number of slices in each rank's share. Largest-first assignment leaves ranks at most one slice apart, 3 %."""
 
 BYTES_OF_AN_OBJECT = 1024
 """Assumed bytes of a value that is not a tensor, whose size is not known until it is pickled."""

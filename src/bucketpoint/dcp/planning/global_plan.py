@@ -26,7 +26,7 @@ from bucketpoint.format.index.encode import IndexTemplate
 from bucketpoint.format.metadata.template import MetadataTemplate
 
 KEPT_PLANS = 4
-"""Plans that one cache keeps, each for another structure: two models and two optimizers, each saved separately."""
+"""Limit on the plans in a cache, one for each structure: two models and two optimizers, saved separately."""
 
 KEPT_CACHES = 8
 
@@ -36,7 +36,7 @@ class Templates:
     """Templates of metadata and index for items in the same places.
 
     Attributes:
-        layouts: places of the items of each rank.
+        layouts: positions of each rank's items.
         indexed: an index was asked for.
         metadata, index: None if they cannot be made of columns.
     """
@@ -74,7 +74,7 @@ class GlobalPlan:
 
 
 class KeptPlan(NamedTuple):
-    """A rank's part of a plan: the items that it had asked for, and those that it was assigned."""
+    """A rank's part of a plan: the items that it holds, and those that it was assigned."""
 
     signature: Hashable
     asked: PlanItems
@@ -87,7 +87,7 @@ class PlanCache:
     Attributes:
         kept: of this rank.
         agreed: of all ranks, on the coordinator, by a digest of all that they had sent.
-        warned: names that a warning has named.
+        warned: names that were in a warning.
     """
 
     def __init__(self, identity: str | None = None) -> None:
@@ -178,7 +178,7 @@ def _plan_of_dcp(plans: Sequence[SavePlan], apart: frozenset[str]) -> GlobalPlan
     taken: set[Any] = set()
     held = []
     for plan in plans:
-        # A name in `apart`, all from the first rank that has it.
+        # A name in `apart`: all its items come from the first rank that has it.
         own = [item for item in plan.items if item.index.fqn not in apart or item.index not in taken]
         taken.update(item.index for item in own)
         held.append(replace(plan, items=own))

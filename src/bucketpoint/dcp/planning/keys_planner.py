@@ -52,7 +52,7 @@ class KeysPlanner(LoadPlanner):
         return nested(self.state_dict, self.metadata, noted_int_keys(self.metadata, url=url), url=url)
 
     def _compare(self, plans: list[LoadPlan]) -> None:
-        """Do nothing: keys that the caller left out are no mistake to report."""
+        """Do nothing: keys that the caller left out are no mistake."""
 
     def _wanted_names(self, metadata: Metadata) -> list[str]:
         names = list(metadata.state_dict_metadata)
@@ -65,7 +65,7 @@ class KeysPlanner(LoadPlanner):
         properties = entry.properties
         try:
             if str(properties.dtype).startswith(("torch.qint", "torch.quint")):
-                # With any quantiser: it gets that of the saved tensor, which only the item tells.
+                # With any quantiser: that of the saved tensor is in the item, and replaces it.
                 return torch._empty_affine_quantized(
                     entry.size, scale=1.0, zero_point=0, dtype=properties.dtype, device=self._device
                 )

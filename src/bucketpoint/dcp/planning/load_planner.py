@@ -42,7 +42,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     DCP's `DefaultLoadPlanner` differs in three ways. It stops at the first key or shape that does not fit, and names
     neither the checkpoint nor a remedy. It leaves elements unchanged that no saved chunk covers. It replaces every
-    object in the state but tensors, numbers, strings and bytes by None, for good if the checkpoint lacks the key.
+    object in the state but tensors, numbers, strings and bytes by None, permanently if the checkpoint lacks the key.
 
     A plain tensor may hold several chunks of a larger one, given by the attributes of torch 2.15's
     `CheckpointableTensor` (`global_shape`, `global_offsets`, `local_offsets`, `local_sizes`), on every torch.
@@ -96,8 +96,8 @@ class LoadPlanner(DefaultLoadPlanner):
         """Plan this rank's reads.
 
         Raises:
-            MismatchError: names all misfits: keys that the checkpoint lacks; tensors that have another shape there, or
-                of which it has only a part; tensors whose placement or chunks cannot be loaded into.
+            MismatchError: names all misfits: keys that the checkpoint lacks; tensors that have another shape in it, or
+                that it has only in part; tensors whose placement or chunks cannot be loaded into.
         """
         assert self.metadata is not None
         plan, refusal = None, None
@@ -175,7 +175,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _compare(self, plans: list[LoadPlan]) -> None:
         assert self.metadata is not None
-        # Empty tensors have no read items, but their keys are asked for all the same.
+        # Empty tensors have no read items, but count as asked for.
         difference = compare_keys(self.metadata, plans, self.state_dict, self._unmatched)
         url = url_of(self.metadata)
         if difference.unused and self.strict:
@@ -188,7 +188,7 @@ class LoadPlanner(DefaultLoadPlanner):
         difference.log(url)
 
     def _alike(self, misfits: list[str]) -> tuple[str, str]:
-        """Return, for an error, words on keys of the checkpoint that are like those that it lacks; and the remedy."""
+        """Return a text for an error about keys of the checkpoint that resemble missing ones, and the remedy."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         lacking = [fqn for fqn in misfits if fqn not in saved and rank_state_name(fqn) is None]
@@ -203,10 +203,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @contextmanager
     def _original_flattened(self) -> Iterator[None]:
-        """Leave out of the original state what a rank has no part of, as `state_dict` does.
+        """Remove from the original state what a rank has no part of, as `state_dict` does.
 
-        Otherwise torch finds keys of FSDP1 in the one and not in the other, takes the checkpoint for one of torch 2.3,
-        and asks for keys of that time.
+        Otherwise torch finds keys of FSDP1 in only one of them, treats the checkpoint as torch 2.3's, and asks for old
+        keys.
         """
         whole = self.original_state_dict
         if self.flatten_sharded_tensors:
@@ -360,7 +360,7 @@ def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
 
 
 def _gap(value: Any, items: list[ReadItem]) -> str | None:
-    """Return in words the part of a local tensor that no saved chunk covers; None if all of it is covered."""
+    """Describe the part of a local tensor that no saved chunk covers; None if all of it is covered."""
     arriving: Counter[int | None] = Counter()
     for item in items:
         arriving[item.dest_index.index] += math.prod(item.lengths)
@@ -388,7 +388,7 @@ def _containers(value: Any) -> Any:
 
 
 def _put_back(after: Any, before: Any) -> Any:
-    """Restore the leaves of `before` where `after` has None, with which DCP replaces objects that it does not know."""
+    """Restore the leaves of `before` where `after` has None: DCP puts None in place of unknown objects."""
     if isinstance(after, (dict, list)):
         for key in list(after) if isinstance(after, dict) else range(len(after)):
             after[key] = _put_back(after[key], before[key])

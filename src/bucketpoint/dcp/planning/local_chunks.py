@@ -37,7 +37,7 @@ class LocalChunks:
         return torch.Size(self.shape)
 
     def fault(self) -> str | None:
-        """Return the fault of the description in words; None if it has none."""
+        """Return a text for the fault of the description; None if it has none."""
         counts = {len(self.global_offsets), len(self.local_offsets), len(self.sizes)}
         if len(counts) != 1:
             return "has global_offsets, local_offsets and local_sizes of different lengths"

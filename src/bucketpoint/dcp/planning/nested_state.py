@@ -19,7 +19,7 @@ Path: TypeAlias = tuple[str | int, ...]
 """Path of a value in a state: text for the key of a dict, a number for the place in a list."""
 
 IntKeys: TypeAlias = tuple[Path, tuple[str, ...] | None]
-"""The path of a dict with integer keys, and the text of those keys; None if every key that looks like one is one."""
+"""The path of a dict with integer keys, and the text of those keys; None if all keys that look so are integers."""
 
 INT_KEYS = "int_keys"
 """Name of the list of `IntKeys` in bucketpoint's part of the metadata."""
@@ -27,8 +27,8 @@ INT_KEYS = "int_keys"
 _DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _MOST_DEPTH = 200
 _FREE_PLACES = 1 << 16
-"""Empty places in lists that are accepted, beside 16 for each value. Nobody saves a state with more of them, and faulty
-paths could ask for lists of any length."""
+"""Empty places in lists that are accepted, beside 16 for each value. Real states have fewer; faulty paths could ask for
+any number."""
 
 
 def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:

@@ -1,7 +1,7 @@
-"""Metadata of a planned save, and the stub that ranks receive which did not commit it.
+"""Metadata of a planned save, and the stub for ranks that did not commit it.
 
-When a save is done, DCP sends the planner's metadata object to every rank. In full that is the largest message of a
-save, and no rank needs it, so a stub with the URL is sent instead.
+When a save is done, DCP sends the planner's metadata object to every rank. That would be the largest message of a save,
+and no rank needs it, so a stub with the URL is sent instead.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def stock(metadata: Metadata) -> Metadata:
 
 
 class RemoteMetadata(Metadata):
-    """Stub that `dcp.save` returns on all ranks but the coordinator: it knows the URL and the size."""
+    """Stub that `dcp.save` returns on all ranks but the coordinator, with the URL and the size."""
 
     def __init__(self, url: str, committed: Any = None) -> None:
         self.url = url

@@ -30,10 +30,10 @@ DIGEST_BYTES = 4
 
 _UNKNOWN = bytes(DIGEST_BYTES)
 _MAX_BYTES = 64 << 10
-"""Bytes of a value that are compared at most; the state of a random generator has 5 kB."""
+"""Limit on the compared bytes of a value; the state of a random generator has 5 kB."""
 
 _MAX_NODES = 20_000
-"""Nested values that are compared at most, over all items: takes about 20 ms."""
+"""Limit on the compared nested values, over all items: takes about 20 ms."""
 
 _SAMPLE_BYTES = 2
 _COMPARED_BYTES = 512
@@ -84,7 +84,7 @@ class Compared(NamedTuple):
     """The names of a rank's items that are compared with those of other ranks, in order.
 
     Attributes:
-        values: items whose values may rightly differ, of which one rank's value is saved.
+        values: items that may rightly differ between ranks, and of which one rank's value is saved.
         replicas: tensors that may be cut, so that several ranks save parts of them.
     """
 
@@ -126,7 +126,7 @@ def compared_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> by
             values.append(_digest(state.get(item.index.fqn), budget))
         elif _may_be_cut(item):
             samples.append(_sample(state.get(item.index.fqn)))
-    # Behind the values: a coordinator of an older version then compares neither.
+    # After the values: a coordinator of an older version then compares neither.
     return b"".join(values + samples)
 
 

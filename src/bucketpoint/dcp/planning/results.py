@@ -1,4 +1,4 @@
-"""Results that each rank reports to the coordinator after its upload, and what the coordinator makes of them.
+"""Results that each rank reports to the coordinator after its upload, and their union on the coordinator.
 
 A rank that was assigned columns of items reports columns in the order of these items, so that no result names its item.
 """
@@ -38,11 +38,11 @@ _NAMED_AT_MOST = 6
 class Results(UserList[WriteResult]):
     """A rank's results: a list with a small pickle.
 
-    If columns cross, the coordinator has no list: it reads `columns` beside the plan. Results without columns name
-    their items, and cross with the rank's `agreement.descriptions` of these.
+    If columns are sent, the coordinator has no list: it reads `columns` together with the plan. Results without columns
+        name their items, and are sent with the rank's `agreement.descriptions` of them.
 
     Attributes:
-        statement: what the rank says of the save.
+        statement: the rank's statement on the save (see `agreement`).
         report: figures of the rank's save: see `SaveTimes.report`.
         items: digest of the items to which the columns belong.
         descriptions: empty on the rank itself.
@@ -175,7 +175,7 @@ class RankResults:
         }
 
     def uncovered(self) -> list[tuple[str, str]]:
-        """Return the first tensors of which the ranks do not hold all, with the reasons: see `uncovered`."""
+        """Return the first tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
         plan = self.plan
         if plan is None or self.metadata.state_dict_metadata is not plan.metadata.state_dict_metadata:
             return _first_uncovered(self.metadata)
@@ -198,7 +198,7 @@ class RankResults:
         return items
 
     def templates(self, *, indexed: bool) -> Templates | None:
-        """Return what the metadata of these results has in common with that of the next save.
+        """Return the part of the metadata that the next save can reuse.
 
         None if the metadata must be made of an object for each item: a rank sent no columns, the planner's metadata was
         altered, or an item is missing.

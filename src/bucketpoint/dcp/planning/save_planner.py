@@ -1,7 +1,7 @@
 """`SavePlanner`: DCP's default save planner, extended to balance duplicates over their holders and to reuse plans.
 
 Each rank sends its items at each save, as columns that it has kept, and the coordinator finds its plan by a digest of
-all of them. So no rank depends on what another one has kept.
+all of them. So no rank depends on what another one keeps.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign the items to ranks; or reuse the plan of an earlier save that was asked the same. On the coordinator.
+        """Assign the items to ranks; or reuse the plan of an earlier save with the same items. On the coordinator.
 
         Raises:
             BucketpointError: the items of the ranks do not make up the tensors.
@@ -216,12 +216,12 @@ class SavePlanner(DefaultSavePlanner):
         self._int_keys = ()
 
     def _agree(self, plans: list[SavePlan]) -> GlobalPlan:
-        """Return the plan for what the ranks ask: one that is kept, or a new one."""
+        """Return the plan for the ranks' items: a kept one, or a new one."""
         every: list[_Local] = [plan.planner_data for plan in plans]
         tables = unpack_tables(plans)
         compared, digests = compared_by_rank(plans, tables), [local.digests for local in every]
         self._warn_of_lost_values(differing(compared, digests), "values for these keys")
-        # Never a tensor in parts of several ranks' tensors. All from one rank, so that they fit each other.
+        # A tensor is never composed of several ranks' tensors. All from one rank, so that they fit each other.
         apart = differing_replicas(compared, digests)
         self._warn_of_lost_values(apart, "tensors under these names")
         # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
@@ -266,7 +266,7 @@ _OF_ONE_SAVE = {
 
 
 def _content(plans: Sequence[SavePlan], apart: Sequence[str]) -> bytes | None:
-    """Return a digest of all that the coordinator makes a plan of; None if some rank did not send columns."""
+    """Return a digest of all that a plan depends on; None if some rank did not send columns."""
     described = [repr(apart).encode()]
     for plan in plans:
         packed, local = packed_items(plan.items), plan.planner_data

@@ -1,4 +1,4 @@
-"""Comparison of the keys of a checkpoint with those that a load asks for: what is not loaded, and why it may be so."""
+"""Comparison of the keys of a checkpoint with those that a load asks for: what is not loaded, and probable reasons."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Unmatched:
 
 
 def find_unmatched(flat: Iterable[str], nested: Mapping[Any, Any], saved: Collection[str]) -> Unmatched:
-    """Find what a checkpoint with the keys `saved` lacks of a state, given by its flat names and as it is nested."""
+    """Find the parts of a state that a checkpoint with the keys `saved` lacks."""
     containers: list[str] = []
 
     def visit(parts: Iterable[tuple[Any, Any]], prefix: str) -> bool:
@@ -77,7 +77,7 @@ class KeyDifference:
     Attributes:
         unused: keys of the checkpoint that no rank asks for.
         lacking: keys that ranks ask for and that the checkpoint lacks.
-        losses: in words, what is not loaded although the state seems to want it.
+        losses: texts about what is not loaded although the state seems to want it.
     """
 
     unused: list[str]
@@ -105,7 +105,7 @@ def compare_keys(
 
     Args:
         own: keys that this rank asks for: empty tensors are not in a plan.
-        unmatched: that of this rank; plans of `LoadPlanner` have those of their ranks.
+        unmatched: this rank's; plans of `LoadPlanner` contain those of their ranks.
     """
     saved = metadata.state_dict_metadata
     plans = list(plans)
@@ -158,7 +158,7 @@ def _not_loaded(
     metadata: Metadata, unused: list[str], wanted: set[str], loaded: set[str], lacking: list[str]
 ) -> Iterator[_NotLoaded]:
     """Yield the containers of the state below which the checkpoint has keys, and none of them is loaded."""
-    # By what torch's optimizers put into their state, whatever the key is called under which a program has it.
+    # By the content of torch's optimizer states, under whatever key a program keeps them.
     optimizers = {
         name[:at] for name in loaded if (at := name.find(_PARAM_GROUPS)) == 0 or (at > 0 and name[at - 1] == ".")
     }
@@ -207,9 +207,9 @@ class Renaming:
     """Segments that the names of one side have, and those of the other side lack.
 
     Attributes:
-        segments: the segments, with a dot behind each.
+        segments: the segments, each followed by a dot.
         in_checkpoint: True if the names of the checkpoint have them.
-        count, of: number of the state's names that differ so, of the number compared.
+        count, of: number of the state's names that differ in this way, and number compared.
         example: a name of the state, and that of the checkpoint.
     """
 
@@ -260,7 +260,7 @@ def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | N
             examples.setdefault(kind, (name, other))
     if not kinds:
         return None
-    # Of equals the shortest: a name may be found once more, deeper in the checkpoint.
+    # Of equals the shortest: a name may occur once more, deeper in the checkpoint.
     (kind, count) = min(kinds.items(), key=lambda pair: (-pair[1], len(pair[0][0])))
     if count * 10 < len(compared):
         return None
@@ -268,7 +268,7 @@ def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | N
 
 
 def nearest_keys(lacking: Sequence[str], unused: Iterable[str]) -> str:
-    """Say for the first of the names that the checkpoint lacks which of its unused names are the most similar."""
+    """Return a text with the unused names that are most similar to the first missing one."""
     alike = _Alike(unused)
     pairs = [(name, next(iter(alike.to(name)), None)) for name in lacking[:_NAMED_AT_MOST]]
     there = list(dict.fromkeys(other for _, other in pairs if other is not None))
@@ -277,7 +277,7 @@ def nearest_keys(lacking: Sequence[str], unused: Iterable[str]) -> str:
 
 
 class _Alike:
-    """Search for names that begin or end as a given one, among many."""
+    """Search among many names for those that begin or end like a given one."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._sorted = sorted(names)
@@ -310,14 +310,14 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _inserted(here: str, there: str) -> tuple[str, bool] | None:
-    """Return the segments that one of two names has besides those of the other, and True if `there` has them."""
+    """Return the segments that only one of two names has, and True if that is `there`."""
     for shorter, longer, in_checkpoint in ((here, there, True), (there, here, False)):
         parts, more = shorter.split("."), longer.split(".")
         end = _common(parts[::-1], more[::-1])
         begin = min(_common(parts, more), len(parts) - end)
         inserted = more[begin : len(more) - end]
         if not end or len(parts) != begin + end:
-            # In several places, as of a model whose layers are compiled one by one.
+            # In several places, as in a model whose layers are compiled one by one.
             own = set(parts)
             inserted = list(dict.fromkeys(part for part in more if part not in own))
             if parts != [part for part in more if part in own]:

@@ -1,4 +1,4 @@
-"""The items that a rank asks to be written, the facts that they depend on, and the rows of a tensor that one names."""
+"""The items that a rank asks to write, the facts that they depend on, and the rows of a tensor in an item."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def rows_of_item(value: Any, item: WriteItem) -> torch.Tensor | None:
 
 
 def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
-    """Return what `rows_of_item` does, for a tensor of several pieces that tells their places (torchrec's wrapper)."""
+    """Like `rows_of_item`, for a tensor of several pieces with known places (torchrec's wrapper)."""
     for piece in value.__create_chunk_list__():
         first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
         beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (

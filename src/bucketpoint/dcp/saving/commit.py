@@ -78,7 +78,7 @@ def complete_metadata(
 
 @dataclass(frozen=True)
 class Committed:
-    """A committed checkpoint: its items, objects and bytes, and what the log knows of it."""
+    """A committed checkpoint: its items, objects and bytes, and the log's step and metrics."""
 
     items: int
     objects: int
@@ -122,7 +122,7 @@ def commit(
     }
     data, index, items, objects = _encoded(request, metadata, results, facts)
     if index is not None:
-        # Before the commit that names it. Only this attempt uses the key, so nothing is overwritten.
+        # Written before the commit that names it. Only this attempt uses the key, so nothing is overwritten.
         key, body = keys.join(request.prefix, index_path(request.token)), memoryview(index)
         retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
     sizes = {path: fact["size"] for path, fact in objects.items()}
@@ -155,11 +155,11 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
 def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, bool]:
     """Put the metadata and remove the fence. Returns what `put_commit` does, and whether a request was sent again.
 
-    A request of which no answer came may still be on its way, for as long as its signature is valid. If the checkpoint
-    were deleted before that request arrives, the request would commit the checkpoint without its data. So the fence and
-    the intent stay, and a prune leaves the checkpoint alone until they are an hour old.
+    A request without an answer may still arrive for as long as its signature is valid. If the checkpoint were deleted
+    before that request arrives, the request would commit the checkpoint without its data. So the fence and the intent
+    stay, and a prune leaves the checkpoint alone until they are an hour old.
     """
-    # Counted for the whole process, since a store may send from another thread: too many cost nothing but that hour.
+    # Counted for the whole process, since a store may send from another thread: extra counts only cost that hour.
     before = process_budget().counts["retried"]
     info, replaced = put_commit(request, data)
     again = process_budget().counts["retried"] != before
@@ -220,8 +220,7 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
             return
         body = memoryview(record.to_json())
         request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
-    # The checkpoint exists by now: an error of any kind, such as one of a caller's own `CommitLog`, must not call it
-    # a failed save.
+    # The checkpoint exists by now: no error, such as one of a caller's own `CommitLog`, may make the save seem failed.
     except Exception as error:  # noqa: BLE001
         logger.warning(
             "the checkpoint is committed, but its catalog record was not written (`bucketpoint gc ROOT --adopt` writes "

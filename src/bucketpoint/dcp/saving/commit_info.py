@@ -1,4 +1,4 @@
-"""`CommitInfo`, what a program learns of a checkpoint when it is committed."""
+"""`CommitInfo`: description of a checkpoint for `on_commit`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CommitInfo:
-    """A committed checkpoint, as `on_commit` is told of it.
+    """Description of a committed checkpoint for `on_commit`.
 
     Attributes:
         url: URL of the checkpoint.
-        step: training step; None if the save has no log in a catalog, which knows steps.
+        step: training step; None if the save has no log in a catalog.
         nbytes: bytes of the checkpoint's data on all ranks.
         blocked_s: seconds that `async_save` took on the coordinator, in which training stood still.
         commit_s: seconds from the call of `async_save` to the commit, on the coordinator.
@@ -42,8 +42,8 @@ def tell(on_commit: OnCommit, info: CommitInfo) -> None:
     try:
         on_commit(info)
     except KeyboardInterrupt:
-        # Only the main thread gets it: the program is to stop.
+        # Only the main thread receives it: the program should stop.
         raise
-    # An exit or DCP's CheckpointException would end the thread that has to say that the save has ended.
+    # An exit or DCP's CheckpointException would end the thread that must report the end of the save.
     except BaseException:
         logger.exception("%s is committed, but on_commit raised an error", info.url)

@@ -1,6 +1,6 @@
 """The one request that makes a checkpoint exist: the conditional PUT of `.metadata`.
 
-It succeeds only if nothing is committed there, or exactly the commit that was found when the save began.
+It succeeds only if there is no commit, or exactly the one that was found when the save began.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Commit:
         seen: commit found when the save began; only it may be replaced. None: unknown, not checked.
         fence: protects the data of the attempt against sweeps.
         partial: the caller has said that this rank saves its part of the state alone.
-        ranks: number of ranks of which the state must have the values of `rank_state`.
+        ranks: number of ranks whose `rank_state` values the state must have.
     """
 
     store: Store
@@ -80,7 +80,7 @@ class Commit:
 
 
 def prior_commit(store: Store, prefix: str, name: str) -> PriorCommit | None:
-    """Return the commit that is there now; None if this process has no right to find out."""
+    """Return the present commit; None if this process may not read it."""
     try:
         head, info = retry_transient(
             lambda: store.get(keys.join(prefix, name), first=MARKER_HEAD_BYTES), attempts=COMMIT_ATTEMPTS
@@ -104,14 +104,14 @@ def refuse_existing(
     Raises:
         CheckpointExistsError: such a commit is there.
     """
-    # A save that may replace the commit that it finds replaces no other.
+    # A save replaces no other commit than the one that it found.
     replaceable = replaces_only is None or (seen is not None and mark_of(seen.etag) in replaces_only)
     if seen is not None and seen.there and not (overwrite and replaceable):
         raise CheckpointExistsError("Checkpoint already exists at this URL", url=url)
 
 
 def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
-    """Refuse a save without collectives where a commit is: readers never read `__{rank}.metadata` beside `.metadata`.
+    """Refuse a save without collectives at a commit's URL: no reader reads `__{rank}.metadata` beside `.metadata`.
 
     Raises:
         CheckpointExistsError: a commit is there.
@@ -125,7 +125,7 @@ def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
 
 
 def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
-    """Commit where nothing is, or replace exactly the checkpoint that was seen there. Return the replaced one too.
+    """Commit where nothing is committed, or replace exactly the checkpoint that was seen. Return the replaced one too.
 
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
@@ -135,7 +135,7 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
     if not able.conditional_put:
         return _put_unconditionally(request, key, data)
     verified = not able.conditional_replace
-    # Look for an existing commit only if one was seen, or once a conditional PUT was refused: otherwise none is there.
+    # Look for an existing commit only if one was seen, or a conditional PUT was refused: otherwise there is none.
     look_first = request.seen is not None and request.seen.there
     gone: BucketpointError | None = None
     for _ in range(COMMIT_ATTEMPTS):
@@ -161,7 +161,7 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
 
 
 class _GoneError(Exception):
-    """Raised if the object that refused a conditional PUT, or that was to be replaced, is not there any more."""
+    """Raised if the object that refused a conditional PUT, or that was to be replaced, no longer exists."""
 
     def __init__(self, reason: BucketpointError) -> None:
         super().__init__(str(reason))
@@ -172,12 +172,12 @@ def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
     try:
         return retry_transient(lambda: get_metadata(store, key), attempts=COMMIT_ATTEMPTS)
     except (ObjectNotFoundError, AccessDeniedError) as error:
-        # Deleted in between, by a pruner or a person. S3 answers 403 instead of 404 if the caller may not list.
+        # It was deleted in between, by a pruner or a person. S3 answers 403 instead of 404 if the caller may not list.
         raise _GoneError(error) from None
 
 
 def _create(request: Commit, key: str, data: bytes) -> ObjectInfo | None:
-    """Commit where nothing is. Return None if something is there."""
+    """Commit where nothing is committed. Return None if there is a commit."""
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     request.ensure_alive()
     try:
@@ -191,12 +191,12 @@ def _replace(
 ) -> tuple[ObjectInfo, Metadata | None] | None:
     """Replace the existing commit or deletion marker. Return None if the caller must look again.
 
-    The caller must look again if a deletion marker appeared meanwhile, or if the marker that was there has changed.
+    The caller must look again if a deletion marker has appeared or changed meanwhile.
 
     Args:
         there: content of the existing object.
         info: the existing object.
-        verified: read back what was written: the store only looks before it writes, and does not check atomically.
+        verified: read the metadata again after the write: the store does not check conditions atomically.
 
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
@@ -255,7 +255,7 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
 
 
 def _refuse_others(request: Commit, info: ObjectInfo, data: bytes) -> None:
-    """Raise if the existing commit was made after this attempt began: its job was told that it succeeded."""
+    """Raise if the existing commit was made after this attempt began: its job was answered with success."""
     seen = request.seen
     if seen is None or (seen.there and (seen.etag == info.etag or seen.etag == _thinned_from(data))):
         return
@@ -280,7 +280,7 @@ def _conflict(request: Commit) -> CommitConflictError:
 
 
 def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
-    """Commit to a store without conditional writes: look, write, and look again. Two jobs at once may still collide."""
+    """Commit to a store without conditional writes: read, write, and read again. Two jobs at once may still collide."""
     replaced = None
     try:
         there, info = get_metadata(request.store, key)

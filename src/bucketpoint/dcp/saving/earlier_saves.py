@@ -1,4 +1,4 @@
-"""The last saves of a rank, with which the next one is compared: what its process keeps, and what the store tells.
+"""The last saves of a rank, with which the next one is compared: from the process's memory, or read from the store.
 
 The ranks of a save must compare with the same earlier save, and only the coordinator knows which saves were committed.
 So it announces to each rank, with the rank's plan, an id for this save and the id of the one to compare with.
@@ -61,7 +61,7 @@ class Announcement:
 
     @property
     def fields(self) -> tuple[str | None, ...]:
-        """The values that are sent: the name of a class would be 50 bytes to each rank."""
+        """Sent as plain values: the name of a class would be 50 bytes for each rank."""
         return (self.save, self.since, self.url) if self.span is None else (self.save, self.since, self.url, self.span)
 
     def put_on(self, plans: Iterable[SavePlan]) -> list[SavePlan]:
@@ -71,7 +71,7 @@ class Announcement:
 
     @classmethod
     def received(cls, fields: Any) -> Announcement | None:
-        """Return the announcement that a plan came with; None for anything else that a planner may put there."""
+        """Return the announcement in a plan; None for anything else that a planner may put there."""
         return cls(*fields) if type(fields) is tuple and len(fields) in (3, 4) else None
 
 
@@ -134,7 +134,7 @@ class EarlierSaves:
         self._watches: dict[str, MomentsWatch] = {}
 
     def keep(self, said: Announcement | None, url: str, written: Written) -> None:
-        """Keep a save whose objects this rank has uploaded, committed or not. Unannounced, it has no name.
+        """Keep a save whose objects this rank has uploaded, committed or not. A save without an announcement has no id.
 
         A planner of DCP's that keeps plans sends an old announcement again, with the id of the save it was made for.
         """
@@ -149,7 +149,7 @@ class EarlierSaves:
                 del self._kept[old]
 
     def note_committed(self, save: str, url: str) -> None:
-        """Note on the coordinator that a save was committed."""
+        """Record on the coordinator that a save was committed."""
         run = run_of(url)
         with self._lock:
             self._committed.pop(run, None)
@@ -164,7 +164,7 @@ class EarlierSaves:
             return self._watches.setdefault(run_of(url), MomentsWatch())
 
     def announcement(self, url: str, save: str, newest: Callable[[], str | None]) -> Announcement:
-        """Return what the coordinator announces for the save with this id.
+        """Return the coordinator's announcement for the save with this id.
 
         Args:
             newest: finds the newest checkpoint of the run in the store, for the first save of a process.
@@ -175,14 +175,14 @@ class EarlierSaves:
     def compared_with(
         self, url: str, said: Announcement | None, read: Callable[[Announcement], EarlierSave | None]
     ) -> EarlierSave | None:
-        """Return the save that the coordinator has announced: from memory, or else as `read` finds it in the store."""
+        """Return the save that the coordinator has announced: from memory, or else from the store by `read`."""
         if said is None:
             return None
         last = self._find(run_of(url), said)
         return read(said) if last is None and said.url is not None else last
 
     def _find(self, run: str, said: Announcement) -> EarlierSave | None:
-        """Return the save to compare with, and forget those before it. None if this process does not know it."""
+        """Return the save to compare with, and drop earlier ones. None if this process has not kept it."""
         with self._lock:
             kept = self._kept.get(run, [])
             at = next((at for at, save in enumerate(kept) if save.id == said.since), None)
@@ -221,7 +221,7 @@ def read_earlier_save(
     open_url: Callable[[str], tuple[Store, str]],
     said: Announcement,
 ) -> EarlierSave | None:
-    """Return what the store tells of the checkpoint to compare with, for these items. None if it cannot be read.
+    """Read the checkpoint to compare with from the store, for these items. None if it cannot be read.
 
     One or two small requests for the metadata, and one for each object that holds such items.
     """

@@ -1,4 +1,4 @@
-"""The alarm for an optimizer whose moments stand still: their checksums are compared from save to save of one run.
+"""The alarm for an optimizer whose moments do not change: their checksums are compared from save to save of a run.
 
 It runs after the commit, on the coordinator, with the CRC32C that the upload of every item has computed.
 """
@@ -61,10 +61,10 @@ class MomentsWatch:
         self._groups: dict[str, _Moments] = {}
 
     def look(self, url: str, digests: Mapping[str, bytes]) -> None:
-        """Compare a committed save with the last one, and warn of moments that stand still while training goes on.
+        """Compare a committed save with the last one, and warn of moments that do not change while training continues.
 
         Args:
-            digests: what `checksum_digests` returned.
+            digests: the result of `checksum_digests`.
         """
         for group, digest in digests.items():
             last = self._groups.setdefault(group, _Moments(digest, url))

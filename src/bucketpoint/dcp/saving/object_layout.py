@@ -65,7 +65,7 @@ class PlacedItem:
     payload: int
     payload_offset: int | None
     tensor: torch.Tensor | None = None
-    """Keeps the memory alive that the segments' views point to."""
+    """Keeps alive the memory that the segments' views point to."""
     table: int | None = None
 
 
@@ -128,7 +128,7 @@ def group_items(items: Sequence[WriteItem], rules: Sequence[GroupRule]) -> dict[
 
 
 def default_object_bytes(store: Capabilities, options: TransferOptions) -> int:
-    """Return the size from which on a group of items goes on in another object, in bytes."""
+    """Return the size, in bytes, at which a group of items continues in another object."""
     if store.multipart:
         return DEFAULT_OBJECT_BYTES
     # Where a copy of the whole object is held in memory during its upload, several objects should fit the budget.
@@ -173,7 +173,7 @@ def item_bytes(item: WriteItem, planner: SavePlanner, *, digests: bool = False) 
     """Resolve an item to the bytes that are stored for it.
 
     Args:
-        digests: have a digest computed of items whose bytes lie in memory.
+        digests: compute a digest of items whose bytes lie in memory.
     """
     data = resolve(item, planner)
     segments = item_segments(item, data)
@@ -237,7 +237,7 @@ def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Seg
         torch.save(data.cpu(), buffer)
         data = memoryview(buffer.getvalue())
     if write.type == WriteItemType.BYTE_IO:
-        # Warned of now, as the program can still change the value.
+        # The warning comes now, while the program can still change the value.
         refused = refused_globals(bytes(data))
         if refused:
             logger.warning(

@@ -1,4 +1,4 @@
-"""Upload of one rank's items: objects whose bytes the store has already are copied there, all others are sent."""
+"""Upload of one rank's items: objects whose bytes are in the store already are copied there, all others are sent."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ from bucketpoint.transfer.tasks import TaskGroup
 logger = logging.getLogger(__name__)
 
 COPIES_AT_ONCE = 4
-"""Copies that a rank has under way. From about 16 on, of all clients together, those of a MinIO with one drive wait for
-each other until requests time out."""
+"""Limit on the copies that a rank has under way. From about 16 copies on, of all clients together, those in a MinIO
+with one drive delay each other until they time out."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class RankUpload:
 def _by_steadiness(
     entries: Sequence[ItemBytes], unchanged: Mapping[MetadataIndex, SavedItem]
 ) -> Iterator[Sequence[ItemBytes]]:
-    """Yield items that change and items that did not apart, if the latter are worth a copy at the next save."""
+    """Yield changed items apart from unchanged ones, if the latter are worth a copy at the next save."""
     steady = [entry for entry in entries if entry.item.index in unchanged]
     if sum(entry.nbytes for entry in steady) < LEAST_COPIED_BYTES:
         yield entries
@@ -206,7 +206,7 @@ def _by_steadiness(
 def announce_uploads(log: SaveLog | None, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
     """Note a rank's uploads to these paths in the log while they run, if the store finds uploads by exact keys only.
 
-    Otherwise nobody would find the uploads of a rank that is killed.
+    Otherwise the uploads of a killed rank could not be found.
     """
     limits = store.capabilities
     if log is None or not paths or limits.lists_uploads or not limits.multipart:

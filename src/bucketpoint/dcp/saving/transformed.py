@@ -29,7 +29,7 @@ _SLACK = 1 << 16
 class _ItemStream(io.RawIOBase):
     """The object's stream for one item. Closing a transform closes the stream that it wraps, but further items follow.
 
-    The stream of the item does end: a transform may ask if the stream that it wraps is closed.
+    The item's stream does close: a transform may ask if the stream that it wraps is closed.
     """
 
     def __init__(self, stream: StreamUpload) -> None:

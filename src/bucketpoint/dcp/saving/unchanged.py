@@ -1,8 +1,8 @@
 """Items that did not change since the last save, and the objects that the store copies instead of receiving them.
 
 Only whole objects are copied, which every store can do. So an object is copied if nearly all of its bytes are those of
-unchanged items; the rest of it is dead in the copy. Unchanged items of other objects are sent once more, in objects of
-their own, which can be copied at the next save.
+unchanged items; the rest is unused in the copy. Unchanged items of other objects are sent again, in separate objects,
+which can be copied at the next save.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 OpenUrl = Callable[[str], tuple[Store, str]]
 
 LIVE_SHARE = 0.8
-"""Least share of an object's bytes that must be unchanged for it to be copied: a copy stores the others in vain."""
+"""Least share of an object's bytes that must be unchanged for it to be copied: the others are stored in vain."""
 
 LEAST_COPIED_BYTES = 1 << 20
-"""Least size of an object that is copied: fewer bytes are sent in the request that sends the changed ones."""
+"""Least size of an object that is copied: smaller ones are sent together with changed items."""
 
 _SAMPLE_BYTES = 4096
 _SAMPLED_FROM = 64 << 10
@@ -45,7 +45,7 @@ _SAMPLED_FROM = 64 << 10
 
 @dataclass(frozen=True)
 class ObjectCopy:
-    """An object of the last save that this save wants to have copied to `path`, for these items of a group."""
+    """An object of the last save to be copied to `path`, for these items of a group."""
 
     source: ObjectInfo
     source_path: str
@@ -87,7 +87,7 @@ def find_unchanged(
         assert payload.digest_seed is not None
         if digest(payload.data, payload.digest_seed) != saved.digest:
             return
-        # The checksum goes into the new metadata. One that this process has not computed itself may be damaged.
+        # The checksum goes into the new metadata. A checksum that this process has not computed may be damaged.
         if saved.sample is not None or crc32c(payload.data) == saved.info.crc32c:
             unchanged[entry.item.index] = saved
 
@@ -124,7 +124,7 @@ def plan_copies(
     for path, (group, pairs) in found.items():
         source = last.objects.get(path)
         live = sum(saved.info.length + saved.info.table_nbytes for _, saved in pairs)
-        # Without an ETag nothing tells if the object is still the one whose digests are known.
+        # Without an ETag, the object cannot be identified as the one whose digests are known.
         if source is not None and source.etag and live >= max(LEAST_COPIED_BYTES, LIVE_SHARE * source.size):
             copies.append(ObjectCopy(source, path, names.next(group), group, pairs))
     return copies
@@ -136,7 +136,7 @@ def _group_of(saved: SavedItem) -> str | None:
 
 
 def copy_object(copy: ObjectCopy, last: EarlierSave, url: str, open_url: OpenUrl) -> ObjectInfo | None:
-    """Have the store copy an object into the checkpoint at `url`. None if it did not: the items must be sent.
+    """Copy an object inside the store into the checkpoint at `url`. None if that fails: the items must be sent.
 
     The object may have been pruned or replaced meanwhile, and the credentials may not cover its copy.
     """

@@ -1,4 +1,4 @@
-"""Uploads of a writer: on threads, or while training goes on by a process of their own, if there can be one."""
+"""Uploads of a writer: on threads, or beside training by a separate process, where one can be started."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from bucketpoint.transfer.helper.process import Upload, UploadHelper
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 16 << 20
-"""Staged bytes from which on a process pays: starting it costs 1 s of CPU, once, and it holds 70 MB."""
+"""Staged bytes from which a process is worth its cost: 1 s of CPU at its start, and 70 MB."""
 
 
 _NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
-"""Errors that another process may have where this one has none: credentials are given once, or a library is patched."""
+"""Errors that may occur only in another process: credentials are usable once, or a library is patched here."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Destination:
 
 
 def bytes_beside_training(lease: Lease | None) -> int:
-    """Return the size of the shared memory of a state that is saved while training goes on; 0 without one."""
+    """Return the size of the shared memory of a state that is saved beside training; 0 without one."""
     memory = lease.memory if lease is not None and lease.beside_training else None
     return memory.nbytes if memory is not None else 0
 
 
 class Uploads:
-    """The uploads of one writer, or of all writers of a manager, and the process that does them beside training."""
+    """The uploads of one writer, or of all writers of a manager, and the process that makes them beside training."""
 
     def __init__(self, options: TransferOptions) -> None:
         self._options = options
         self._helper = UploadHelper(options.in_background(shares_lock=False).nice)
-        # For good: as the options say, or since a process was refused.
+        # Permanent: set by the options, or after a process was refused.
         self._on_threads = options.background == "thread"
         self._left = False
         self._told = False
@@ -70,7 +70,7 @@ class Uploads:
         """Return the options for threads of this process.
 
         Args:
-            lease: that of the staged state, if training goes on meanwhile.
+            lease: the staged state's, if training continues meanwhile.
         """
         return self._options if lease is None else self._options.in_background(shares_lock=lease.beside_training)
 
@@ -80,7 +80,7 @@ class Uploads:
         """Upload all objects, as `upload_objects` does.
 
         Args:
-            lease: that of the staged state, if training goes on meanwhile.
+            lease: the staged state's, if training continues meanwhile.
 
         Raises:
             HelperUnavailableError: `background="process"`, and no process can do it. Nothing was sent.
@@ -92,7 +92,7 @@ class Uploads:
             try:
                 return self._by_process(to, sources, lease, meter)
             except _NOT_OF_THE_STORE as error:
-                # A helper that has sent bytes has the credentials and reaches the store: the store is away for all.
+                # A helper that has sent bytes has the credentials and reached the store, so the store is down for all.
                 if self._options.background == "process" or (isinstance(error, EndpointError) and meter.done_bytes):
                     error.url = error.url or to.place.url
                     raise
@@ -108,7 +108,7 @@ class Uploads:
         return not self._on_threads and (large or self._options.background == "process")
 
     def _go_on_without(self, error: BucketpointError) -> None:
-        """Say once why threads upload; after a refusal, they do for as long as the writer lives."""
+        """Log once why threads upload; after a refusal, they do so for the rest of the writer's life."""
         refused = isinstance(error, HelperUnavailableError)
         if refused:
             self._on_threads = True
@@ -118,11 +118,11 @@ class Uploads:
             if refused:
                 logger.info("uploads run on threads of this process, beside training: %s", error.message)
             else:
-                # What should have worked and did not is worth a look.
+                # A warning, because it should have worked.
                 logger.warning("this upload runs on threads of this process, beside training: %s", error)
 
     def leave(self) -> None:
-        """Note that another process saves, and uploads by itself: end the process here, and start none early."""
+        """Record that another process saves and uploads: end the process here, and start none early."""
         self._left = True
         self._helper.close_if_idle()
 
@@ -145,7 +145,7 @@ class Uploads:
         try:
             storage_options = pickle.dumps(dict(to.place.storage_options))
         except Exception as error:
-            # A class of the program's own may fail in any way here. The text of the error may quote a secret.
+            # A class of the program may fail in any way here. The text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
         work = Upload(
             store=to.store,

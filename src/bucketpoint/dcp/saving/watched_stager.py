@@ -1,4 +1,4 @@
-"""The stager of one save: it tells the save's handle of the copy, and all ranks of one that cannot be made.
+"""The stager of one save: it reports the copy to the save's handle, and a copy that fails to all ranks.
 
 A rank that raised before DCP's first collective would leave the others waiting in it until the group's timeout. So the
 state of such a rank is replaced by one whose save fails there, on all ranks, with the error of that rank.
@@ -76,7 +76,7 @@ class WatchedStager(AsyncStager):
         if self._alone:
             staged.add_done_callback(self._staged)
             return staged
-        # The copy may still fail, and then the save needs the place in the order of saves that it has now.
+        # The copy may still fail, and then the save needs its present place in the order of saves.
         place, copied = _turn(), Future[Any]()
         staged.add_done_callback(functools.partial(self._pass_on, place, copied))
         return copied
@@ -107,12 +107,12 @@ class WatchedStager(AsyncStager):
         self._handle.staged.set_exception(error)
         self._handle._lease = place
         place.copied()
-        # DCP pickles the failure to every rank, where an error of another library may not unpickle.
+        # DCP sends the failure to every rank as a pickle, which may not be readable for an error of another library.
         return StagedState({"bucketpoint_failed": _Failed(as_failure(error, this_rank()))}, place)
 
 
 class _Failed:
-    """A value that raises the failure of its rank as soon as a planner, of any class, asks what it consists of."""
+    """A value that raises its rank's failure as soon as a planner, of any class, reads it."""
 
     def __init__(self, error: BucketpointError) -> None:
         self._error = error
@@ -122,5 +122,5 @@ class _Failed:
 
 
 def _turn() -> Lease:
-    """Return a place in the order of this thread's saves, for a save that may come to have no staged state."""
+    """Return a place in the order of this thread's saves, for a save that may have no staged state."""
     return Lease(unread_timeout_s=math.inf)

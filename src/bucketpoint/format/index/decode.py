@@ -34,10 +34,10 @@ def is_index(data: bytes) -> bool:
 
 
 class Index:
-    """Content of an index. Pickles as the index's bytes.
+    """Content of an index. It pickles as the index's bytes.
 
     Attributes:
-        names: of the entries, in order.
+        names: names of the entries, in order.
         counts, first: for each entry the number of its chunks, and the slot of the first of them.
         overlaps: True if the chunks of a tensor have more elements than the tensor.
     """

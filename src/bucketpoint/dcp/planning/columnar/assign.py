@@ -33,7 +33,7 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 _MAX_DIMS = 8
 _MAX_KEY = 1 << 62
 _WHOLE = -1
-"""Stands for the first row of an entry that is not cut: the chunk as the rank holds it."""
+"""First row of an entry that is not cut: the chunk as the rank holds it."""
 
 
 class _IrregularError(Exception):

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Table:
-    """The facts about some items that are the same on all ranks which send the same bytes.
+    """Facts about items, equal on all ranks that send the same bytes.
 
     Attributes:
         names: name of each item.
@@ -148,8 +148,8 @@ def _pack_table(items: Sequence[WriteItem]) -> bytes:
 
 
 def _same_bytes(value: Any) -> bytes:
-    # In fast mode the pickler does not refer back to objects that it has seen. So equal values give equal bytes, no
-    # matter which of their parts are the same object.
+    # In fast mode the pickler does not refer back to objects that it has seen. So equal values give equal bytes,
+    # whether or not their parts are the same object.
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.fast = True
@@ -169,7 +169,7 @@ def _sections(values: Iterable[T], key: Callable[[T], str]) -> list[list[T]]:
 
 
 def merged_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
-    """Merge the mappings of all ranks; where ranks differ, the first rank counts. As `dict(ChainMap(*mappings))`."""
+    """Merge the mappings of all ranks; where ranks differ, the first rank counts. Like `dict(ChainMap(*mappings))`."""
     sections: dict[bytes, dict[str, Any]] = {}
     whole: dict[str, Any] = {}
     before = None

@@ -1,4 +1,4 @@
-"""`PlanItems`: the one form in which items cross ranks, in both directions."""
+"""`PlanItems`: the form in which items are sent between ranks, in both directions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AssignedItems:
 
     Attributes:
         encoded: the encoded assignment: numbers of the rank's own items, and cuts.
-        asked: all items that the rank holds; None as the assignment arrives on the rank, which has them.
-        whole: send `asked` too, to a planner that looks at the items before `SavePlanner.finish_plan`.
+        asked: all items that the rank holds; None on arrival at the rank, which has them.
+        whole: send `asked` too, for a planner that reads the items before `SavePlanner.finish_plan`.
     """
 
     encoded: bytes
