@@ -50,7 +50,7 @@ def test_installs_by_a_remedy_what_an_extra_requires() -> None:
     assert [requirement for requirement in named if not re.search(f'"{re.escape(requirement)}[";]', required)] == []
 
 
-def test_misses_a_name_that_is_not_there_like_any_other() -> None:
+def test_raises_attribute_error_for_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="'bucketpoint' has no attribute 'S4Writer'"):
         bucketpoint.S4Writer  # noqa: B018
 

@@ -187,7 +187,7 @@ def test_spares_what_somebody_takes_hold_of_during_the_grace(
     assert len(in_folder(store, 100)) == 3
 
 
-def test_keeps_or_refuses_a_pin_made_while_a_pruner_runs() -> None:
+def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
     held = lost = 0
     for at in range(1, 60):
         store = MemoryStore()

@@ -34,7 +34,7 @@ given = pytest.mark.parametrize("given", ["the default group", "a group"])
 
 
 @given
-def test_says_nothing_on_the_given_group_in_a_save_and_keeps_its_own(
+def test_sends_nothing_over_the_given_group_in_a_save_and_keeps_its_own(
     two_ranks: Ranks, tmp_path: Path, given: str
 ) -> None:
     for seen, after in two_ranks.run(scenarios.saves_leave_the_group_alone, str(tmp_path), given):

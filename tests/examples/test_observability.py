@@ -148,7 +148,7 @@ def test_names_the_run_and_what_to_do_in_each_alert(rules: list[dict[str, Any]])
         assert set(re.findall(r"\$labels\.(\w+)", text)) <= labels_in(rule["expr"])
 
 
-def test_looks_by_prometheus_where_the_demo_serves_its_metrics() -> None:
+def test_points_prometheus_to_where_the_demo_serves_its_metrics() -> None:
     settings = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text(encoding="utf-8"))
     assert settings["rule_files"] == ["alerts.yml"]
     (job,) = settings["scrape_configs"]

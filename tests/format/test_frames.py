@@ -82,7 +82,7 @@ def test_keeps_every_payload_of_frames_in_a_row_aligned(dtype: torch.dtype, shap
     assert frame.nbytes == len(frame.header) + frame.payload_nbytes + len(frame.trailer)
 
 
-def test_costs_less_for_a_frame_than_torchs_own() -> None:
+def test_makes_frames_smaller_than_torchs_own() -> None:
     frame = tensor_frame(torch.float32, (10,))
     assert frame.nbytes < len(saved(torch.zeros(10)))
 
@@ -224,7 +224,7 @@ def test_tells_by_a_probe_how_a_view_lies_in_its_storage(size: list[int], order:
     assert torch.equal(rebuilt, view)
 
 
-def test_sees_through_parameters_and_channels_last_by_a_probe() -> None:
+def test_probes_parameters_and_channels_last() -> None:
     parameter = probe_frame(saved(torch.nn.Parameter(torch.ones(2, 3))))
     assert parameter is not None
     assert parameter.shape == (2, 3)

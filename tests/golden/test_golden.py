@@ -43,7 +43,7 @@ def independently(*arguments: object) -> dict[str, Any]:
     return said
 
 
-def test_has_each_form() -> None:
+def test_checks_that_each_form_is_there() -> None:
     forms = {form.partition("/")[0] for version, form in EXPECTED if version == "0.1"}
     assert forms == {"plain", "zstd", "index", "ranks", "ranks-index", "no-collectives", "run"}
 

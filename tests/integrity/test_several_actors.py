@@ -152,7 +152,7 @@ def test_deletes_nothing_committed_while_a_pruner_slept_since_its_listing(run: R
 
 @pytest.mark.parametrize("before", [False, True], ids=["fresh", "over a checkpoint"])
 @pytest.mark.parametrize("deep", [False, True], ids=["by its intent", "deep"])
-def test_lets_one_go_on_of_a_save_and_a_sweep_that_takes_it_for_dead(
+def test_stops_a_save_or_the_sweep_that_takes_it_for_dead(
     run: Run, before: bool, deep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if before:

@@ -67,7 +67,7 @@ def test_counts_no_checkpoint_of_weights_alone_for_bringing_training_back(tmp_pa
     assert (status.newest_step, status.committed) == (restored.step, 2)
 
 
-def test_loses_by_a_crash_after_a_restore_what_was_trained_since(tmp_path: Path) -> None:
+def test_counts_as_lost_by_a_crash_what_was_trained_since_a_restore(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
         manager.save(3, STATE)
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
@@ -94,7 +94,7 @@ def test_counts_a_save_that_fails_and_leaves_the_older_checkpoint(tmp_path: Path
     assert (status.newest_step, status.committed, status.failed) == (3, 1, 1)
 
 
-def test_knows_rounds_of_pruning(tmp_path: Path) -> None:
+def test_reports_rounds_of_pruning(tmp_path: Path) -> None:
     with CheckpointManager(
         tmp_path / "run", policy=RetentionPolicy(Keep(latest=1), prune=Prune(when="manual"))
     ) as manager:

@@ -191,7 +191,7 @@ def test_counts_coordinator_costs_for_ours_and_for_stock_dcp() -> None:
     assert found["second"]["sent"]["plans_up"] == found["first"]["sent"]["plans_up"]
 
 
-def test_costs_the_coordinator_for_copies_of_a_rank_what_real_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charges_the_coordinator_alike_for_copies_of_a_rank_and_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
     real = measure(layout, OURS)
     monkeypatch.setattr(coordinator, "PLAYED_RANKS", 2)

@@ -110,7 +110,7 @@ def test_makes_the_navigation_of_the_index_with_each_page_once() -> None:
     assert navigation.sections(index) == {"How-to": [{"Stores": ["s3.md", "r2.md"]}], "Reference": ["retention.md"]}
 
 
-def test_gives_each_of_parameters_that_share_an_entry_one() -> None:
+def test_splits_an_entry_that_parameters_share() -> None:
     given = "Do.\n\nArgs:\n    a, b: text\n        more\n    c: d, e: f\n\nReturns:\n    x, y: z\n"
     assert griffe_docstrings.apart(given) == (
         "Do.\n\nArgs:\n    a: text\n        more\n    b: text\n        more\n    c: d, e: f\n\nReturns:\n    x, y: z\n"

@@ -21,7 +21,7 @@ def _addresses() -> list[str]:
     return ["" if page == "." else f"{page}/" for page in pages]
 
 
-def test_fits_every_page_to_phone_and_desktop_and_loads_it_without_an_error(site: str, page_at: PageAt) -> None:
+def test_shows_every_page_on_phone_and_desktop_without_an_error(site: str, page_at: PageAt) -> None:
     page = page_at(PHONE)
     faults = _heard(page)
     addresses = _addresses()
@@ -106,7 +106,7 @@ FAINT = """selector => {
 """Texts whose luminance is too near to that of what is behind them: a ratio below 4.5, which WCAG 2 asks of text."""
 
 
-def test_goes_by_the_toggle_from_the_systems_setting_to_light_and_dark(site: str, page_at: PageAt) -> None:
+def test_switches_from_the_systems_setting_to_light_and_dark_by_the_toggle(site: str, page_at: PageAt) -> None:
     page = page_at(DESKTOP, dark=True)
     page.goto(site)
     scheme: Callable[[], str] = lambda: page.evaluate("document.body.getAttribute('data-md-color-scheme')")  # noqa: E731

@@ -155,7 +155,7 @@ def test_lets_the_next_have_the_memory_of_a_future_cancelled_before_the_copy() -
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "error"])
-def test_lets_go_on_a_thread_that_failed_though_its_traceback_is_kept(when_busy: Any) -> None:
+def test_frees_the_memory_of_a_thread_that_failed_though_its_traceback_is_kept(when_busy: Any) -> None:
     stager = Stager(StagingOptions(when_busy=when_busy, unread_timeout_s=math.inf))
     first = finished(stager.stage(state(1)))
     address, alive = memory_of(first), weakref.ref(first)
@@ -453,7 +453,7 @@ def test_ends_the_wait_for_a_save_that_is_never_begun() -> None:
     assert values(held) == {1}
 
 
-def test_lets_two_threads_that_stage_not_wait_for_each_others_turn() -> None:
+def test_stages_on_two_threads_without_waits_for_each_others_turn() -> None:
     mine = uploading(finished(Stager().stage(state(1))))
 
     def theirs() -> set[float]:

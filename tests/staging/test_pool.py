@@ -41,9 +41,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_finds_the_memory_of_the_last_for_states_made_afresh_for_each_save(
-    shared: bool, beside: bool, made: list[int]
-) -> None:
+def test_reuses_the_memory_of_the_last_save_for_states_made_afresh(shared: bool, beside: bool, made: list[int]) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
     kept: list[Any] = []
     addresses = set()

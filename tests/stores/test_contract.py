@@ -715,7 +715,7 @@ class TestSignedDeletes:
         assert "X-Amz" not in repr(caught.value)
         assert minio.keys(bucket) == ["k"]
 
-    def test_lets_requests_that_are_not_signed_not_expire(self, minio: S3Server) -> None:
+    def test_expires_no_requests_that_are_not_signed(self, minio: S3Server) -> None:
         store = S3Store("bucket", S3Options(endpoint_url=minio.endpoint, anon=True, service="minio"))
         assert not store.capabilities.expiring_delete
 

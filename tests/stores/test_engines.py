@@ -125,7 +125,7 @@ def test_receives_a_body_without_a_length_by_the_public_way(engine: Engine) -> N
     assert server.connections == 1
 
 
-def test_finds_out_a_store_that_ignores_ranges(engine: Engine) -> None:
+def test_detects_a_store_that_ignores_ranges(engine: Engine) -> None:
     with scripted(lambda request, number: Answer(200, dict([engine.identity]), b"x" * 100)) as server:
         store = engine.at(server)
         for offset, size in ((10, 20), (0, 20)):

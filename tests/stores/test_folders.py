@@ -292,7 +292,7 @@ class TestLock:
         assert names(Path(store.root)) == ["k"]
 
     @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "link"])
-    def test_waits_for_nothing_that_lies_in_the_place_of_a_lock(
+    def test_hangs_on_nothing_that_lies_in_the_place_of_a_lock(
         self, make: Callable[[str], None], store: LocalStore
     ) -> None:
         store.put("k", views(b"old"))

@@ -66,7 +66,7 @@ def failing(count: int, answer: Answer) -> Callable[[Seen, int], Answer]:
 # The table
 
 
-def test_types_every_rule_of_the_table() -> None:
+def test_checks_types_of_every_rule_of_the_table() -> None:
     rules = [*RULES.values(), *(rule for _, rule in RULE_BY_TYPE)]
     assert {rule.action for rule in rules} == set(Action)
     for rule in rules:
@@ -276,7 +276,7 @@ def test_takes_nothing_of_the_budget_for_what_is_throttled() -> None:
 # How many at once
 
 
-def test_halves_at_the_first_slow_down_of_a_round_and_at_no_other() -> None:
+def test_halves_the_limit_at_the_first_slow_down_of_a_round_only() -> None:
     gate = retry.ConcurrencyLimiter()
     epochs = [gate.enter(math.inf) for _ in range(16)]
     for epoch in epochs:
@@ -286,7 +286,7 @@ def test_halves_at_the_first_slow_down_of_a_round_and_at_no_other() -> None:
     assert gate.limit == 1, "half of the one that was under way, and never none"
 
 
-def test_raises_the_number_by_successes_until_there_is_no_limit() -> None:
+def test_raises_the_limit_with_successes_until_there_is_none() -> None:
     gate = retry.ConcurrencyLimiter()
     for epoch in [gate.enter(math.inf) for _ in range(8)]:
         gate.leave(epoch, answered=True, throttled=True, succeeded=False)

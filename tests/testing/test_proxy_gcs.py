@@ -147,7 +147,7 @@ def test_expires_a_token_and_lets_another_one_serve(gcs: GCSServer, fault_proxy:
     assert "planted" not in repr(proxy.exchanges)
 
 
-def test_tells_who_has_no_other_token(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
+def test_refuses_an_expired_token_where_there_is_no_other(gcs: GCSServer, fault_proxy: MakeProxy) -> None:
     proxy = before(gcs, fault_proxy, always(ExpireCredentials(), times=1))
     store = store_at(gcs, proxy)
     for _ in range(2):

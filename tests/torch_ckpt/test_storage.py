@@ -73,7 +73,7 @@ def commit(storage: BucketStorage, name: str = "step-1", *files: str) -> None:
 # -- the table of Storage.rename ---------------------------------------------------------------------------------------
 
 
-def test_lands_a_directory_at_an_absent_destination(storage: BucketStorage) -> None:
+def test_renames_a_directory_to_an_absent_destination(storage: BucketStorage) -> None:
     storage.mkdir(Path("step-1"))
     commit(storage)
     assert storage.ls(Path("step-1")) == ["a", "b"]
@@ -207,7 +207,7 @@ def test_raises_as_a_filesystem_does_for_what_is_not_there(storage: BucketStorag
     assert (storage.exists(Path("nothing")), storage.isdir(Path("nothing"))) == (False, False)
 
 
-def test_misses_a_checkpoint_that_was_deleted_with_a_tool_of_the_store(storage: BucketStorage) -> None:
+def test_finds_no_checkpoint_that_a_tool_of_the_store_deleted(storage: BucketStorage) -> None:
     commit(storage)
     assert storage.read(Path("step-1/a")) == b"a"
     storage.store.delete([storage.where.key(("step-1",), "@d")])

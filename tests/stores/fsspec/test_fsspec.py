@@ -174,9 +174,7 @@ def test_distrusts_conditions_that_a_service_ignores_and_says_so_once(
         forgetful.put("k", [memoryview(b"second")], if_none_match=True)
 
 
-def test_finds_nothing_out_by_a_probe_that_could_not_be_made(
-    forgetful: FsspecStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learns_nothing_from_a_probe_that_failed(forgetful: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionRefusedError("nobody listens")
 
