@@ -22,6 +22,9 @@ from bucketpoint.stores.trials import SCRATCH
 LOCK_SECONDS = 900.0
 """Seconds for which a lock holds, by the store's time of its write. Longer than the deletion of a batch."""
 
+_GIVEN_BACK = ""
+"""Holder of a lock that a pruner without the right to delete has given back."""
+
 
 @dataclass(frozen=True)
 class Lock:
@@ -30,10 +33,12 @@ class Lock:
     Attributes:
         catalog: the catalog at the store's time of the lock, which is the time of its holder's round.
         watch: stopwatch, started before the lock was written.
+        etag: ETag of the lock; None if the store has none.
     """
 
     catalog: Catalog
     watch: Stopwatch
+    etag: str | None
 
     @property
     def holds(self) -> bool:
@@ -53,11 +58,11 @@ def acquire(catalog: Catalog, holder: str) -> Lock | None:
         except ObjectNotFoundError:
             written = catalog.create(key, body)
         else:
-            if _holder(data) != holder and not _is_free(catalog, data, info):
+            if _holder(data) not in (holder, _GIVEN_BACK) and not _is_free(catalog, data, info):
                 return None
             with contextlib.suppress(PreconditionFailedError):
                 written = catalog.write(key, body, if_match=info.etag)
-    return None if written is None else Lock(catalog.dated(written), watch)
+    return None if written is None else Lock(catalog.dated(written), watch, written.etag)
 
 
 def under_lock(catalog: Catalog, holder: str, work: Callable[[Lock], Pruned]) -> Pruned:
@@ -83,9 +88,15 @@ def held_by(catalog: Catalog) -> str:
 
 
 def give_back(lock: Lock) -> None:
-    """Remove the lock, unless it has expired and may belong to another pruner by now."""
-    if lock.holds:
-        lock.catalog.store.delete([lock.catalog.own_key(catalog_keys.LOCK)])
+    """Remove the lock, unless it has expired and may belong to another pruner by now. Or overwrite it as nobody's."""
+    if not lock.holds:
+        return
+    key = lock.catalog.own_key(catalog_keys.LOCK)
+    with contextlib.suppress(AccessDeniedError):
+        if not lock.catalog.store.delete([key]):
+            return
+    with contextlib.suppress(PreconditionFailedError):
+        lock.catalog.write(key, json.dumps({"expires": 0, "holder": _GIVEN_BACK}).encode(), if_match=lock.etag)
 
 
 def _is_free(catalog: Catalog, data: bytes, info: ObjectInfo) -> bool:
@@ -115,11 +126,14 @@ _granted: set[tuple[str, str]] = set()
 """Stores and prefixes where this process may delete."""
 
 
-def require_deletes(catalog: Catalog, folder: str) -> None:
+def require_deletes(catalog: Catalog, folder: str, *, written: int = 0) -> None:
     """Check that data in a checkpoint's folder may be deleted, by a deletion of an object that does not exist.
 
     A marker in place of `.metadata` ends a checkpoint, and a role that may only save can write one. Without the right
     to delete, such a role would end checkpoints and leave all their data. One request for each store and prefix.
+
+    Args:
+        written: number of tombstones that this prune has written, for the error.
 
     Raises:
         AccessDeniedError: the deletion was refused.
@@ -135,8 +149,11 @@ def require_deletes(catalog: Catalog, folder: str) -> None:
     except AccessDeniedError as error:
         reason, remedy = error.message, error.remedy
     if reason is not None:
+        left = (
+            f"; the next prune with that right carries out {written} tombstones that this one wrote" if written else ""
+        )
         raise AccessDeniedError(
-            f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')})",
+            f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')}){left}",
             url=catalog.url,
             remedy=f"{f'{remedy}. ' if remedy else ''}Delete with the role pruner, and set when: manual in "
             "the policy of other jobs",

@@ -283,7 +283,7 @@ def carry_out(
     catalog = lock.catalog
     if due:
         # Before the claims: no undo takes back a claimed tombstone.
-        require_deletes(catalog, due[0].folder)
+        require_deletes(catalog, due[0].folder, written=len(done.buried))
     claimed = [(tombstone, begun) for tombstone in due if (begun := claim(catalog, tombstone)) is not None]
     if not claimed:
         return

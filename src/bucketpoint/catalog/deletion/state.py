@@ -57,7 +57,7 @@ CHANGES = {
     "finish": Change("intent, fence", "there", "", "the save; a prune, if the save may not delete",
         "the record is there; for a prune, since an hour",
         ("intent of a save that may commit again", "intent after a second request")),
-    "lock": Change("`pruner.json`", "", "held", "a pruner, first", "create-only, If-Match after 15 minutes"),
+    "lock": Change("`pruner.json`", "", "held", "a pruner, first", "create-only, If-Match if free or 15 minutes old"),
     "schedule": Change("tombstone", "", WAITING, "a prune, `rm`, a rollback, a restore past damage",
         "create-only; by a policy: the newest is whole", ("newest is whole",)),
     "undo": Change("tombstone", WAITING, VOID, "`undo`, a pin, a lease; a policy that keeps the checkpoint",
