@@ -55,6 +55,21 @@ def test_refuses_to_copy_another_writers_object_that_ends_too_early(program: Pro
     assert not (tmp_path / "b").exists()
 
 
+def test_copies_a_folder_of_safetensors_whole_and_back(program: Program, tmp_path: Path) -> None:
+    files = {"model.safetensors": b"w" * 20_000_000, "config.json": b"{}", "templates/tool.jinja": b"", ".hidden": b"1"}
+    for name, data in files.items():
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_bytes(data)
+    bucket, back = "memory://hub/model", tmp_path / "back"
+    assert program("cp", str(tmp_path / "hub"), bucket, "--dry-run").out.startswith("would copy 4 files, 20.0 MB")
+    assert contents(bucket) == {}
+    for source, target in ((str(tmp_path / "hub"), bucket), (bucket, str(back))):
+        assert program("cp", source, target, "--json").json["files"] == 4
+    assert {str(path.relative_to(back)): path.read_bytes() for path in back.rglob("*") if path.is_file()} == files
+    assert program("cp", bucket, str(back), "--json").json["error"]["kind"] == "CheckpointExistsError"
+    assert program("cp", bucket, str(back), "--overwrite").code == 0
+
+
 @pytest.mark.parametrize("there", ["same", "file", "memory"])
 def test_copies_a_checkpoint_that_loads_and_is_pinned_where_it_lies(
     root: str, tmp_path: Path, program: Program, there: str

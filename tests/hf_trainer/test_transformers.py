@@ -115,9 +115,15 @@ def test_makes_a_policy_of_limit_and_best_model_and_exports_them(tmp_path: Path)
     assert made.evaluate()["eval_loss"] == pytest.approx(best.metrics["eval_loss"], rel=1e-5)
     policy = made._manager.policy
     assert (policy.keep.latest, [(rule.metric, rule.mode) for rule in policy.keep.best]) == (1, [("eval_loss", "min")])
+    assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-6", Path(best.url).name}
     # Nothing but logs is local.
     assert not list((tmp_path / "logs").glob("checkpoint-*"))
+    # An export replaces another one, whatever its files are.
+    made.export_pretrained(tmp_path / "hub", checkpoint=f"{tmp_path}/run/step-6")
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / "hub" / name).write_text("{}")
     made.export_pretrained(tmp_path / "hub")
+    assert {path.name for path in (tmp_path / "hub").glob("model*")} == {"model.safetensors"}
     again = LlamaForCausalLM.from_pretrained(tmp_path / "hub")
     expected = dict(made.model.named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in again.named_parameters())
@@ -214,6 +220,16 @@ class Scored(Scores, OnBucket):
 
 class ScoredOwn(Scores, Trainer):
     """A trainer with checkpoints in folders."""
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_leaves_as_many_checkpoints_as_the_trainer_itself(tmp_path: Path, best: bool) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"} if best else {}
+    for made, folder in ((Scored, "run"), (ScoredOwn, "logs")):
+        limits = {"max_steps": 12, "save_total_limit": 2, "load_best_model_at_end": best}
+        trainer(tmp_path, made=made, **limits, **options).train()
+        left = {int(path.name.rpartition("-")[2]) for path in (tmp_path / folder).glob("*-*")}
+        assert left == {6 if best else 10, 12}
 
 
 def test_finds_the_best_model_in_a_folder_of_the_trainers_own(tmp_path: Path) -> None:

@@ -201,6 +201,23 @@ def copy_checkpoint(
     return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
 
 
+def files_of_model(source: Location, target: Location, *, overwrite: bool) -> list[CopyJob]:
+    """Return the copies of all files in a folder of safetensors, as `save_pretrained` writes it. Empty if it is none.
+
+    Raises:
+        CheckpointExistsError: the destination has files, and `overwrite` is False.
+    """
+    (store, prefix), (other, there) = source.opened, target.opened
+    above = f"{prefix}/" if prefix else ""
+    found = list(store.list(above))
+    same = (store.identity, prefix) == (other.identity, there)
+    if same or not any(info.key.endswith(".safetensors") for info in found):
+        return []
+    if not overwrite and next(other.list(f"{there}/" if there else ""), None) is not None:
+        raise CheckpointExistsError("The destination has files", url=target.url, remedy="Pass --overwrite")
+    return [CopyJob(info, keys.join(there, info.key[len(above) :])) for info in found]
+
+
 @dataclass(frozen=True)
 class _Used:
     """A checkpoint at the destination: its object paths and its commit, each None if it cannot be read."""

@@ -6,18 +6,40 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.triggers import SIGNALS
-from bucketpoint.retention import Best, Keep, RetentionPolicy
+from bucketpoint.retention import Best, Keep, Prune, RetentionPolicy
+from bucketpoint.retention.checkpoint_set import CheckpointSet, RuleDecision
+from bucketpoint.retention.rules import Latest, RetentionRule
 
 logger = logging.getLogger(__name__)
 
 _ALL = 10**9
 """Checkpoints that are kept without `save_total_limit`."""
+
+
+@dataclass(frozen=True)
+class _LatestBeside(Latest):
+    """The latest checkpoints, one fewer if the best one is older: transformers counts that one, too."""
+
+    best: Best
+
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
+        latest, best = super().decide(universe), self.best.ranked(universe.rows)[:1]
+        return latest if latest.kept >= set(best) else Latest(max(1, self.count - 1)).decide(universe)
+
+
+class _Limit(Keep):
+    """`save_total_limit` checkpoints, with the best one among them."""
+
+    def rules(self) -> tuple[RetentionRule, ...]:
+        return (*(_LatestBeside(self.latest, rule) for rule in self.best), *super().rules()[len(self.best) :])
 
 
 def policy_for(
@@ -32,7 +54,12 @@ def policy_for(
         PolicyError: the file of the policy is wrong.
     """
     best = [best_of(arguments)] if arguments.load_best_model_at_end and arguments.metric_for_best_model else []
-    made = policy_of(policy or RetentionPolicy(Keep(latest=arguments.save_total_limit or _ALL, best=best)))
+    limit = arguments.save_total_limit or 0
+    if policy is None:
+        # transformers deletes at once.
+        prune = Prune(grace=timedelta()) if limit > 0 else Prune()
+        policy = RetentionPolicy(_Limit(latest=limit if limit > 0 else _ALL, best=best), prune=prune)
+    made = policy_of(policy)
     kept = {(rule.metric, rule.mode) for rule in made.keep.best}
     for rule in best:
         if (rule.metric, rule.mode) not in kept:

@@ -7,9 +7,11 @@ number of processes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +38,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
 logger = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class BucketTrainerMixin:
@@ -49,8 +52,8 @@ class BucketTrainerMixin:
     Args:
         checkpoint_url: URL of the run.
         policy: retention policy, or its YAML file. By default all checkpoints are kept; or with `save_total_limit` that
-            many of the latest, and with `load_best_model_at_end` the best one. When to save is up to the trainer's
-            arguments, but for the policy's signals.
+            many, as transformers keeps them: the latest, and with `load_best_model_at_end` the best one. When to save
+            is up to the trainer's arguments, but for the policy's signals.
         manager_options: as for `CheckpointManager`, such as `storage_options` and `on_commit`.
 
     Raises:
@@ -308,7 +311,8 @@ class BucketTrainerMixin:
     def export_pretrained(self: Any, url: str | os.PathLike[str], checkpoint: str | None = None) -> None:
         """Write a checkpoint's weights to a URL as `save_pretrained` does: safetensors, configuration and tokenizer.
 
-        The process of rank 0 streams them from bucket to bucket; others return at once.
+        The process of rank 0 streams them from bucket to bucket; others return at once. Weights that are there are
+        replaced.
 
         Args:
             url: URL of the folder to write to.
@@ -334,7 +338,10 @@ class BucketTrainerMixin:
                 remedy="Write the trainer's own model with trainer.save_model(folder)",
             )
         options, fs = (self._manager_options.get(name) for name in ("storage_options", "fs"))
-        plan = plan_conversion(
+        store, prefix = open_store(url, storage_options=options, fs=fs)
+        above = f"{prefix.rstrip('/')}/".lstrip("/")
+        convert = functools.partial(
+            plan_conversion,
             chosen,
             url,
             to_format="safetensors",
@@ -344,7 +351,12 @@ class BucketTrainerMixin:
             source_fs=fs,
             target_fs=fs,
         )
-        store, prefix = open_store(url, storage_options=options, fs=fs)
+        try:
+            plan = convert()
+        except CheckpointExistsError:
+            there = [info.key for info in store.list(f"{above}model")]
+            store.delete([key for key in there if _WEIGHTS.fullmatch(key, len(above))])
+            plan = convert()
         with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
             # Only the small files of `save_pretrained`.
             parts = (getattr(model, "config", None), getattr(model, "generation_config", None), self.processing_class)
@@ -353,8 +365,7 @@ class BucketTrainerMixin:
                     part.save_pretrained(folder)
             for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                 name = path.relative_to(folder).as_posix()
-                store.put(f"{prefix.rstrip('/')}/{name}".lstrip("/"), [memoryview(path.read_bytes())])
-        # Last, since an export into a folder with weights is refused: one that was interrupted can be made again.
+                store.put(f"{above}{name}", [memoryview(path.read_bytes())])
         run_conversion(plan)
 
 

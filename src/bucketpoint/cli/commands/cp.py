@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bucketpoint.checkpoint.verify import Verification
     from bucketpoint.dcp.copy import Copied, CopyPlan
     from bucketpoint.location import Location
+    from bucketpoint.transfer.copy import CopyJob
 
 
 @command("cp")
@@ -39,14 +40,21 @@ def cp(
     The copy is committed after all of its data is there, so that readers never see half of it. Within one S3 service,
     the service copies the data itself; otherwise every byte passes through this machine and is compared with its
     checksum. Run the command again to continue an interrupted copy. If the destination is a step of a run that has a
-    catalog, the copy gets a record there.
+    catalog, the copy gets a record there. Of a folder of safetensors all files are copied.
     """
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.verify import verify
-    from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+    from bucketpoint.dcp.copy import copy_checkpoint, files_of_model, plan_copy
     from bucketpoint.dcp.progress_bar import progress_callback
+    from bucketpoint.errors import CheckpointNotFoundError
 
-    saved = open_checkpoint(source, trusted=trusted)
+    try:
+        saved = open_checkpoint(source, trusted=trusted)
+    except CheckpointNotFoundError:
+        jobs = files_of_model(source, target, overwrite=overwrite)
+        if not jobs or verified:
+            raise
+        return _copied_files(source, target, jobs, dry_run, progress)
     plan = plan_copy(saved, target, overwrite=overwrite)
     if dry_run:
         return CommandResult(_document(plan, None, None), _plan_lines(plan))
@@ -56,6 +64,31 @@ def cp(
         if verified:
             check = verify(open_checkpoint(target, trusted=trusted), progress=callback)
     return CommandResult(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
+
+
+def _copied_files(
+    source: Location, target: Location, jobs: Sequence[CopyJob], dry_run: bool, progress: bool | None
+) -> CommandResult:
+    from bucketpoint.dcp.copy import COPY_OPTIONS
+    from bucketpoint.dcp.progress_bar import progress_callback
+    from bucketpoint.transfer import Meter
+    from bucketpoint.transfer.copy import copy_objects
+
+    nbytes = sum(job.source.size for job in jobs)
+    if not dry_run:
+        with progress_callback(progress, 0) as callback:
+            meter = Meter("cp", target.url, nbytes, callback)
+            copy_objects(source.opened[0], target.opened[0], jobs, COPY_OPTIONS, meter=meter)
+            meter.finish()
+    document = {
+        "source": source.url,
+        "destination": target.url,
+        "dry_run": dry_run,
+        "files": len(jobs),
+        "bytes": nbytes,
+    }
+    done = "would copy" if dry_run else "copied"
+    return CommandResult(document, [f"{done} {text.count(len(jobs), 'file')}, {text.size(nbytes)}, to {target.url}"])
 
 
 def _document(plan: CopyPlan, done: Copied | None, check: Verification | None) -> dict[str, Any]:
