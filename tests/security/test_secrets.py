@@ -19,7 +19,7 @@ from bucketpoint.stores import S3Options, S3Store, open_store, retry
 from bucketpoint.stores.s3 import client as s3_client
 from kit.servers import KMS_KEY, S3Server, free_port, s3_attempts
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean
-from stores.scripted import error, scripted
+from stores.scripted import Answer, error, scripted
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +88,17 @@ def test_tells_no_secret_in_any_way_of_not_reaching_a_store(log: io.StringIO) ->
             store.get("k")
         assert_failure_is_clean(caught.value, str(options["client_kwargs"]))
     assert_clean(log.getvalue(), "log")
+
+
+def test_keeps_the_signature_of_a_deletion_out_of_urllib3s_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "urllib3")
+    with scripted(lambda request, number: Answer(204, {"x-amz-request-id": "1"})) as server:
+        store, _ = open_store("s3://bucket/x", storage_options=planted(server.endpoint, service="minio"))
+        assert store.expiring_delete("k", 60)()  # type: ignore[attr-defined]
+        assert "X-Amz-Security-Token=" in server.seen[-1].target
+    assert "DELETE /bucket/k HTTP/1.1" in caplog.text
+    assert "X-Amz" not in caplog.text
+    assert_clean(caplog.text, "log")
 
 
 def test_quotes_no_options_that_are_wrong() -> None:

@@ -6,6 +6,7 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,18 @@ _OPERATION = "DeleteObject"
 # Lifetimes of the trial's signed requests: one long enough to arrive in time, and the shortest possible one with a wait
 # that is certainly longer.
 _LONG_S, _SHORT_S, _WAIT_S = 60, 1, 2.5
+
+
+def _hide_signature(record: logging.LogRecord) -> bool:
+    """Cut the query of presigned URLs, which holds the signature and the session token, out of urllib3's record."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            arg.partition("?")[0] if isinstance(arg, str) and "X-Amz-Signature=" in arg else arg for arg in record.args
+        )
+    return True
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
 
 
 def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: str) -> Callable[[], bool]:
