@@ -188,6 +188,43 @@ def test_tries_what_a_role_may_do_and_leaves_the_bucket_as_before(
         assert "warn" not in status.values(), "the recommended policy is no fault"
 
 
+@pytest.mark.parametrize("role", ["trainer", "reader", "pruner"])
+def test_prints_the_policy_of_a_role_for_a_url(program: Program, role: str) -> None:
+    for service, options in (("aws", []), ("minio", ["--endpoint-url", "http://127.0.0.1:9"])):
+        text = (Path(__file__).parents[2] / "policies" / service / f"{role}.json").read_text()
+        printed = program("doctor", "s3://b/teams/a", "--role", role, "--iam", *options)
+        assert json.loads(printed.out) == json.loads(text.replace("BUCKET", "b").replace("PREFIX", "teams/a"))
+
+
+def test_prints_no_policy_without_a_role_or_for_a_folder(program: Program) -> None:
+    assert program("doctor", "s3://b/teams/a", "--iam").code == 2
+    assert program("doctor", "/data/run", "--iam", "--role", "reader").code == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "region", "resources"),
+    [
+        ("s3://b", "us-gov-west-1", {"arn:aws-us-gov:s3:::b/*", "arn:aws-us-gov:s3:::b"}),
+        (
+            "s3://arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n/p",
+            "cn-north-1",
+            {
+                "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n/object/p/*",
+                "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n",
+            },
+        ),
+        ("s3://b--usw2-az1--x-s3/p", "us-west-2", {"arn:aws:s3express:*:*:bucket/b--usw2-az1--x-s3"}),
+    ],
+)
+def test_prints_a_policy_with_the_arns_of_its_place(
+    program: Program, url: str, region: str, resources: set[str]
+) -> None:
+    asked = ["--role", "reader", "--iam", "--json", "--storage-option", f"region={region}"]
+    found = program("doctor", url, *asked).json["policy"]["Statement"]
+    assert {resource for statement in found for resource in statement["Resource"]} == resources
+    assert ("ReadOnly" in json.dumps(found)) == ("s3express:CreateSession" in json.dumps(found))
+
+
 def test_says_for_which_role_a_place_is_fit(tmp_path: Path, program: Program) -> None:
     last = program("doctor", str(tmp_path), "--role", "reader").out.splitlines()[-1]
     assert last == f"{tmp_path} is fit for a reader: 0 warnings, 0 failures"

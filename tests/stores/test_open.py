@@ -401,6 +401,21 @@ def test_leaves_what_only_resembles_an_access_point_as_it_is(url: str) -> None:
     assert as_url(url) == url.rstrip("/")
 
 
+@pytest.mark.parametrize(
+    "arn",
+    [
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-1/accesspoint/name",
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost:op-1:accesspoint:name",
+        "arn:aws:s3-object-lambda:us-west-2:123456789012:accesspoint/name",
+        "arn:aws:s3:::bucket",
+    ],
+)
+def test_refuses_an_arn_of_what_is_no_access_point(arn: str) -> None:
+    with pytest.raises(InvalidURLError, match="not the ARN of an access point") as caught:
+        parse_url(f"s3://{arn}/run")
+    assert "Object Lambda" in str(caught.value.remedy)
+
+
 def test_names_an_access_point_in_a_copy_as_amazon_does(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"key": "k", "secret": "s", "region": "us-west-2", **s3_attempts(1)}
     point = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"

@@ -68,6 +68,8 @@ _LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
 _ACCESS_POINT = re.compile(r"^(s3a?://arn:[^:/]*:s3:[^:/]*:[^:/]*:accesspoint)/(?=[^/])", re.IGNORECASE)
 
+_ACCESS_POINT_ROOT = re.compile(r"arn:[^:/]*:s3:[^:/]*:[^:/]*:accesspoint:[^:/]+", re.IGNORECASE)
+
 # The address of an object on Amazon S3, with the bucket in the host or in the path.
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/VirtualHosting.html
 _AMAZON = re.compile(
@@ -118,6 +120,13 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise _without_bucket(text, scheme)
+    if bucket.lower().startswith("arn:") and not _ACCESS_POINT_ROOT.fullmatch(bucket):
+        raise InvalidURLError(
+            "this is not the ARN of an access point of S3",
+            url=text,
+            remedy="Pass s3://bucket/prefix, or s3://arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME/prefix. S3 on "
+            "Outposts, whose overwrites show late, and Object Lambda, which changes what is read, are not supported",
+        )
     if not _BUCKET.fullmatch(bucket):
         raise InvalidURLError(
             f"{bucket!r} is no name of a bucket",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
+from bucketpoint.doctor.policies import role_policies
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
@@ -16,6 +18,7 @@ from bucketpoint.errors import (
 from bucketpoint.stores import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
+from bucketpoint.stores.s3.errors import translate
 from kit.buffers import views
 from kit.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, scripted
@@ -129,9 +132,17 @@ def test_names_a_permission_that_is_missing(minio: S3Server, denied: str, call: 
     assert caught.value.url.startswith(f"s3://{bucket}/run/")
     if denied != "s3:GetObject":
         # One role that has the permission, and no list of all others.
-        (role,) = {role for role in ("trainer", "reader", "pruner") if f"policies/aws/{role}.json" in str(caught.value)}
-        granted = (Path(__file__).parents[3] / "policies" / "aws" / f"{role}.json").read_text()
-        assert f'"{denied}"' in granted
+        (role,) = {role for role in ("trainer", "reader", "pruner") if f"--role {role} --iam" in str(caught.value)}
+        assert f'"{denied}"' in json.dumps(role_policies()[role])
+
+
+def test_a_session_of_a_directory_bucket_that_is_refused_names_its_permission() -> None:
+    refusal = ClientError(
+        {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "CreateSession"
+    )
+    failure = translate(refusal, "PutObject", "s3://b--usw2-az1--x-s3/run/k")
+    assert isinstance(failure, AccessDeniedError)
+    assert "s3express:CreateSession" in str(failure.remedy)
 
 
 def without(server: S3Server, denied: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,7 +37,8 @@ _STATUSES = ("ok", "warn", "fail", "skip")
     help="Role of the credentials. Only requests that this role needs are tried, and only refusals of those are "
     "failures. admin: saves, loads and prunes.",
 )
-def doctor(url: str, size: int, role: str, access: Access) -> CommandResult:
+@click.option("--iam", is_flag=True, help="Print the IAM policy that --role needs at an s3:// URL, and try nothing.")
+def doctor(url: str, size: int, role: str, iam: bool, access: Access) -> CommandResult:
     """Check that a bucket or folder is fit for checkpoints.
 
     Also measures throughput and names the best settings. Tries, below URL, the requests of saves, loads and pruning:
@@ -46,12 +48,29 @@ def doctor(url: str, size: int, role: str, access: Access) -> CommandResult:
     """
     from bucketpoint.doctor.examine import examine
 
+    if iam:
+        return _policy(url, role, access)
     diagnosis = examine(*access.at(url).opened, role=role, probe_bytes=size, told=_tell)
     counts = {status: sum(finding.status == status for finding in diagnosis.findings) for status in _STATUSES}
     verdict = f"{'fit' if diagnosis.ok else 'NOT fit'} for {'checkpoints' if role == 'admin' else f'a {role}'}"
     last = f"{url} is {verdict}: {text.count(counts['warn'], 'warning')}, {text.count(counts['fail'], 'failure')}"
     document = {"url": url, "role": role, "counts": counts, "left": list(diagnosis.left), **_document(diagnosis)}
     return CommandResult(document, [last], diagnosis.ok)
+
+
+def _policy(url: str, role: str, access: Access) -> CommandResult:
+    from bucketpoint.doctor.policies import role_policies
+    from bucketpoint.stores import S3Store
+    from bucketpoint.stores.s3.inspect import partition
+
+    store, prefix = access.at(url).opened
+    if not isinstance(store, S3Store):
+        raise click.BadParameter("only s3:// URLs have IAM policies", param_hint="URL")
+    policies = role_policies(store.bucket, prefix, service=store.service.name, partition=partition(store))
+    if role not in policies:
+        raise click.BadParameter(f"--iam needs one of {', '.join(policies)}", param_hint="--role")
+    document = {"url": url, "role": role, "policy": policies[role]}
+    return CommandResult(document, json.dumps(policies[role], indent=2).splitlines())
 
 
 def _tell(finding: Finding) -> None:

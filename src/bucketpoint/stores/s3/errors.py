@@ -164,7 +164,10 @@ RULES: dict[RuleKey, ErrorRule] = {
 }
 
 
-_COPIES = "s3:GetObject for what is copied and s3:PutObject for the copy"
+_COPIES = (
+    "s3:GetObject for what is copied and s3:PutObject for the copy, and where the source has tags s3:GetObjectTagging "
+    "and s3:PutObjectTagging"
+)
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations.html
@@ -174,6 +177,7 @@ OPERATIONS: dict[str, Operation] = {
         "complete_multipart", "s3:PutObject", replies=("CompleteMultipartUploadResult",)
     ),
     "CopyObject": Operation("copy", _COPIES, replies=("CopyObjectResult",)),
+    "CreateSession": Operation("head", "s3express:CreateSession", ("CreateSessionResult",)),
     "CreateMultipartUpload": Operation("create_multipart", "s3:PutObject", replies=("InitiateMultipartUploadResult",)),
     "DeleteObject": Operation("delete", "s3:DeleteObject, and s3:GetObject where it names an ETag", role="pruner"),
     "DeleteObjects": Operation("delete", "s3:DeleteObject", ("DeleteResult",), "pruner"),
@@ -188,6 +192,7 @@ OPERATIONS: dict[str, Operation] = {
     "UploadPartCopy": Operation("copy", _COPIES, replies=("CopyPartResult", "CopyObjectResult")),
 }
 
+_GRANTED = "`bucketpoint doctor URL --role {0} --iam` prints the policy of the role {0}, which grants it"
 _UNTOLD = "Without s3:ListBucket the store gives the same answer for a missing object"
 _UNKNOWN_REQUEST = (
     "`bucketpoint doctor` finds the features that this store lacks, and names the option that switches each off: "
@@ -253,7 +258,9 @@ def translate(
     if isinstance(error, ForeignAnswer):
         return error.error(operation, url)
     if isinstance(error, boto.ClientError):
-        return _from_reply(error.response, operation, url, region, asked)
+        # botocore makes a session of a directory bucket before the operation.
+        named = "CreateSession" if error.operation_name == "CreateSession" else operation
+        return _from_reply(error.response, named, url, region, asked)
     if isinstance(error, boto.HTTPClientError) and isinstance(error.kwargs.get("error"), RecursionError):
         error = error.kwargs["error"]
     error = next((one for one in causes(error) if isinstance(one, TooSlowError)), error)
@@ -290,7 +297,7 @@ def why_kept(entry: dict[str, Any]) -> tuple[str, str | None]:
         return message, None if rule is None else rule.remedy
     return (
         f"{message.rstrip('.')}. It needs the permission {OPERATIONS['DeleteObjects'].right}",
-        "policies/aws/pruner.json and policies/minio/pruner.json grant it to the role pruner",
+        _GRANTED.format("pruner"),
     )
 
 
@@ -336,8 +343,7 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
         return rule.remedy
     if rule.kind is AccessDeniedError and operation in OPERATIONS:
         _, right, _, role = OPERATIONS[operation]
-        granted = f"policies/aws/{role}.json and policies/minio/{role}.json grant it to a {role}"
-        more = _UNTOLD if right == "s3:GetObject" else granted
+        more = _UNTOLD if right == "s3:GetObject" else _GRANTED.format(role)
         return f"This request needs the permission {right}. {more}"
     if rule.kind is not UnsupportedRequestError:
         return None

@@ -86,6 +86,11 @@ def clock(store: S3Store) -> Clock | None:
     return None if theirs is None else Clock((before + after) / 2 - theirs - 0.5, (after - before) / 2 + 0.5)
 
 
+def partition(store: S3Store) -> str:
+    """Return the partition of the region in use, such as `aws` or `aws-cn`."""
+    return str(client_for(store.options, store.pin).api.meta.partition)
+
+
 def server_header(store: S3Store) -> str | None:
     """Return the Server header of a reply, or None. Raises StoreError."""
     return _headers(store).get("server")
