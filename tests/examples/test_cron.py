@@ -79,7 +79,7 @@ def test_gives_the_kubernetes_job_no_more_than_it_must_do(manifest: dict[str, di
         "capabilities": {"drop": ["ALL"]},
     }
     assert set(container["resources"]["limits"]) == {"cpu", "memory"}
-    assert not container["image"].endswith(":latest")
+    assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
     assert not any("SECRET" in one["name"] or "KEY" in one["name"] for one in container["env"])
     assert {one["metadata"]["namespace"] for one in manifest.values()} == {"training"}
     # All of the manifest's references lead somewhere.

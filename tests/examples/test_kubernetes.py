@@ -157,7 +157,7 @@ def test_gives_the_pods_no_more_rights_than_they_must_have() -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert "memory" in container["resources"]["limits"]
-        assert not container["image"].endswith(":latest")
+        assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
         written = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
         assert env_of(pod)["HOME"] in written
 
@@ -177,6 +177,8 @@ def test_selects_the_pods_by_network_policies_and_lets_training_reach_itself() -
     assert "ports" not in ingress
     assert "ports" not in egress
     store = next(one for one in policies if one["metadata"]["name"] == "object-store")["spec"]
+    open_to = {one["ipBlock"]["cidr"]: one["ipBlock"]["except"] for one in store["egress"][-1]["to"]}
+    assert open_to == {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10", "fd00:ec2::/32", "fd20:ce::/32"]}
     assert "ingress" not in store
     assert {port["port"] for rule in store["egress"] for port in rule["ports"]} == {53, 443}
 

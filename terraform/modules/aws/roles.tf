@@ -135,7 +135,8 @@ data "aws_iam_policy_document" "key" {
     condition {
       test     = "StringEquals"
       variable = "kms:ViaService"
-      values   = ["s3.${local.region}.amazonaws.com"]
+      # China's services end in another suffix; AWS's documents name only the first.
+      values = distinct([for suffix in ["amazonaws.com", data.aws_partition.current.dns_suffix] : "s3.${local.region}.${suffix}"])
     }
   }
 }

@@ -2,7 +2,7 @@
 
 mock_provider "aws" {
   mock_data "aws_partition" {
-    defaults = { partition = "aws" }
+    defaults = { partition = "aws", dns_suffix = "amazonaws.com" }
   }
   mock_data "aws_iam_policy_document" {
     defaults = { json = "{\"Version\": \"2012-10-17\", \"Statement\": []}" }
