@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bucketpoint import BucketReader, BucketWriter, SavePlanner
+from bucketpoint.dcp.planning import agreement
 
 PLANNERS: dict[str, Callable[[], Any]] = {
     "ours": SavePlanner,
@@ -53,6 +55,12 @@ def save_to_places_of_their_own(rank: int, world: int, root: str, kind: str, bef
 def save_with_groups_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
     writer = BucketWriter(f"{root}/x", progress=False, target_object_bytes=1 << (20 + rank))
     return failures(lambda: dcp.save({f"only{rank}": torch.ones(5)}, storage_writer=writer))
+
+
+def save_with_versions_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
+    with mock.patch.object(agreement, "__version__", f"0.3.{rank}"):
+        writer = BucketWriter(f"{root}/x", progress=False)
+        return failures(lambda: dcp.save({f"only{rank}": torch.ones(5)}, storage_writer=writer))
 
 
 def save_with_planners_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:

@@ -56,6 +56,7 @@ def test_raises_on_all_ranks_that_name_different_urls_and_commits_nothing(
 def test_raises_on_all_ranks_whose_writers_or_planners_differ(two_ranks: Ranks, tmp_path: Path) -> None:
     for scenario, said in (
         (scenarios.save_with_groups_of_their_own, "different options"),
+        (scenarios.save_with_versions_of_their_own, "rank 0: 0.3.0; rank 1: 0.3.1"),
         (scenarios.save_with_planners_of_their_own, "do not use SavePlanner"),
     ):
         for failed in two_ranks.run(scenario, f"file://{tmp_path}"):

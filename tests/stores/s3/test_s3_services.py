@@ -136,7 +136,7 @@ def test_names_a_permission_that_is_missing(minio: S3Server, denied: str, call: 
         assert f'"{denied}"' in json.dumps(role_policies()[role])
 
 
-def test_a_session_of_a_directory_bucket_that_is_refused_names_its_permission() -> None:
+def test_names_the_permission_for_a_session_of_a_directory_bucket() -> None:
     refusal = ClientError(
         {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "CreateSession"
     )

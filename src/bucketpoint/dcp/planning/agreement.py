@@ -25,6 +25,7 @@ from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
+from bucketpoint.version import __version__
 
 _T = TypeVar("_T")
 
@@ -38,7 +39,7 @@ _NO_TENSOR = 0
 
 @dataclass(frozen=True)
 class Statement:
-    """One rank's view of the save: destination, options and number of ranks.
+    """One rank's view of the save: destination, options, number of ranks, and version of bucketpoint.
 
     Attributes:
         place: digest of the store, with its endpoint, and of the key prefix in it.
@@ -46,6 +47,7 @@ class Statement:
         world: number of ranks in the job.
         end: the last characters of the URL, and the endpoint if it is not the service's own; for messages.
         rank: number of the rank in the job.
+        version: version of bucketpoint; empty from ranks with 0.2.
         created: time of this process's monotonic clock at which the statement was made or received here.
     """
 
@@ -54,12 +56,13 @@ class Statement:
     world: int
     end: str
     rank: int = field(compare=False)
+    version: str = ""
     created: float = field(default_factory=time.monotonic, compare=False)
 
     @property
-    def fields(self) -> tuple[bytes, bytes, int, str, int]:
+    def fields(self) -> tuple[bytes, bytes, int, str, int, str]:
         """The values that are sent to the coordinator."""
-        return self.place, self.options, self.world, self.end, self.rank
+        return self.place, self.options, self.world, self.end, self.rank, self.version
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Statement, self.fields
@@ -68,7 +71,7 @@ class Statement:
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int, rank: int) -> Statement:
     """Make the statement of this rank. `options` is any value with equal `repr` for equal options."""
     place, end = _place(store, prefix, url)
-    return Statement(place, _digest(options, 4), world, end, rank)
+    return Statement(place, _digest(options, 4), world, end, rank, __version__)
 
 
 def _place(store: Store, prefix: str, url: str) -> tuple[bytes, str]:
@@ -113,7 +116,9 @@ def agree(statements: Sequence[Statement | None], url: str | None) -> None:
     }
     worlds = {rank: (each.world, f"{each.world} ranks") for rank, each in heard.items()}
     options = {rank: (each.options, f"options {each.options.hex()}") for rank, each in heard.items()}
+    versions = {rank: (each.version, each.version or "0.2 or older") for rank, each in heard.items()}
     for message, stated, remedy in (
+        ("The ranks have different versions of bucketpoint", versions, "Install one version for all ranks"),
         ("The ranks save to different places", places, same_url),
         ("The ranks see different world sizes", worlds, same_arguments),
         (
