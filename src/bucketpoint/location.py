@@ -1,4 +1,4 @@
-"""`Location`: a URL, and what it takes to open the store that serves it."""
+"""`Location`: a URL with the options of its store."""
 
 from __future__ import annotations
 

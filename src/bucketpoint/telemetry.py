@@ -23,7 +23,7 @@ _NAME = "bucketpoint"
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: the kind of its instrument, the unit (UCUM) and what it says."""
+    """One metric: the kind of its instrument, the unit (UCUM) and its description."""
 
     kind: Literal["histogram", "counter", "gauge"]
     unit: str
@@ -61,7 +61,7 @@ _BOUNDS: Mapping[str, tuple[float, ...]] = {
     "s": tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)),
     "By": tuple(4.0**power for power in range(5, 22)),
 }
-"""Bounds of histograms by unit: OpenTelemetry's own suit milliseconds, so that all saves would fall into one bucket."""
+"""Bounds of histograms by unit: OpenTelemetry's own, for milliseconds, would put all saves into one bucket."""
 
 
 def _loaded(module: str) -> Any:
@@ -115,7 +115,7 @@ def begin_span(
     Args:
         began: beginning of the span, `time.monotonic` seconds.
         parent: the parent's context or span; None for no parent.
-        link: what `reference` returned for a span of another process.
+        link: result of `reference` for a span of another process.
     """
     trace = _loaded("trace")
     if trace is None:

@@ -23,7 +23,7 @@ _OBJECT = "bp_obj"
 
 @dataclass(frozen=True)
 class ItemInfo:
-    """An item as the metadata describes it. None stands for a fact that its writer did not record.
+    """An item as the metadata describes it. None means that the writer did not record it.
 
     Attributes:
         payload_offset: start of the raw tensor bytes, from the item's first byte. None for bytes and for tensors that

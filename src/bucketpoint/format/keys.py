@@ -15,7 +15,7 @@ METADATA = ".metadata"
 """Key of the commit. The name is DCP's own for its metadata, so that stock readers find it."""
 
 RECORD = ".bucketpoint.json"
-"""Key of the small JSON record beside the metadata: a cache of it, never the truth."""
+"""Key of the small JSON record beside the metadata: only a cache of it."""
 
 DATA_FOLDER = "data"
 
@@ -58,7 +58,7 @@ def fence_path(token: str) -> str:
 
 
 def parse_fence_path(path: str) -> str | None:
-    """Return the token in a path that `fence_path` made, or None for any other path."""
+    """Return the token in a path of `fence_path`, or None for any other path."""
     match = _FENCE_PATH.fullmatch(path)
     return match["token"] if match is not None else None
 
@@ -84,7 +84,7 @@ def data_path(token: str, rank: int, group: str, n: int) -> str:
     """Return the path of data object `n` of a rank and an object group.
 
     The folder spreads the objects of one checkpoint over the store's partitions. It depends on all but the token, so
-    that the partitions which the store has split under the load of one save also serve the next at the same URL.
+    that partitions that the store has split under one save's load also serve the next save at the same URL.
     """
     if not _GROUP.fullmatch(group):
         raise ValueError(f"object group {group!r} must consist of letters, digits, underscores and dots")
@@ -109,7 +109,7 @@ def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
 def tokens_in(data: bytes) -> set[str]:
     """Return the tokens of all data paths found in `data`, such as a `.metadata` that need not be decoded.
 
-    Each rank of an attempt has a token of its own.
+    Each rank of an attempt has its own token.
     """
     return {match[1].decode() for match in _DATA_PATH_BYTES.finditer(data)}
 
@@ -124,7 +124,7 @@ def join(prefix: str, relative: str) -> str:
     """Return the key of `relative` below `prefix`, which is empty or has no trailing slash.
 
     Raises:
-        UnsafeDataError: `relative`, which may come from metadata that anybody wrote, would leave the prefix.
+        UnsafeDataError: `relative`, which may come from untrusted metadata, would leave the prefix.
     """
     reason = _unsafe(relative)
     if reason is not None:

@@ -9,13 +9,13 @@ _FREE_VALUES = 1 << 16
 
 
 class RepetitionError(ValueError):
-    """The same containers stand in so many places that a walk would take far longer than they are."""
+    """The same containers occur in so many places that a walk would take far too long."""
 
 
 def nested_values(root: Any, parts: Callable[[Any], Collection[Any] | None]) -> Iterator[tuple[Any, int]]:
-    """Yield the root and all values in it with their depth, each as often as it stands there.
+    """Yield the root and all values in it with their depth, each as often as it occurs.
 
-    A container may stand in several places. But 40 lists, each of which holds the next one twice, have 2^40 places.
+    A container may occur in several places. But 40 lists, each of which holds the next one twice, have 2^40 places.
 
     Args:
         parts: returns the parts of a container, and None for any other value. Called after the value was yielded.

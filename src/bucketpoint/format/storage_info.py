@@ -67,7 +67,7 @@ def plan_blocks(nbytes: int, row_nbytes: int) -> int:
     """Return the length of the blocks into which an item is cut for checksums; the last block may be shorter.
 
     Halves, quarters and eighths of the rows begin and end at block borders if the number of rows allows it. So does
-    every row that is as large as a block or larger.
+    every row of at least the size of a block.
 
     Args:
         nbytes: number of bytes that the checksums cover.

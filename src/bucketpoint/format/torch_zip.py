@@ -71,7 +71,7 @@ class Frame:
 
     @property
     def payload_offset(self) -> int:
-        """Start of the payload within the frame; a multiple of `ALIGNMENT`."""
+        """Position of the payload within the frame; a multiple of `ALIGNMENT`."""
         return len(self.header)
 
     @property
@@ -112,7 +112,7 @@ def _tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     archive = ArchiveWriter()
     # Only the records that torch.load needs. Leaving out .format_version, .storage_alignment (torch.load then asks
     # the archive for the payload's position instead of computing it) and .data/serialization_id halves the frame.
-    # All records precede the payload, so that one read of the first bytes tells a reader everything.
+    # All records precede the payload, so that one read of the first bytes is enough.
     archive.add(b"data.pkl", _rebuild_pickle(dtype, shape))
     archive.add(b"byteorder", b"little")
     archive.add(b"version", VERSION_RECORD)
@@ -139,7 +139,7 @@ class ArchiveWriter:
     def add_payload(self, name: bytes, nbytes: int) -> bytes:
         """Add a record for a payload kept elsewhere. Returns the bytes between the payload before it and this one."""
         # CRC32 stays 0 here: torch's reader does not check it, and computing it would be a second pass over every byte
-        # that buys nothing, as the CRC32C of each block is kept in the metadata and checked at load.
+        # without benefit, as the CRC32C of each block is in the metadata and checked at load.
         self._payloads.append(len(self._directory) + _CRC_AT)
         self._local_header(name, 0, nbytes, align=True)
         head = bytes(self._pending)

@@ -1,7 +1,7 @@
 """Search for the raw payload in the first bytes of an untrusted torch.save frame. Nothing is ever executed.
 
 Only the common case is understood: one dense tensor (or Parameter) over one storage in a stored zip. For anything else
-the answer is None, and the reader fetches the whole item and leaves it to torch.load.
+the result is None, and the reader fetches the whole item for torch.load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: the whole state of an `Accelerator`, saved to and loaded from a URL.
 
-Models and optimizers are saved sharded under FSDP, and once for all ranks under DDP, so that a run goes on with another
-number of processes.
+Models and optimizers are saved sharded under FSDP, and once for all ranks under DDP: a run can resume with more or
+fewer processes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def save_state(
 ) -> SaveHandle:
     """Save the state of an accelerator to a URL in the background. All ranks.
 
-    It waits for the save before, and returns once training may change the state.
+    It waits for the previous save, and returns once training may change the state.
 
     Args:
         accelerator: the accelerator, after `prepare`.
         url: URL of the checkpoint.
-        storage_writer: writer to save with. By default one that is kept for all saves of the accelerator.
+        storage_writer: writer to save with. By default one for all saves of the accelerator.
         options: as for `bucketpoint.async_save`.
 
     Returns:
@@ -87,8 +87,8 @@ def restore(accelerator: Accelerator, run: str, **options: Any) -> str | None:
 def load_state(accelerator: Accelerator, url: str, **options: Any) -> None:
     """Load a checkpoint of `save_state` into an accelerator that was prepared in the same way. All ranks.
 
-    The number of processes may differ. A rank that the checkpoint knows nothing of keeps its own random state and its
-    own state of stateful dataloaders.
+    The number of processes may differ. A rank that is not in the checkpoint keeps its random state and its stateful
+    dataloaders' state.
 
     Args:
         accelerator: the accelerator, after `prepare`.
@@ -110,7 +110,7 @@ def _parts(accelerator: Accelerator) -> dict[str, Any]:
         )
     models = accelerator._models
     state: dict[str, Any] = _numbered("model", [ModelState(model) for model in models])
-    # Accelerate wraps optimizers; the wrapper's step() skips.
+    # Accelerate wraps optimizers, and the wrapper's step() may skip the step.
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
     parts = [OptimizerState(model_of(each, models, _ONE_MODEL), each) for each in optimizers]
     state |= _numbered("optimizer", parts)
@@ -136,7 +136,7 @@ class _Epoch:
     """The epoch of a dataloader, and the seed of its order.
 
     A dataloader of Accelerate shuffles by the number of times that it was iterated over, which begins at 0 in a new
-    process: the order of the first epoch would come again.
+    process: the order of the first epoch would be repeated.
     """
 
     def __init__(self, loader: Any) -> None:

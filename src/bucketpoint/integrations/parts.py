@@ -46,11 +46,11 @@ class ModelState:
 class OptimizerState:
     """The state of an optimizer of a model, read when it is saved and set when it is loaded.
 
-    Groups without parameters, such as LoRA leaves behind, are left out: torch does not load them.
+    Groups without parameters, which LoRA can leave, are omitted: torch does not load them.
 
     Args:
-        loading: the state is read to be loaded into. Each parameter then gets a new state. torch itself makes none, and
-            a load would change nothing, where there are gradients or states already.
+        loading: True if the state is read to be loaded into. Each parameter then gets a new state. torch itself makes
+            none, and a load would change nothing, where there are gradients or states already.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, loading: bool = False) -> None:
@@ -82,7 +82,7 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        # A load has replaced the groups.
+        # The load has replaced the groups.
         filled = iter(optimizer.param_groups)
         optimizer.param_groups = [next(filled) if group["params"] else group for group in whole]
 
@@ -113,14 +113,14 @@ def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> 
 
 
 class OfThisRank:
-    """An object whose state each rank has of its own. It stays as it is if the checkpoint has none of this rank."""
+    """An object with a separate state on each rank. It is unchanged if the checkpoint has none of this rank."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
         self._saved = True
 
     def expect(self, saved: bool) -> None:
-        """Note whether the checkpoint of the load under way has a state of this rank."""
+        """Record whether the checkpoint of the load under way has a state of this rank."""
         self._saved = saved
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class OfThisRank:
 class RandomState:
     """Random generators of Python, numpy and torch, those of all devices of this process included.
 
-    They are saved as one item of bytes. As tensors they would be watched for states that stand still, as those of a
-    model without dropout do from save to save.
+    They are saved as one item of bytes. As tensors they would raise the alarm for unchanged states, if training uses no
+    dropout.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class RandomState:
 
 
 class Pickled:
-    """Values that are saved as one item, for trainers that do not say before a load which values there will be.
+    """Values that are saved as one item, for trainers whose values are not known before a load.
 
     Attributes:
         value: the values; after a load those of the checkpoint.

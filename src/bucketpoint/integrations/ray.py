@@ -54,7 +54,7 @@ def report(
 ) -> SaveHandle | None:
     """Report metrics to Ray Train, and save a state beside training as the checkpoint that they belong to. All workers.
 
-    The workers save into a folder of the run's storage, each its own part. Ray learns of the checkpoint once it is
+    The workers save into a folder of the run's storage, each its own part. Ray receives the checkpoint once it is
     committed, and uploads nothing itself. Ray takes reports in the order of the calls; while a save is under way the
     metrics after it wait in the background. Ray raises the error of a save that fails in the training function.
 
@@ -63,7 +63,7 @@ def report(
         state: models, optimizers, objects with a `state_dict`, and plain values to save, with the same keys on each
             worker. None reports metrics alone.
         step: number of the training step. The name of the folder ends with it.
-        storage_writer: writer to save with. A writer that is kept from save to save plans once, and compares states.
+        storage_writer: writer to save with. A writer reused for all saves plans once, and compares states.
         storage_options: options of the store, such as `endpoint_url`, when there is no writer. The options of pyarrow's
             filesystem cannot be read from it.
         options: as for `bucketpoint.async_save`.
@@ -77,8 +77,8 @@ def report(
         StagingError: the state cannot be copied.
     """
     if state is None:
-        # Ray takes a report at most every two seconds, and lets training wait otherwise. Without that the reports of
-        # quick steps would pile up, and Ray would learn of checkpoints too late.
+        # Ray accepts one report every two seconds, and otherwise blocks training. Otherwise the reports of quick steps
+        # would queue up, and Ray would receive checkpoints too late.
         mode = CheckpointUploadMode.ASYNC if _saves.under_way else CheckpointUploadMode.SYNC
         ray.train.report(dict(metrics), checkpoint_upload_mode=mode)
         return None
@@ -113,7 +113,7 @@ def report(
         checkpoint_dir_name=name,
         checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
         checkpoint_upload_fn=committed,
-        # Otherwise Ray deletes the folder in the bucket, which it takes for a local copy.
+        # Otherwise Ray deletes the folder in the bucket as if it were a local copy.
         delete_local_checkpoint_after_upload=False,
     )
     return handle
@@ -145,8 +145,8 @@ def _check_report(
 def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None = None) -> str | None:
     """Load the newest whole checkpoint of the run into a state. All workers, of any number.
 
-    This is the checkpoint of `ray.train.get_checkpoint()`, or one of a higher step: a worker that dies before its
-    report is taken leaves a checkpoint that Ray does not know.
+    This is the checkpoint of `ray.train.get_checkpoint()`, or one of a higher step: a worker that dies before Ray
+    receives its report leaves a checkpoint that Ray does not know.
 
     Args:
         state: the state as it is reported. Models, optimizers, tensors and objects with a `state_dict` are loaded into;
@@ -158,12 +158,12 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
 
     Raises:
         MismatchError: the checkpoint lacks keys of the state, or has other shapes.
-        CheckpointNotFoundError: Ray knows a checkpoint, and the store has none.
+        CheckpointNotFoundError: Ray has a checkpoint that the store does not have.
     """
     storage = ray.train.get_context().get_storage()
     run = checkpoint_url(Checkpoint(storage.experiment_fs_path, storage.storage_filesystem))
     known = ray.train.get_checkpoint()
-    # Values of which the checkpoint may have more, or others. Names that are not plain would be patterns for `keys=`.
+    # Values whose keys may differ in the checkpoint. Names that are not plain would be patterns for `keys=`.
     plain = {
         name: value
         for name, value in state.items()
@@ -204,7 +204,7 @@ def checkpoint_url(checkpoint: Checkpoint) -> str:
         checkpoint: Ray's checkpoint, such as `result.checkpoint`.
 
     Raises:
-        BucketpointError: its filesystem has no URL, as one that was written in Python.
+        BucketpointError: its filesystem has no URL, such as one written in Python.
     """
     filesystem, path = checkpoint.filesystem, checkpoint.path
     if isinstance(filesystem, arrow.LocalFileSystem):
@@ -224,7 +224,7 @@ def _in_container(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Return what a value consists of. What each rank has of its own is one leaf."""
+    """Return the parts of a value. An object with a state for each rank is one leaf."""
     if isinstance(value, dict) and not value.keys() & rank_state(None).keys():
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -274,7 +274,7 @@ def _loaded(name: str, value: Any, url: str, storage_options: Mapping[str, Any] 
     except MismatchError:
         if not _is_hollow(value):
             raise
-        # A checkpoint has nothing of empty dicts.
+        # A checkpoint has no entries for empty dicts.
         return value
 
 
@@ -283,7 +283,7 @@ def _is_hollow(value: Any) -> bool:
 
 
 def _began_again(newest: str, known: str) -> bool:
-    """Return whether a checkpoint that Ray knows is later than the one with the highest step: a run counted anew."""
+    """Return True if Ray's checkpoint is later than the one with the highest step: a run restarted its count."""
     (time, _, step), (later, _, lower) = (each.rpartition("/")[2].rpartition("_step-") for each in (newest, known))
     return later > time and lower.isdigit() and step.isdigit() and int(lower) < int(step)
 

@@ -46,7 +46,7 @@ def checkpoint_at(url: str, storage_options: Mapping[str, Any] | None) -> str | 
 
     def find() -> str | None:
         store, key = (place := Location.of(url, storage_options)).opened
-        # Checkpoints may lie within another: the one that was named is meant.
+        # Checkpoints may lie within another one: the named one is used.
         if committed_info(store, keys.join(key, keys.METADATA)) is not None:
             return url
         return latest_checkpoint(place)
@@ -59,7 +59,7 @@ class Saves:
     """Saves in the background with one writer, which keeps its plans and its staging memory.
 
     Args:
-        writer: writer of the saves that name no other.
+        writer: default writer of the saves.
     """
 
     def __init__(self, writer: BucketWriter | None = None) -> None:
@@ -67,7 +67,7 @@ class Saves:
         self._last: SaveHandle | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A program may pickle what holds the saves, such as a strategy. The save under way is this process's own.
+        # A program may pickle the object that holds the saves, such as a strategy. The save under way stays here.
         return {"_writer": self._writer, "_last": None}
 
     @property
@@ -83,15 +83,15 @@ class Saves:
         storage_writer: BucketWriter | None = None,
         **options: Any,
     ) -> SaveHandle:
-        """Wait for the save before, and begin the next. All ranks.
+        """Wait for the previous save, and begin the next. All ranks.
 
         Args:
             state: the state, or a function that makes it.
             options: as for `async_save`.
 
         Raises:
-            BucketpointError: the save before this one failed, and the program has not received its error on any rank;
-                or the state of a rank cannot be made.
+            BucketpointError: the previous save failed, and no rank's program has received its error; or a rank's state
+                cannot be made.
             StagingError: the state of a rank cannot be copied.
         """
         call = f"the save of {url}"

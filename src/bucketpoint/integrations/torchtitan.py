@@ -70,7 +70,7 @@ class BucketpointManager(CheckpointManager):
         Attributes:
             policy: file of the retention policy, which rank 0 reads; by default the one that BUCKETPOINT_POLICY names.
                 Without either, `keep_latest_k` is the policy.
-            fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
+            fresh: start from scratch if there are traces of checkpoints and none can be loaded.
             on_commit: function that is called on rank 0 with a `CommitInfo` once an asynchronous save is committed, as
                 `package.module:name`.
         """
@@ -105,7 +105,7 @@ class BucketpointManager(CheckpointManager):
         self._catalog, self._on_commit = ranks.together("CheckpointManager()", prepared)
         self._planner = SavePlanner()
         if self.async_mode != AsyncMode.DISABLED:
-            # The base class makes torch's stager only if there is none, and closes whichever there is.
+            # The base class makes torch's stager only if there is none, and closes it in any case.
             beside = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(StagingOptions(use_async_staging=beside))
         self._pruner = worker_of(self._catalog, policy)
@@ -167,7 +167,7 @@ class BucketpointManager(CheckpointManager):
         return handle
 
     def _wait_for_saving(self) -> None:
-        # Cleared first, so that a failure is raised once and `close` goes on.
+        # Cleared first, so that a failure is raised once and `close` continues.
         saving, self.save_future = self.save_future, None
         if self._policy.save.on_failure == "warn" and isinstance(saving, SaveHandle):
             saving.wait()
@@ -183,7 +183,7 @@ class BucketpointManager(CheckpointManager):
     @structured_logger.log_trace_span("checkpoint_load")
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Go on from the newest whole checkpoint or the named step; otherwise begin as torchtitan was told to."""
+        """Load the newest whole checkpoint, or the named step; without one, start as torchtitan is configured."""
         checkpoint = restored(
             self._catalog,
             self._policy,
@@ -212,12 +212,12 @@ class BucketpointManager(CheckpointManager):
     def _attempt(self, states: dict[str, Any], url: str) -> LoadOutcome:
         outcome = attempt(states, url, self._ranks)
         if outcome.loaded:
-            # torchtitan flattens the states of a model, so DCP cannot hand them to the model by itself.
+            # torchtitan flattens the states of a model, so DCP cannot load them into the model.
             self._ranks.together("the load of a model", lambda: self.states[MODEL].load_state_dict(states))
         return outcome
 
     def _begin(self) -> bool:
-        """Begin a run that has no checkpoint yet, by torchtitan's `initial_load_*`.
+        """Start a run without a checkpoint by torchtitan's `initial_load_*`.
 
         Return True if anything was loaded.
         """
@@ -293,8 +293,7 @@ def _policy_of(config: Any) -> RetentionPolicy:
         return read_policy(path)
     if config.keep_latest_k == 0:
         return RetentionPolicy(keep=Keep(latest=1), prune=Prune(when="manual"))
-    # As torchtitan means it: checkpoints that are not kept are deleted now, so that the bucket does not hold a day's
-    # deleted checkpoints as well.
+    # As in torchtitan, checkpoints that are not kept are deleted at once: the bucket does not keep a day's.
     return RetentionPolicy(keep=Keep(latest=config.keep_latest_k), prune=Prune(grace=timedelta(0)))
 
 

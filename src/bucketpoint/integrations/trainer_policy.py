@@ -45,9 +45,9 @@ class _Limit(Keep):
 def policy_for(
     policy: RetentionPolicy | str | os.PathLike[str] | None, arguments: Any, url: str | os.PathLike[str]
 ) -> RetentionPolicy:
-    """Return the policy of a run of transformers' `Trainer`: the given one, or what the trainer's arguments stand for.
+    """Return the policy of a run of transformers' `Trainer`: the given one, or one from the trainer's arguments.
 
-    Of its `save:` the signals remain: all else about when to save is up to the arguments.
+    Only the signals of its `save:` are used: the arguments decide all other saves.
 
     Raises:
         BucketpointError: the arguments ask for the best checkpoint, which the policy does not keep.
@@ -80,9 +80,9 @@ def best_of(arguments: Any) -> Best:
 
 
 def fitting_metrics(metrics: Mapping[str, float], policy: RetentionPolicy, left_out: set[str]) -> dict[str, float]:
-    """Return the metrics that a manager takes, and those that the policy ranks by, which the manager refuses by itself.
+    """Return the metrics that a manager accepts, and all that the policy ranks by, which the manager itself checks.
 
-    A trainer makes names of its own, from those of datasets, that may be too long.
+    A trainer makes names from those of datasets, which may be too long.
 
     Args:
         left_out: names that have been left out, and logged, before; others are added.

@@ -21,15 +21,15 @@ from bucketpoint.manager.restoring import Restored
 
 
 class TrainingState:
-    """The models, the optimizers, the values of each rank and the rest of a training program's state.
+    """A training program's state: models, optimizers, values of each rank, and the rest.
 
-    Models and optimizers are saved by the names of the parameters, so that a run goes on with another number of ranks.
-    What differs between ranks is an `OfThisRank`, and a rank that the checkpoint does not have keeps its own.
+    Models and optimizers are saved by the names of the parameters, so that a run can resume on another number of ranks.
+    A value that differs between ranks is an `OfThisRank`, and a rank that is not in the checkpoint keeps its own.
 
     Args:
         make: makes the state for DCP, with values of `integrations.parts`. It is called at each save and load.
         strict: refuse checkpoints that lack keys, or have more keys of a model.
-        unexpected: names of which a strict load refuses all keys that it does not ask for.
+        unexpected: names below which a strict load refuses keys that it does not ask for.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TrainingState:
         self._unexpected = tuple(unexpected)
 
     def save(self, run: CheckpointManager | Saves, where: Any, **options: Any) -> SaveHandle | None:
-        """Save beside training, once the save before has ended. Return when training may change the state. All ranks.
+        """Save beside training, once the previous save has ended. Return when training may change the state. All ranks.
 
         Args:
             run: the run of a manager, or saves to any URL.
@@ -93,7 +93,7 @@ def with_parts(state: Mapping[str, Any], remedy: str, *, strict: bool = True) ->
     """Return a state whose models and optimizers are saved by the names of their parameters.
 
     Args:
-        state: models, optimizers and other values, which stay as they are.
+        state: models, optimizers and other values, which are unchanged.
         remedy: what to do about an optimizer without its model.
         strict: as for `ModelState`.
 
@@ -113,8 +113,8 @@ def with_parts(state: Mapping[str, Any], remedy: str, *, strict: bool = True) ->
 class ResumePlanner(LoadPlanner):
     """Load planner for a state with models and optimizers, some of whose parameters may have no state.
 
-    torch makes a state for each parameter before a load, but at the save parameters that had never got a gradient had
-    none. They keep the new state, as of no step. A checkpoint with more parameters than a model has is refused.
+    torch makes a state for each parameter before a load, but at the save, parameters that never had a gradient had
+    none. They keep the new state of step 0. A checkpoint with more parameters than a model has is refused.
 
     Args:
         state: the state to load into, with values of `integrations.parts`.
@@ -139,7 +139,7 @@ class ResumePlanner(LoadPlanner):
             if not saved_here:
                 self._leave_out([key for key in self.state_dict if key.startswith(f"{name}.rank-")])
         saved = metadata.state_dict_metadata
-        # A checkpoint without the optimizer is another thing than one whose optimizer had no state yet.
+        # A checkpoint without the optimizer differs from one whose optimizer had no state yet.
         there = [name for name in self._optimizers if any(key.startswith(f"{name}.param_groups.") for key in saved)]
         if len(there) < len(self._optimizers) and not self.allow_partial_load:
             raise MismatchError(
@@ -152,7 +152,7 @@ class ResumePlanner(LoadPlanner):
         with_state = {_parameter_of(key) for key in saved if key.startswith(prefixes)}
         new = [key for key in self.state_dict if key.startswith(prefixes) and _parameter_of(key) not in with_state]
         for key, value in zip(new, self._leave_out(new), strict=True):
-            # torch has made a step to get a state.
+            # torch makes a step to create a state.
             if key.endswith(".step") and isinstance(value, torch.Tensor):
                 value.zero_()
             elif key.endswith(".step"):

@@ -1,7 +1,7 @@
 """Hugging Face transformers: checkpoints of a `Trainer`, saved to and loaded from a URL.
 
-Models and optimizers are saved sharded under FSDP, and once for all ranks under DDP, so that a run goes on with another
-number of processes.
+Models and optimizers are saved sharded under FSDP, and once for all ranks under DDP: a run can resume with more or
+fewer processes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 class BucketTrainerMixin:
     """Checkpoints of a `Trainer` at a URL: `class BucketTrainer(BucketTrainerMixin, Trainer)`.
 
-    Saves go on beside training, which waits for the copy only. `output_dir` stays local, for logs.
-    `train(resume_from_checkpoint=True)` goes on from the newest whole checkpoint, and begins from scratch if there is
-    none yet; a URL names one, and later ones of the same run are given up. A folder that transformers saved itself can
-    be resumed as well. `train` returns once the last save is committed.
+    Saves run beside training, which waits for the copy only. `output_dir` stays local, for logs.
+    `train(resume_from_checkpoint=True)` resumes from the newest whole checkpoint, and starts from scratch if there is
+    none; a URL names one, and later ones of the same run are given up. A folder that transformers saved itself can be
+    resumed as well. `train` returns once the last save is committed.
 
     Args:
         checkpoint_url: URL of the run.
@@ -57,7 +57,7 @@ class BucketTrainerMixin:
         manager_options: as for `CheckpointManager`, such as `storage_options` and `on_commit`.
 
     Raises:
-        BucketpointError: the trainer uses DeepSpeed, which has a format of its own; or the class names the mixin behind
+        BucketpointError: the trainer uses DeepSpeed, which has a format of its own; or the class lists the mixin after
             `Trainer`, which then makes its own saves.
     """
 
@@ -95,7 +95,7 @@ class BucketTrainerMixin:
         self.add_callback(_OnSignals(self))
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model to a local folder, as the trainer does. It would take a URL for the name of one.
+        """Save the model to a local folder, as the trainer does. It would use a URL as a folder's name.
 
         Args:
             output_dir: the folder; by default the trainer's own.
@@ -132,7 +132,7 @@ class BucketTrainerMixin:
                     else:
                         break
         except BaseException:
-            # A later `train` must find the last save committed. Its error must not take the place of this one.
+            # A later `train` must find the last save committed. Its error must not replace this one.
             try:
                 manager.close()
             except BucketpointError as error:
@@ -203,7 +203,7 @@ class BucketTrainerMixin:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = {self.state.global_step: numbers}
         best = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
-        # With `save_strategy="best"` this says whether to save, even if a signal asks for it.
+        # With `save_strategy="best"` this decides whether to save, even if a signal asks for it.
         return bool(best) or self.control.should_save
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -221,7 +221,7 @@ class BucketTrainerMixin:
         if self.is_world_process_zero():
             metrics = fitting_metrics(metrics, self._manager.policy, self._left_out)
         if step == self._saved_step:
-            # A signal has asked for it, before the end of the epoch.
+            # A signal has asked for a save before the end of the epoch.
             self._manager.report(step, metrics)
             return
 
@@ -302,7 +302,7 @@ class BucketTrainerMixin:
         try:
             model.load(self.state.best_model_checkpoint, **self._reading())
         except CheckpointNotFoundError:
-            # Between two saves the trainer may have seen a better model than a later checkpoint was to beat.
+            # Between two saves the trainer may have seen a better model than the best of the checkpoints.
             best = model.restore(self._manager, "best", metric=best_of(self.args).metric)
             self.state.best_model_checkpoint = best.url if best is not None else None
 

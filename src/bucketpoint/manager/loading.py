@@ -29,7 +29,7 @@ DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFou
 
 _CALL = "the load of restore()"
 _RANKS = 1 << 24
-"""More than there are ranks: a code and a rank in one number, of which all ranks learn the largest."""
+"""Larger than any rank: code and rank are combined into one number, and all ranks receive the largest."""
 
 _LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
 
@@ -40,8 +40,8 @@ class LoadOutcome:
 
     Attributes:
         error: the error of this rank, or else of the rank that decided the outcome; None if the state was loaded.
-        damaged: True if the checkpoint is at fault: no rank failed for another reason.
-        doubtful: True if the metadata was read and not understood. It may be damaged, or may be what was saved.
+        damaged: True if the checkpoint is damaged, and no rank failed for another reason.
+        doubtful: True if the metadata was read but not understood: it may be damaged, or unchanged since the save.
         refused: True if it was not understood because it names what the allow-list refuses, or has the format of a
             newer bucketpoint.
     """
@@ -57,7 +57,7 @@ class LoadOutcome:
 
 
 class _WholeReader(BucketReader):
-    """Reader that takes a checkpoint for damaged if that does not hold its own tensors as a whole."""
+    """Reader that treats a checkpoint as damaged if it does not hold all of its tensors."""
 
     def _decode(self, data: bytes) -> Metadata:
         metadata = super()._decode(data)
@@ -68,7 +68,7 @@ class _WholeReader(BucketReader):
 
 
 class _WithState:
-    """A stateful object with its `state_dict`, made before any collective. Its own errors are no damage."""
+    """A stateful object with its `state_dict`, made before any collective. Its errors do not count as damage."""
 
     failed = False
 
@@ -124,7 +124,7 @@ def attempt(
         error = raised
     failed = any(isinstance(value, _WithState) and value.failed for value in held.values())
     worst = (_FAILED if failed else _code(error)) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
-    # Some ranks read more than others.
+    # A long timeout, because some ranks read more than others.
     (worst,) = ranks.most([worst], _CALL, limit_s=ranks.load_s)
     code, place = divmod(worst, _RANKS)
     if code == _LOADED:

@@ -53,26 +53,25 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class CheckpointManager:
-    """Manager of one run's checkpoints: saves them beside training, restores them, and keeps those that a policy names.
+    """Manager of one run's checkpoints: saves them beside training, restores them, and keeps those of a policy.
 
     All ranks construct a manager, with the same arguments, and call `save`, `should_save`, `restore`, `steps`, `wait`
     and `close` at the same points of the program. `report`, `pin` and `unpin` may be called on any rank.
 
     Args:
         root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
-        policy: the policy, which says which checkpoints are kept and when saves are made; or its YAML file, which each
-            rank reads.
+        policy: the policy, which decides what is kept and when to save; or its YAML file, which each rank reads.
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.
         on_commit: as for `async_save`.
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
-        grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits no longer
-            than that for the last save. None: no limit.
+        grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits at most this
+            long for the last save. None: no limit.
 
     Raises:
         BucketpointError: an argument has a wrong type, or `root` and the policy's `root` are not the same place.
-        RanksDisagreeError: the policy says on some ranks that other steps are saved than on others.
+        RanksDisagreeError: the policies of the ranks would save different steps.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class CheckpointManager:
         self._grace_s = grace_s
         save = self.policy.save
         self._ranks.connect("CheckpointManager()", timeout=save.in_flight.timeout, collectives=_COLLECTIVE_TIMEOUT)
-        # Each rank reads its own copy of the policy's file. Ranks that save at other steps would wait for each other
-        # until the timeout.
+        # Each rank reads its own copy of the policy's file. If they differ, ranks would wait for each other until the
+        # timeout.
         self._ranks.refuse_unless_same("`save:` of the policy", save, "CheckpointManager()")
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged}
         self._writer_arguments = {**self._store_arguments, **own}
@@ -161,7 +160,7 @@ class CheckpointManager:
 
         Args:
             state: the state, or a function that makes it, which is called if a save begins.
-            metrics: metrics of this step, as far as they are known. Only the coordinator's are used.
+            metrics: metrics of this step that are known. Only the coordinator's are used.
             overwrite: replace a checkpoint of this step.
             kind: `"full"`, of which a job can resume; or `"weights"`, `"export"` or `"emergency"`, which `keep: latest`
                 does not count.
@@ -169,11 +168,11 @@ class CheckpointManager:
                 `"keep"` leaves them alone (they stay the latest), `"discard"` gives them a tombstone once this save is
                 committed. `restore(..., rollback=True)` discards them for all later saves.
 
-        What fails on one rank is raised on all of them. With `on_failure: warn` in the policy a save that fails is
+        An error on one rank is raised on all of them. With `on_failure: warn` in the policy a save that fails is
         logged and counted instead: the call that would raise its error returns None, or makes the next save.
 
         Raises:
-            BucketpointError: the save before this one failed, and the program has not received that error on any rank;
+            BucketpointError: the previous save failed, and the program has not received that error on any rank;
                 or it is still under way, after the policy's timeout or with `when_busy: error`; or there are newer
                 checkpoints; or an argument is wrong, such as a metric that is no number; or the state of a rank cannot
                 be made; or a rank did not make this call within the policy's timeout.
@@ -209,7 +208,7 @@ class CheckpointManager:
             given = {"overwrite": bool(replaces), "log": log, **self._writer_arguments}
             return BucketWriter.of_run(url, self._uploads, self._earlier_saves, replaces_only=only, **given)
 
-        # Whatever fails from here on must take back what this save was to discard.
+        # Any failure from here on must withdraw this save's discards.
         try:
             saving = {"storage_writer": self._ranks.together(call, writer_of_save), **self._saving}
         except BaseException:
@@ -228,7 +227,8 @@ class CheckpointManager:
             return None
 
     def _make_room(self, step: int, call: str) -> bool:
-        """Return True if a save may begin: the last one has ended, and is not to raise. All ranks: the same answer."""
+        """Return True if a save may begin: the last one has ended, and its error is not raised. The same on all
+        ranks."""
         running, how = self._running, self.policy.save.in_flight
         timeout_s = how.timeout.total_seconds()
         pressing = step == self._triggers.pressing
@@ -238,16 +238,16 @@ class CheckpointManager:
         error = running.handle.failure()
         fatal = error is not None and not self._warns(error)
         here = [not running.handle.done(), error is not None, running.received, fatal, running.step]
-        # Each rank may have waited for the save as long as it may, before it waits for the others.
+        # Each rank may have waited for the save up to its limit, before it waits for the others.
         limit_s = 3 * timeout_s if when_busy == "wait" else None
         # A rank that was interrupted may have no save where the others have one.
         busy, failed, received, raises, running.step = self._ranks.most(list(map(int, here)), call, limit_s=limit_s)
         if failed or not busy:
-            # On other ranks the save may still be on its way to the same failure. And a save that has ended may not
-            # have noted its outcome yet, which must not come after what the next save notes.
+            # On other ranks the save may still be on its way to the same failure. And an ended save may not have
+            # recorded its outcome yet, which must come before the next save's.
             running.wait(timeout_s)
             self._running = Running.none()
-            # An error would end a pressing job without its last checkpoint. That of the save before is logged.
+            # An error would end a job under SIGTERM without its last checkpoint. The previous save's error is logged.
             if raises and not received and not pressing:
                 raise running.receive()
             if failed and not running.received:
@@ -265,23 +265,23 @@ class CheckpointManager:
         )
 
     def _not_saved(self, step: int, error: BaseException) -> None:
-        """Raise the error of a save unless the policy warns. Count the save, unless it is under way: its end does."""
+        """Raise the error of a save unless the policy warns. Count the save, if it has ended."""
         if self._running.step != step:
             self._replacing.failed()
             self._standing.lost()
             self._warn(step, error)
         elif isinstance(error, Exception):
-            # All ranks raise it, so that none needs to raise the end of the save.
+            # All ranks raise it, so that none needs to raise the save's error later.
             self._running.receive()
         if not self._warns(error):
             raise error
 
     def _warns(self, error: BaseException) -> bool:
-        """Return True if training goes on after this error of a save."""
+        """Return True if training continues after this error of a save."""
         return self.policy.save.on_failure == "warn" and may_be_warned(error, committed=self._standing.committed > 0)
 
     def _warn(self, step: int, error: BaseException) -> None:
-        """Log the failure of a save if training goes on after it."""
+        """Log the failure of a save if training continues after it."""
         if self._ranks.is_coordinator and self._warns(error):
             logger.error(
                 "step %d was not saved, and training goes on (on_failure: warn); %s: %s",
@@ -306,20 +306,18 @@ class CheckpointManager:
 
         Args:
             which: `"latest"`, `"best"` (by the policy's first `best` rule), or a step. For `"latest"` and `"best"`, a
-                damaged checkpoint is logged as an error and passed over, and the next one is tried. The next commit
-                sets the passed-over checkpoints aside: a save of the same step may replace them, and they are deleted
-                after their grace.
+                damaged checkpoint is logged as an error, and the next one is tried. The next commit sets the damaged
+                checkpoints aside: a save of the same step may replace them, and they are deleted after their grace.
             metric: for `"best"`: the metric to rank by, one of the policy's.
             fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
-            rollback: go back for good: later saves of this step, and of steps below existing checkpoints, are no
-                errors, and the next commit gives the newer checkpoints a tombstone. Pinned and leased checkpoints stay.
-                Until that commit, another `restore` does not load them, unless by their number: that undoes the
-                rollback.
+            rollback: discard newer checkpoints: later saves of this step, and of steps below existing checkpoints, are
+                no errors, and the next commit gives the newer checkpoints a tombstone. Pinned and leased checkpoints
+                stay. Until that commit, another `restore` loads them only by number, which undoes the rollback.
             planner: a load planner; by default `LoadPlanner`.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint of the named step.
-            IncompleteCheckpointError: there is no checkpoint, but folders in which one may have been.
+            IncompleteCheckpointError: there is no checkpoint, but there are folders that may have held one.
             CorruptDataError: the named checkpoint is damaged.
             BucketpointError: all checkpoints are damaged.
             MismatchError: the state does not match the saved one.
@@ -375,13 +373,11 @@ class CheckpointManager:
         )
 
     def status(self) -> ManagerStatus:
-        """Return what is known of the run now. Any rank may call it, at any time, from any thread: it waits for nothing
-        and asks no store.
-        """
+        """Return the run's current status. Any rank may call it, from any thread. Never blocks, and sends no request."""
         return self._standing.status(self._running, self.pruning, skipped=self.skipped)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes, and raises.
+        """Report metrics of a step, at any time. Any ranks may call it; only the coordinator writes, and raises.
 
         They are metrics of the step's present checkpoint, or of the one whose save is under way: one that later
         replaces it has none of them.
@@ -441,8 +437,7 @@ class CheckpointManager:
         running = self._running
         if not running.wait(timeout):
             return False
-        # The save is forgotten only when all ranks agree on its end, in `_make_room`: each rank may wait for another
-        # time.
+        # The save is dropped only when all ranks agree on its end, in `_make_room`: ranks may wait for different times.
         if running.failed and not running.received and not self._warns(running.error):
             raise running.receive()
         return True
@@ -450,7 +445,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save under way and for pruning, and release all memory. All ranks.
 
-        After SIGTERM `close` waits no longer than `grace_s` allows. The coordinator then logs that the last save is
+        After SIGTERM `close` waits at most `grace_s` from the signal. The coordinator then logs that the last save is
         committed.
 
         If the policy warns of failed saves, and the last save failed, the exit status of the program is 120.

@@ -1,4 +1,4 @@
-"""The ranks that use one manager together: a gloo group of their own, on which they agree before they go on."""
+"""The ranks that use one manager together: a separate gloo group, on which they agree before they continue."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from bucketpoint.errors import BucketpointError, RanksDisagreeError
 T = TypeVar("T")
 
 _SLOTS = 8
-"""Numbers that one agreement compares. All agreements are of one size, so that two different ones can meet: gloo ends
-the process on which messages of two sizes meet."""
+"""Number of values that one agreement compares. All agreements have one size, because different ones can meet: gloo
+ends a process on which messages of different sizes meet."""
 
 _CALL_BYTES = 200
 _NOTES_AFTER_S = 1.0
@@ -32,16 +32,16 @@ _NOTES_AFTER_S = 1.0
 class Ranks:
     """All ranks of a group, or this process alone if torch.distributed is not initialised.
 
-    What can fail on one rank is done in `together`, after which all ranks go on or all raise. A rank that waits for
-    others logs after 10 s who has not come, and raises at the timeout an error that names them.
+    Steps that can fail on one rank run in `together`, after which all ranks continue or all raise. A rank that waits
+    for others logs after 10 s which are missing, and raises at the timeout an error that names them.
 
     The group is a new gloo group, so that no collective of training can mix with the manager's. Saves beside training
     use another one, which all saves and loads of these ranks share, because the manager's ranks communicate while a
-    save is under way. Both are made by `connect`; before it, `together` meets in the job's store. After a wait that has
-    failed the first group is made anew.
+    save is under way. Both are made by `connect`; before it, `together` meets in the job's store. A failed wait renews
+    the first group.
 
     Args:
-        what: name of what uses the ranks, for messages.
+        what: name of the user of the ranks, for messages.
         members: torch's group of the ranks; None for all ranks of the job.
 
     Attributes:
@@ -72,8 +72,8 @@ class Ranks:
         """Make the groups. A collective call.
 
         Args:
-            timeout: longest time that a rank waits for the others; by default that of the members' group, which is the
-                limit of waits for ranks that have not come in any case.
+            timeout: longest time that a rank waits for the others; by default that of the members' group, which limits
+                waits for missing ranks in any case.
             collectives: longest time that a rank waits in a load, in which others may read more than it does.
         """
         if not process_groups.is_initialized():
@@ -103,7 +103,7 @@ class Ranks:
         return self._timeout_s
 
     def together(self, what: str, attempt: Callable[[], T]) -> T:
-        """Do on each rank what can fail on one, and go on once all have done it. A collective call.
+        """Run a step that can fail on one rank, and continue once all ranks have done it. A collective call.
 
         Args:
             what: the call, as a program spells it, the same on all ranks.
@@ -111,7 +111,7 @@ class Ranks:
         Raises:
             BucketpointError: on all ranks, the failure of the first rank that has failed, with its rank. Errors of
                 other libraries are raised as their text, with the error as the cause on the rank itself.
-            BaseException: on a rank that was interrupted, what has interrupted it.
+            BaseException: on an interrupted rank, the interruption.
         """
         self._refuse_other_group(what)
         if self._connects and self.group is None:
@@ -143,10 +143,10 @@ class Ranks:
         """Return the largest value of each number among all ranks. A collective call.
 
         Args:
-            limit_s: seconds to wait for the others; by default as long as for ranks that have not come.
+            limit_s: seconds to wait for the others; by default as long as for missing ranks.
 
         Raises:
-            BucketpointError: ranks have not come in time, or were lost.
+            BucketpointError: ranks are missing at the timeout, or were lost.
             RanksDisagreeError: the ranks make different calls at the same time.
         """
         self._refuse_other_group(what)
@@ -188,7 +188,7 @@ class Ranks:
     def calling_dcp(
         self, what: str, url: str | None, *, before: tuple[type[BucketpointError], ...] = ()
     ) -> Iterator[None]:
-        """Make a call of DCP on all ranks. Its error is raised as ours; an interrupt as it is.
+        """Make a call of DCP on all ranks. Its error is raised as ours; an interrupt unchanged.
 
         An interrupt that DCP does not raise on all ranks leaves the others in a collective. This rank gives up the
         group: `group` is None then, and the others raise an error that names it.
@@ -230,8 +230,8 @@ class Ranks:
         self._store, self._calls = meeting.store, 0
         store, within = dist.PrefixStore("group", self._store), timedelta(seconds=self.load_s)
         self.group = process_groups.connect(self._ranks, store, meeting.name, within)
-        # Made now, while all ranks are here, and not at the first save. It is kept for as long as the members' group
-        # exists. One rank may free our own group earlier than another, and would then make the mesh anew alone.
+        # Made now, while all ranks take part, and not at the first save. It is kept for as long as the members' group
+        # exists. One rank may free our own group earlier than another, and would then make the next mesh alone.
         meshes.group_beside(self.members)
 
     def _raise_from(self, index: int, error: BaseException | None, what: str) -> NoReturn:
@@ -244,7 +244,7 @@ class Ranks:
         raise failure from error
 
     def failure_of(self, index: int, error: BaseException | None, what: str) -> BucketpointError:
-        """Return on all ranks the failure of one. A collective call.
+        """Return one rank's failure on all ranks. A collective call.
 
         Args:
             index: place of that rank among the ranks of the group.
@@ -255,7 +255,7 @@ class Ranks:
         return mine or from_plain(plain)
 
     def shared(self, index: int, value: Any, what: str) -> Any:
-        """Return on all ranks the value of one. A collective call.
+        """Return one rank's value on all ranks. A collective call.
 
         Args:
             index: place of that rank among the ranks of the group; its value is plain data.
@@ -288,7 +288,7 @@ class Ranks:
                 raise self._broken(here) from error
             self._wait(work, here, self._come_s if limit_s is None else limit_s)
         except BucketpointError:
-            # The collective may still wait for the others, and a later one must not be taken for it.
+            # The collective may still wait for the others, and a later one must not be mixed with it.
             self._give_up()
             raise
         except BaseException as error:
@@ -309,7 +309,7 @@ class Ranks:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    # It may have ended just behind the timeout.
+                    # It may have ended just after the timeout.
                     try:
                         work.wait()
                         return
@@ -317,7 +317,7 @@ class Ranks:
                         raise self._broken(here) from error
             waited = time.monotonic() - begun
             if not noted:
-                # Only now, so that the collectives that nobody waits for ask nothing of the store.
+                # Only now, so that collectives without a wait send no request to the store.
                 noted = True
                 here.come()
             if waited >= limit_s:
@@ -335,7 +335,7 @@ class Ranks:
             self._give_up()
 
     def _note_end(self, failure: BucketpointError) -> None:
-        """Note for the others, whose connections to this rank close, why it gives the group up."""
+        """Record for the others, whose connections to this rank close, why it gives the group up."""
         self._store.set("end", Failure(self.global_rank, "lost", failure).encoded())
 
     def _broken(self, here: Meeting) -> BucketpointError:

@@ -25,14 +25,13 @@ _OTHER_JOB = (
 class Replacing:
     """The check, on the coordinator, of each save against the checkpoints that exist.
 
-    The check asks the store until it knows the highest step; a save above that step makes no request. A checkpoint that
-    was given up, or has a tombstone, stops no save unless it is pinned or leased. A damaged one that was given up never
+    The check sends requests until it knows the highest step; saves above that step send none. A checkpoint that was
+    given up, or has a tombstone, blocks a save only if it is pinned or leased. A damaged one that was given up never
     does.
 
     Attributes:
         rolled_back_to: step that training was rolled back to. It may be saved again until something is committed.
-        beside: True if the job was told to begin beside checkpoints that could not be loaded: its saves may have lower
-            steps than those.
+        beside: True if the job may start beside checkpoints that could not be loaded: its saves may have lower steps.
     """
 
     def __init__(self, catalog: Catalog, pruner: PruneWorker) -> None:
@@ -45,13 +44,13 @@ class Replacing:
         self._discards: list[Discard] = []
 
     def restored(self, step: int | None, *, rollback: bool = False, beside: bool = False) -> None:
-        """Note that the job goes on from the checkpoint of a step, or from none: the next save asks the store again."""
+        """Record that the job resumed from the checkpoint of a step, or none: the next save lists the run again."""
         # A rollback holds until the next commit, also if its target is restored once more.
         self.rolled_back_to = step if rollback or step == self.rolled_back_to else None
         self._looked, self.beside = False, beside
 
     def failed(self) -> None:
-        """Take back the discards that the failed save was to make."""
+        """Withdraw the discards of the failed save."""
         self._pruner.forget(self._discards)
         self._discards = []
 
@@ -68,7 +67,7 @@ class Replacing:
 
         Raises:
             CheckpointExistsError: the step is committed.
-            BucketpointError: there are newer checkpoints; or `newer` is none of its three values.
+            BucketpointError: there are newer checkpoints; or `newer` is not one of its three values.
         """
         if newer not in get_args(Newer):
             raise BucketpointError(
@@ -78,7 +77,7 @@ class Replacing:
             return overwrite
         given_up = {discard.name: discard for discard in self._pruner.given_up}
         back = given_up or self.rolled_back_to is not None
-        # Only a snapshot with notes tells which checkpoints are pinned or leased.
+        # Only a snapshot with notes shows which checkpoints are pinned or leased.
         snapshot = self._catalog.with_unrecorded(self._catalog.snapshot() if back else self._catalog.steps())
         there = [*snapshot.checkpoints, *(discard.checkpoint for discard in given_up.values())]
         self._looked, self._highest = True, max((checkpoint.step for checkpoint in there), default=None)
@@ -133,7 +132,7 @@ class Replacing:
         )
 
     def _committer(self, one: Checkpoint) -> tuple[str, str]:
-        """Return who committed a checkpoint and when, and a remedy for the case that it was another job."""
+        """Return a text about who committed a checkpoint and when, and a remedy in case it was another job."""
         host = None
         if one.key is not None:
             with contextlib.suppress(BucketpointError):

@@ -1,7 +1,7 @@
 """Restoring a run: load the newest whole checkpoint, or the one that was asked for. All ranks agree on it.
 
-Only this module tries one checkpoint after another; its caller supplies the function that loads one. It tells the
-pruner which checkpoints the run gives up by the restore: damaged ones, and those newer than the target of a rollback.
+Only this module tries one checkpoint after another; its caller supplies the function that loads one. It passes to the
+pruner the checkpoints that the restore gives up: damaged ones, and those newer than a rollback's target.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def restored(
 ) -> Restored | None:
     """Load the requested checkpoint; return None if the run begins from scratch. All ranks.
 
-    The coordinator lists the checkpoints, and notes which one was restored. A checkpoint that is damaged on any rank is
-    passed over on all ranks.
+    The coordinator lists the checkpoints, and records which one was restored. A checkpoint damaged on one rank is
+    skipped on all.
 
     Args:
         load: loads the checkpoint of a step from its URL, on all ranks, with the same outcome on all of them.
@@ -95,14 +95,14 @@ def restored(
                 given_up += ranks.on_coordinator(functools.partial(_newer, catalog, step), _CALL)
             if ranks.is_coordinator:
                 _note(catalog, step)
-                # A rollback holds until the next commit, unless the run goes on from what it has given up.
+                # A rollback holds until the next commit, unless the run resumes from a checkpoint that it has given up.
                 kept = [] if among(gone_back)(checkpoint) else gone_back
                 pruner.give_up_only(united([*kept, *given_up]))
             return Restored(step, url, tuple(passed))
         if named or not outcome.damaged:
             raise outcome.error
-        # Metadata that is not understood counts as damage only if it is not what was saved: a checkpoint that may be
-        # whole must never be given up.
+        # Metadata that is not understood counts as damage only if it was altered: one that may be whole is never given
+        # up.
         may_be_whole = functools.partial(_may_be_whole, catalog, checkpoint, outcome.refused)
         whole = outcome.doubtful and ranks.on_coordinator(may_be_whole, _CALL)
         if whole and not fresh:
@@ -136,7 +136,7 @@ def _may_be_whole(catalog: Catalog, checkpoint: Checkpoint, refused: bool) -> bo
 
 
 def _set_aside(catalog: Catalog, checkpoint: Checkpoint, error: BaseException) -> list[Discard]:
-    """Give up a checkpoint that could not be loaded. Empty if another one has replaced it, or if nothing tells."""
+    """Give up a checkpoint that could not be loaded. Empty if another one has replaced it, or that is unknown."""
     try:
         discard = damaged(catalog, checkpoint, f"it could not be loaded: {error}")
     except BucketpointError as failure:

@@ -1,4 +1,4 @@
-"""The save under way of a manager, as one rank sees it, and what its failure does to training."""
+"""The save under way of a manager, as one rank sees it, and the effect of its failure on training."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _NEVER_WARNED = (
     WrongRegionError,
     PolicyError,
 )
-"""Errors that no later save can be without: of the program, of its configuration, or of a second job in the run."""
+"""Errors that every later save would have: of the program, of its configuration, or of a second job in the run."""
 
 _OUTAGES_ONCE_COMMITTED = (AccessDeniedError, CredentialsError)
-"""Errors of a configuration that has never worked; after a commit they are outages, such as an expired token."""
+"""Errors of a configuration that never worked; after a commit they count as outages, such as an expired token."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,9 @@ class Running:
     """The save under way, as this rank sees it.
 
     Attributes:
-        full: the checkpoint is one that a job can resume from.
-        settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
-            its callbacks, so its end alone does not say that.
+        full: True if a job can resume from the checkpoint.
+        settled: set when the follow-up work of the save is done. A future wakes waiting threads before it runs its
+            callbacks, so its end alone is not enough.
     """
 
     step: int
@@ -68,7 +68,7 @@ class Running:
 
     @classmethod
     def none(cls) -> Running:
-        """Return a save that has ended, in place of none."""
+        """Return an ended save, as a stand-in for none."""
         none = cls(-1, SaveHandle(None))
         none.handle.set_result(Metadata({}))
         none.settled.set()
@@ -76,7 +76,7 @@ class Running:
 
     @property
     def failed(self) -> bool:
-        """True if the save failed, as far as this rank knows yet."""
+        """True if the save is known to have failed on this rank."""
         return self.handle.failure() is not None
 
     @property
@@ -91,7 +91,7 @@ class Running:
         return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
 
     def receive(self) -> BaseException:
-        """Return the error to raise, and note that the program has received it: it is raised once."""
+        """Return the error to raise, and record that the program has received it: it is raised once."""
         self.handle._note_told()
         return self.error
 
@@ -132,8 +132,8 @@ def begin_together(
         options: as for `async_save`.
 
     Raises:
-        BucketpointError: a rank could not make or copy its state, and no save is under way on any rank; or a rank did
-            not come in time, or was interrupted.
+        BucketpointError: a rank could not make or copy its state, and no save is under way on any rank; or a rank was
+            missing at the timeout, or was interrupted.
     """
 
     def made() -> dict[str, Any]:
@@ -150,14 +150,14 @@ def begin_together(
     (failed,) = ranks.most([int(handle._unstaged() is not None)], what)
     if not failed:
         return handle
-    # It fails as soon as the ranks meet in it.
+    # The save fails as soon as the ranks meet in it.
     handle.wait(ranks.limit_s)
     handle._note_told()
     raise handle._unstaged() or handle.failure() or BucketpointError("The state of a rank could not be copied", url=url)
 
 
 def may_be_warned(error: BaseException, *, committed: bool) -> bool:
-    """Return True for an error of a save after which training can go on under `on_failure: warn`.
+    """Return True for an error of a save after which training can continue under `on_failure: warn`.
 
     Args:
         committed: the run's saves have worked before in this process.
@@ -167,7 +167,7 @@ def may_be_warned(error: BaseException, *, committed: bool) -> bool:
 
 
 def note_end(manager: weakref.ref[Any], catalog: Catalog, running: Running, handle: SaveHandle) -> None:
-    """Report the metrics of a save, and tell its manager how it ended, if there is one still."""
+    """Report the metrics of a save, and its outcome to the manager, if that still exists."""
     for metrics in running.held_back():
         try:
             notes.report(catalog, running.step, metrics)

@@ -12,13 +12,13 @@ from bucketpoint.manager.running import Running
 
 @dataclass(frozen=True)
 class ManagerStatus:
-    """A run as its manager on this rank sees it, without a request to the store.
+    """Status of a run, from its manager on this rank, without a request to the store.
 
     Attributes:
         newest_step: step of the newest full checkpoint that this manager has committed, or of the one that it has
             restored; None without one.
-        newest_age_s: seconds since the state of that checkpoint was saved or restored: the training that a crash now
-            would lose. None without one.
+        newest_age_s: seconds since the state of that checkpoint was saved or restored: training that a crash loses.
+            None without one.
         saving_step: step of the save under way; None if none is.
         saving_s: seconds since that save began; None if none is under way.
         committed: number of saves that were committed.
@@ -41,7 +41,7 @@ class ManagerStatus:
 
 
 class Standing:
-    """The newest checkpoint of a manager, and the number of its saves. Threads that end saves note them here."""
+    """The newest checkpoint of a manager, and the number of its saves. Threads that end saves record them here."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,15 +70,15 @@ class Standing:
         )
 
     def restored(self, step: int) -> None:
-        """Note that training goes on from a checkpoint now, whatever was newer."""
+        """Record that training resumes from a checkpoint, even if there were newer ones."""
         with self._lock:
             self.newest = step, time.monotonic()
 
     def saved(self, step: int, began: float, *, full: bool) -> None:
-        """Note a commit of the state of `began`, `time.monotonic` seconds.
+        """Record a commit of the state of the time `began`, in `time.monotonic` seconds.
 
         Args:
-            full: the checkpoint is one that a job can resume from: of weights alone no crash brings training back.
+            full: True if a job can resume from the checkpoint: not if it has only weights.
         """
         with self._lock:
             self.committed += 1
@@ -87,7 +87,7 @@ class Standing:
                 self.newest = step, began
 
     def lost(self) -> None:
-        """Note a save that failed."""
+        """Record a failed save."""
         with self._lock:
             self.failed += 1
             self._failed_in_a_row += 1

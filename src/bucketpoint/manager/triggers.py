@@ -25,9 +25,9 @@ _CALL = "should_save()"
 
 
 class Signals:
-    """Handlers that note signals instead of acting on them, and pass them on to the previous handlers.
+    """Handlers that record signals instead of acting on them, and pass them on to the previous handlers.
 
-    Only the main thread may install handlers (Python's rule): on another thread no signal is noted.
+    Only the main thread may install handlers (Python's rule): on another thread no signal is recorded.
 
     A forked child gets the previous handlers back: `multiprocessing` ends its processes by SIGTERM. Only the workers of
     a data loader live on, unless SIGTERM comes from this process: a scheduler sends it to each process of a job, and
@@ -52,11 +52,11 @@ class Signals:
             register_after_fork(self, Signals._in_process)
 
     def close(self) -> None:
-        """Restore the previous handlers. On another thread than the main one they are still called, by ours."""
+        """Restore the previous handlers. Outside the main thread, ours stay and call them."""
         _restore(self._listeners)
 
     def _hold_back(self) -> None:
-        # A signal that came to a child before its handlers are restored would be lost, and its parent wait for ever.
+        # A signal that reached a child before its handlers are restored would be lost, and the parent hang.
         self._numbers = frozenset(listener.number for listener in self._listeners)
         if self._numbers:
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
@@ -71,10 +71,10 @@ class Signals:
         self._let_in()
 
     def _in_process(self) -> None:
-        """Live on in the worker of a data loader. Called in each process that `multiprocessing` has forked."""
+        """Stay active in the worker of a data loader. Called in each process that `multiprocessing` has forked."""
         target = getattr(multiprocessing.current_process(), "_target", None)
         if self._numbers and getattr(target, "__name__", "") == _LOADER and hasattr(signal, "sigwaitinfo"):
-            # Not by a handler: torch sets its own in a worker, and Python's are not given the sender.
+            # Not by a handler: torch sets its own in a worker, and Python's handlers do not receive the sender.
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             threading.Thread(target=_obey_parent, args=(self._numbers,), daemon=True).start()
 
@@ -87,7 +87,7 @@ def _obey_parent(numbers: frozenset[int]) -> None:
     while True:
         came = signal.sigwaitinfo(numbers)
         if came.si_signo == signal.SIGTERM and came.si_pid == os.getppid():
-            # As torch's handler does: another exit status would be reported as the failure of a worker.
+            # Like torch's handler: another exit status would be reported as the failure of a worker.
             os._exit(0)
 
 
@@ -111,7 +111,7 @@ class _Listener:
             signal.raise_signal(number)
 
     def restore(self) -> None:
-        """Note nothing any more, and restore the handler before this one, unless another was installed later."""
+        """Stop recording, and restore the previous handler, unless another was installed later."""
         self._seen = None
         before: Any = self._before
         while isinstance(before, _Listener) and before._seen is None:
@@ -150,11 +150,11 @@ class Triggers:
         """`time.monotonic()` when SIGTERM came to this rank, or when the ranks agreed on it; None before."""
 
     def resumed(self, step: int) -> None:
-        """Note that training goes on after `step`, which needs no save."""
+        """Record that training resumed at `step`; no save is due for it."""
         self._last_seen = step
 
     def saved(self) -> None:
-        """Note that a save has begun."""
+        """Record that a save has begun."""
         self._last_save = time.monotonic()
 
     def due(self, step: int, *, last: bool = False) -> str | None:
@@ -184,7 +184,7 @@ class Triggers:
         if not self._minutes and not listened:
             return []
         waited = time.monotonic() - self._last_save
-        # Of one rank's clock only, so that the largest number is the coordinator's.
+        # From one rank's clock only, so that the largest number is the coordinator's.
         due = [self._ranks.is_coordinator and waited >= 60 * minutes for minutes in self._minutes]
         bits = sum(1 << place for place, is_due in enumerate(due) if is_due)
         (bits, *signals) = self._ranks.most([bits, *(int(name in self._signals.seen) for name in listened)], _CALL)

@@ -81,7 +81,7 @@ class Explanation:
     """Explanation of a rule's decision on each position, for people.
 
     Attributes:
-        why, miss: return in words why the rule keeps a position, and why it does not.
+        why, miss: return a text for why the rule keeps a position, and why it does not.
         places: for each position that missed, the number of places by which it missed: about how many other rows would
             have to go first. Positions that the rule keeps, or would never keep, are not in it.
     """
@@ -97,7 +97,7 @@ class RuleDecision:
 
     Attributes:
         kept: the positions that the rule keeps.
-        explain: makes the explanation on demand: most plans are made by pruners, and nobody reads their words.
+        explain: makes the explanation on demand: most plans are made by pruners, without readers.
     """
 
     kept: AbstractSet[int]

@@ -46,7 +46,7 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
 
 
 def unreported(policy: RetentionPolicy, rows: Iterable[Row], reported: Collection[str]) -> list[str]:
-    """Return the metrics of `best` rules that the run has no value of, although its checkpoints have other metrics.
+    """Return the metrics of `best` rules without a value in the run, although its checkpoints have other metrics.
 
     A rule whose `await` still keeps every checkpoint does not count: its metric may come in time.
 

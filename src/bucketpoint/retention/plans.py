@@ -24,7 +24,7 @@ class Reason(NamedTuple):
 
     Attributes:
         rule: the rule as the policy writes it, or `SAFETY`.
-        why: the row's relation to the rule, in words.
+        why: text on the row's relation to the rule.
     """
 
     rule: str
@@ -46,12 +46,12 @@ class Entry:
         action: `keep` it whole, `thin` it to its weights, or `delete` it.
     """
 
-    # Neither a dataclass nor a tuple, so that words are made on demand: of the 100,000 entries that a plan may have,
-    # most are deletions whose words nobody reads.
+    # Neither a dataclass nor a tuple, so that texts are made on demand: a plan may have 100,000 entries, most of them
+    # deletions whose texts are never read.
     __slots__ = ("_position", "_say", "action", "row")
 
     def __init__(self, row: Row, action: Action, say: Callable[[int], Said], position: int = 0) -> None:
-        """Store `say` and `position`: `say(position)` makes the words whenever they are asked for, always the same."""
+        """Store `say` and `position`: `say(position)` makes the texts on each request, always the same."""
         self.row, self.action = row, action
         self._say, self._position = say, position
 
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def is_ordered(self) -> bool:
-        """True if the row's tombstone takes at least as much away: an earlier prune has ordered and counted it."""
+        """True if the row's tombstone removes at least as much: an earlier prune has ordered and counted it."""
         return self.action != "keep" and self.row.tombstone in ("delete", self.action)
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Entry:
 
     @classmethod
     def told(cls, row: Row, action: Action, reasons: tuple[Reason, ...], miss: Reason | None = None) -> Entry:
-        """Make an entry whose words are known already.
+        """Make an entry with known texts.
 
         Args:
             row: as the attribute of that name.
@@ -217,12 +217,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of the circuit breaker: may a plan be carried out unasked?
+    """Verdict of the circuit breaker: whether a plan may be carried out without confirmation.
 
     Attributes:
         allowed: True if every deletion and thinning may be carried out.
-        why: the reason, in words.
-        unasked: how many of them one prune carries out in any case, the oldest first.
+        why: text of the reason.
+        unasked: number of them that one prune carries out in any case, the oldest first.
     """
 
     allowed: bool
@@ -244,15 +244,15 @@ too strict: of three checkpoints, two are already more than half.
 def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int = 0) -> Verdict:
     """Refuse a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of the existing ones.
 
-    A wrong policy does that. The normal work of a right one is not refused: the fraction counts only above
+    Only a wrong policy does that. The normal work of a right one is not refused: the fraction counts only above
     `ALWAYS_ALLOWED`, and as many more checkpoints may go as were committed since the last prune. Under a refused plan,
     `ALWAYS_ALLOWED` checkpoints (at most `count`) and as many as were committed may still go, so that any backlog
-    shrinks with each prune. What already has a tombstone counts neither as lost nor as existing.
+    shrinks with each prune. A checkpoint with a tombstone counts neither as lost nor as existing.
 
     Args:
         plan: the plan that is to be carried out.
-        count: most checkpoints that may go, as `MaxDelete.count`.
-        fraction: most checkpoints that may go, as a share of the existing ones between 0 and 1.
+        count: limit on the deleted or thinned checkpoints, as `MaxDelete.count`.
+        fraction: the same limit as a share of the existing ones, between 0 and 1.
         committed: number of checkpoints that the job has committed since its last prune.
     """
     lost = sum(entry.action != "keep" and not entry.is_ordered for entry in plan.entries)

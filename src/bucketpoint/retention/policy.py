@@ -21,7 +21,7 @@ _DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 
 @dataclass(frozen=True)
 class Keep(Checked):
-    """The rules, united: a checkpoint is kept if any rule keeps it, or if it is one that no policy can give up."""
+    """Union of the rules: a checkpoint is kept if any rule keeps it, or if it is in the safety set."""
 
     latest: Annotated[int, WholeNumber(1), "the full checkpoints with the highest steps, so many"]
     best: Annotated[Sequence[Best], "those with the best values of a metric"] = ()
@@ -59,7 +59,7 @@ class SaveEvery(Checked):
 
 @dataclass(frozen=True)
 class SaveEveryMinutes(Checked):
-    """Save when so many minutes have passed since the last save, by the coordinator's clock."""
+    """Save when this many minutes have passed since the last save, by the coordinator's clock."""
 
     minutes: Annotated[int, WholeNumber(1), "so many minutes have passed since the last save began"]
 
@@ -94,7 +94,7 @@ class Save(Checked):
 
 @dataclass(frozen=True)
 class MaxDelete(Checked):
-    """The circuit breaker: of a plan that exceeds either number, only a few deletions are made unasked."""
+    """The circuit breaker: a plan that exceeds either number makes only a few deletions without confirmation."""
 
     count: Annotated[int, WholeNumber(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
     fraction: Annotated[float, Fraction(), "of the checkpoints that there are, where more than 5 go"] = 0.5
@@ -147,7 +147,7 @@ class RetentionPolicy(Checked):
 
 
 def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any], bool]) -> Iterator[PolicyFault]:
-    """Yield the faults of list members that can never add anything, because another member covers them."""
+    """Yield the faults of list members that have no effect, because another member covers them."""
     listed = values.get(key)
     for position, rule in enumerate(listed if isinstance(listed, (list, tuple)) else ()):
         if isinstance(rule, EverySteps) and rule.until is not None and rule.until < rule.steps:
@@ -177,7 +177,7 @@ def _covers_best(wide: Any, narrow: Any) -> bool:
 
 
 def _covers_every(wide: Any, narrow: Any) -> bool:
-    """Return True if `wide` keeps all that `narrow` keeps.
+    """Return True if `wide` keeps everything that `narrow` keeps.
 
     If grids nest, the earliest checkpoint of a cell is also the earliest of the smaller cell that it lies in.
     """

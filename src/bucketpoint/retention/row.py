@@ -26,17 +26,17 @@ class Row:
     Attributes:
         step: the training step.
         created: seconds since the epoch at the coordinator's commit.
-        id: the attempt's token, or another text that tells two commits of one step apart. Rows are ordered by (step,
+        id: the attempt's token, or another text that distinguishes two commits of one step. Rows are ordered by (step,
             created, id), which is total.
         kind: one of `KINDS`.
         bytes: bytes of the data.
         groups: bytes by object group, of which `model` stays when a checkpoint is thinned.
-        metrics: metrics of the step, as they were reported: NaN and the infinities are included.
-        pinned: somebody wants it kept until the pin is removed.
-        leased: somebody reads it now, by a lease that has not expired.
-        restored_from: the run goes on from it, and has committed no full checkpoint since.
-        tombstone: what an earlier prune by a policy has ordered for it, `delete` or `thin`, and a later prune may still
-            take back; None if nothing. No rule looks at it.
+        metrics: metrics of the step as reported, NaN and the infinities included.
+        pinned: it is kept until its pin is removed.
+        leased: a reader holds a lease that has not expired.
+        restored_from: the run resumed from it, and has committed no full checkpoint since.
+        tombstone: order of an earlier prune by a policy, `delete` or `thin`, which a later prune may withdraw; or None.
+            No rule uses it.
     """
 
     step: int
@@ -62,6 +62,6 @@ class Row:
         return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1
 
     def thinned(self) -> Row:
-        """Return the row that is left when only the weights stay."""
+        """Return the row of the checkpoint after thinning."""
         left = self.groups[MODEL]
         return replace(self, kind=WEIGHTS, bytes=left, groups={MODEL: left})

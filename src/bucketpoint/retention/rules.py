@@ -3,8 +3,7 @@
 Every rule is path independent: keep(A | B) = keep(keep(A) | keep(B)). This holds because it has one of two forms: the
 first few of a fixed total order (of all rows, or of each cell of a fixed grid), or a test of one row whose only outside
 number is the time of the newest row, which is always kept. Unions of such rules are path independent again (Aizerman
-and Malishevski, 1981). A rule of another form, such as one that is anchored on the oldest row left, is wrong as soon as
-there is more than one pruner.
+and Malishevski, 1981). A rule of another form, such as one anchored on the oldest row, is wrong with two pruners.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class EverySteps(_Grid):
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
         steps, width = universe.steps, self.steps
-        # The cell below the grid's first line holds step 0 alone.
+        # The cell below the grid's first line contains only step 0.
         zero, first = bisect_right(steps, 0), bisect_left(steps, width)
         end = len(steps) if self.until is None else bisect_right(steps, self.until)
         inside = [*range(min(zero, end)), *range(first, end)]
@@ -301,7 +300,7 @@ def _finite(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer that no float reaches
+    except OverflowError:  # an integer beyond the range of floats
         return None
 
 
@@ -311,12 +310,12 @@ def _ranks(ranked: Iterable[int]) -> dict[int, int]:
 
 
 def _missed(ranks: Mapping[int, int], count: int) -> dict[int, int]:
-    """Return by how many places each position missed that is not among the first `count`."""
+    """Return, for each position after the first `count`, the number of places by which it missed."""
     return {position: rank - count for position, rank in ranks.items() if rank > count}
 
 
 def _same(why: str, miss: str) -> Callable[[], Explanation]:
-    """Return the explanation of a rule that says the same of every row, and that no row nearly met."""
+    """Return the explanation of a rule with the same text for every row, and without near misses."""
     return lambda: Explanation(lambda position: why, {}, lambda position: miss)
 
 

@@ -1,4 +1,4 @@
-"""The safety set: checkpoints that are kept whatever a policy says.
+"""The safety set: checkpoints that are kept under every policy.
 
 It is code and not configuration: no setting may switch it off.
 """
@@ -14,8 +14,8 @@ from bucketpoint.retention.row import FULL
 def safety_set(universe: CheckpointSet) -> Iterator[tuple[int, str]]:
     """Yield the positions that must be kept whole, each with the reason.
 
-    Checkpoints that were committed after the universe was read are safe in another way: a plan names every row that it
-    decides on, and the pruner that carries it out touches no other.
+    Checkpoints committed after the listing are safe in another way: a plan names its rows, and the pruner touches no
+        other.
     """
     rows = universe.rows
     if not rows:

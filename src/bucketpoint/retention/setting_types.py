@@ -36,7 +36,7 @@ class Shape:
         raise NotImplementedError
 
     def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        """Return the stored form of a value; None, or what is right of a list, after noting its faults."""
+        """Return the stored form of a value. With faults, record them and return None, or the valid part of a list."""
         try:
             if value is None:
                 raise wrong("The value is missing", "Write a value, or leave the key out")
@@ -46,7 +46,7 @@ class Shape:
             return None
 
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        """Return what `read` does for a value that is there. The faults of the value itself are raised."""
+        """Like `read`, for a value that exists. The faults of the value itself are raised."""
         return self.check(value)
 
     def plain(self, value: Any) -> Any:
@@ -191,7 +191,7 @@ class Text(Shape):
 
 @dataclass(frozen=True)
 class Several(Shape):
-    """A list without duplicates, kept as a tuple. It is not empty: a key that says nothing is a mistake."""
+    """A list without duplicates, kept as a tuple. It is not empty: a key without content is a mistake."""
 
     of: Shape
 
@@ -303,7 +303,7 @@ class Fields(Shape):
 
 @dataclass(frozen=True)
 class Either(Shape):
-    """One of several kinds of mapping, told apart by the first key of each."""
+    """One of several kinds of mapping, distinguished by the first key of each."""
 
     kinds: tuple[type[Checked], ...]
 
@@ -330,7 +330,7 @@ class Either(Shape):
 
 @dataclass(frozen=True)
 class Key:
-    """The name of a setting in YAML, if its Python field cannot have it or reads better with another."""
+    """The name of a setting in YAML, if it differs from the Python field's."""
 
     name: str
 

@@ -1,6 +1,6 @@
 """Reading a policy from YAML text, and writing it. Every fault is found, with its line and column.
 
-The text is read as YAML's node graph, which knows the place of everything, and scalars are resolved as in YAML 1.2:
+The text is read as YAML's node graph, which has line and column of every node, and scalars are resolved as in YAML 1.2:
 `on` is a word. Aliases, tags and merge keys are refused: a policy is short, and its values should be written out.
 """
 
@@ -19,10 +19,10 @@ from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
 from bucketpoint.retention.setting_types import Fields, Path, Setting, Shape, shown, wrong
 
 MAX_BYTES = 64 << 10
-"""Most bytes of a policy's text. The longest example in the documents has 2 kB."""
+"""Limit on the bytes of a policy's text. The longest example in the documents has 2 kB."""
 
 MAX_DEPTH = 20
-"""Deepest nesting that is read. A policy has 6 levels. PyYAML's time grows with the square of the depth."""
+"""Limit on the nesting. A policy has 6 levels. PyYAML's time grows with the square of the depth."""
 
 _ORDER = ("version", "root", "run", "layout", "save", "keep", "prune")
 
@@ -53,7 +53,7 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
     reader = _Reader(environ)
     faults = reader.faults
     try:
-        # A text that is a few bytes too long may have been cut by who read it, so its length is not named.
+        # A text that is slightly too long may have been cut by its reader, so its length is not named.
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise wrong(f"The text is longer than {MAX_BYTES} bytes, too long for a policy", "Name the policy's file")
         policy = POLICY.read(reader.data(_composed(text)), (), faults)
@@ -70,7 +70,7 @@ def to_yaml(policy: RetentionPolicy) -> str:
     plain = {"version": POLICY_VERSION, **Fields(RetentionPolicy).plain(policy)}
     if policy.root is not None:
         plain["root"] = policy.root.replace("$", "$$")
-    # A setting that is not in the order raises, where leaving it out would write another policy.
+    # A setting missing in the order raises: to leave it out would write another policy.
     ordered = dict(sorted(plain.items(), key=lambda item: _ORDER.index(item[0])))
     return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)  # type: ignore[no-any-return]
 

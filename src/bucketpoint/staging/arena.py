@@ -1,6 +1,6 @@
 """Arenas: host memory for staged states, one allocation of exactly the needed size, registered with the driver once.
 
-`pool.py` decides which state gets which arena; `copying.py` does the copies.
+`pool.py` assigns arenas to states; `copying.py` makes the copies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Arena:
 
     Args:
         nbytes: size in bytes, rounded up to a cache line.
-        shared: make it passable to other processes as a file descriptor, without a copy.
+        shared: allow passing it to other processes as a file descriptor, without a copy.
 
     Raises:
         StagingError: the memory cannot be allocated.
@@ -48,7 +48,7 @@ class Arena:
         self.shared = shared
         self._refused = self._populated = False
         try:
-            # Made outside of inference mode: an inference tensor could not be written to later, outside of that mode.
+            # Created outside of inference mode: an inference tensor could not be written to later outside of that mode.
             with torch.inference_mode(False):
                 self.memory, descriptor = _shared_bytes(self.nbytes) if shared else (_private_bytes(self.nbytes), None)
         except (OSError, RuntimeError) as error:
@@ -56,7 +56,7 @@ class Arena:
                 f"{self.nbytes} bytes of host memory for staging could not be allocated: {error}",
                 remedy="Stage less per rank, or give the machine more memory",
             ) from error
-        # For a process that only uploads. A checkpoint process gets the memory by torch's own means.
+        # For a process that only uploads. A checkpoint process gets the memory through torch.
         self.shared_memory = (
             SharedMemory(self.memory.data_ptr(), self.nbytes, descriptor) if descriptor is not None else None
         )
@@ -92,8 +92,7 @@ class Arena:
             self.populate()
             self._refused = not _accepted("cudaHostRegister", pointer, self.nbytes, _REGISTER_PORTABLE)
             if not self._refused:
-                # Registered memory must not be unmapped before this: the driver's registration would then point at
-                # nothing.
+                # Registered memory must not be unmapped before this: the driver's registration would be dangling.
                 self._registration = weakref.finalize(self, _accepted, "cudaHostUnregister", pointer)
                 self._registration.atexit = False
         return self.pinned
@@ -122,8 +121,8 @@ _HUGEPAGE, _DONTDUMP, _WIPEONFORK = 14, 16, 18
 
 DONTDUMP: a core dump would be larger by the state, which the program holds already.
 WIPEONFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device does not
-see. A child gets zeros. With DONTFORK it would have no memory at this address, and may put other memory there, which is
-lost when the tensors that were copied with the fork are collected."""
+see. A child gets zeros. With DONTFORK the fork would have no memory at this address. It may map other memory there,
+which is lost when inherited tensors are collected."""
 
 
 def _advise(memory: torch.Tensor, *advices: int) -> torch.Tensor:

@@ -20,13 +20,13 @@ from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.layout import ArenaLayout, Region
 
 _PIECE = 16 << 20
-"""Least number of bytes that one thread copies at a time."""
+"""Least bytes that one thread copies at a time."""
 
 
 _QUEUED = 64
 """Copies that are queued at a time beside training. The driver's queue holds some hundreds: a thread that finds it full
-waits with the driver's lock, and no kernel starts meanwhile. On an H100, 1,000 copies at once held a step of 11 ms up
-for 130 ms."""
+waits with the driver's lock, and no kernel starts meanwhile. On an H100, 1,000 copies at once delayed a step by 130
+ms."""
 
 
 class SideStreams(dict[torch.device, torch.Stream]):
@@ -101,7 +101,7 @@ class Movers:
                     begun.append(helpers.submit(_move, pieces, iter(())))
             _move(pieces, meanwhile)
         finally:
-            # Also when interrupted: memory that a thread still writes to must not be given to another save.
+            # Also after an interrupt: memory that a thread still writes to must not be given to another save.
             pieces.clear()
             wait(begun)
         for helper in begun:
@@ -152,7 +152,7 @@ def run_copies(
 
     Args:
         non_blocking: issue a device's copies without waiting for each.
-        beside: training goes on meanwhile, so leave room in the driver's queue for its kernels.
+        beside: training continues meanwhile, so leave room in the driver's queue for its kernels.
 
     Returns:
         A tensor over the arena for each place of the layout.
@@ -168,7 +168,7 @@ def run_copies(
         sources.append(source)
     begun: list[torch.Stream] = []
     try:
-        # Devices first: they copy on their own while the processor copies host tensors.
+        # Devices first: they copy while the processor copies host tensors.
         for device, (targets, sources) in sorted(by_device.items(), key=lambda item: item[0].type == "cpu"):
             if device.type == "cpu":
                 torch._foreach_copy_(targets, sources)

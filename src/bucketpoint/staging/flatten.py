@@ -30,7 +30,7 @@ _IMMUTABLE = frozenset(
 )
 
 SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes that mark a plain tensor as a shard to DCP (`CheckpointableTensor`, torch 2.15). No others are saved."""
+"""Attributes that mark a plain tensor as a shard to DCP (`CheckpointableTensor`, torch 2.15). Others are not saved."""
 
 
 class FlatState:
@@ -85,7 +85,7 @@ class FlatState:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             entry = self._tensor(value)
         elif isinstance(value, dict):
-            # Of a dict that DCP pickles the class and the attributes are saved, too; of any other, only the entries.
+            # For a dict that DCP pickles, the class and the attributes are saved, too; for any other, only the entries.
             plain = self._leaf is None or (kind in (dict, OrderedDict) and not getattr(value, "__dict__", None))
             entry = self._mapping(value) if plain else self._object(value)
         elif kind is list:
@@ -111,7 +111,7 @@ class FlatState:
     def _as_leaf(self, visit: Callable[[Any], Any], value: Any) -> Any:
         if self._leaf is not None:
             return visit(value)
-        # With a memo of its own: what is also elsewhere in the state does not lie in memory of its own there.
+        # With a separate memo: a tensor that also occurs elsewhere in the state needs separate memory here.
         memo, self._memo, self._leaf = self._memo, {}, []
         try:
             return visit(value)
@@ -284,7 +284,7 @@ def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
 
 
 class _Node:
-    """A value of the skeleton that is built when the tensors are copied: once, so that one object stays one object.
+    """A value of the skeleton that is built once, when the tensors are copied, so that one object stays one object.
 
     Values are built in the order of the visits, so the parts of a value come before it.
     """

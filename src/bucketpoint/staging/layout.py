@@ -1,7 +1,7 @@
 """Layout of an arena: position of each tensor. Views that overlap at the source overlap there, and are copied once.
 
-The layout is computed from addresses and strides. The last one is used again if every address, shape, stride and dtype
-is unchanged; the identity of a tensor object is never relied on.
+The layout is computed from addresses and strides. The last layout is reused if every address, shape, stride and dtype
+is unchanged, whatever the identity of tensor objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Copy: TypeAlias = tuple[torch.Tensor, int]
 """Tensor to read, and index of the place that it goes to: both of the same shape."""
 
 Region: TypeAlias = tuple[int, int, int]
-"""Start and end address of bytes in a device's memory that are copied as they are, and their offset in the arena."""
+"""Start and end address of bytes in a device's memory that are copied unchanged, and their offset in the arena."""
 
 # Plain tuples for speed: several are made for each of thousands of tensors, while training waits.
 
@@ -217,7 +217,7 @@ def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
 
 
 def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
-    """Place a tensor without its gaps, in bytes of its own.
+    """Place a tensor without its gaps, in separate bytes.
 
     A dimension that repeats one element (`expand`) is copied once and repeats in the view.
     """

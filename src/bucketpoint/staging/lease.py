@@ -1,7 +1,7 @@
 """Leases on staged memory: the save that reads it, until when, and in which order.
 
 A lease belongs to one staged state. It ends when that state is dropped, when the thread that saves it has ended, or
-when that thread goes on to another save, whichever comes first. Saves take their turns in the order in which one thread
+when that thread begins another save, whichever comes first. Saves take their turns in the order in which one thread
 staged them: every rank runs the same program, so every rank has the same order, and the collectives of two saves cannot
 interleave.
 """
@@ -36,7 +36,7 @@ class SavingRanks:
     Attributes:
         job: number of ranks that the default process group joins; None if it does not matter.
         together: number of ranks that save together; None if only DCP knows the group.
-        alone: the caller said `no_dist`: this rank saves its part by itself.
+        alone: the caller passed `no_dist`: this rank saves its part alone.
         rank: number of this rank in the job.
     """
 
@@ -47,7 +47,7 @@ class SavingRanks:
 
     @staticmethod
     def of_job() -> SavingRanks:
-        """Return what is known without the group of a call."""
+        """Return the ranks as known without the group of a call."""
         if dist.is_available() and dist.is_initialized():
             return SavingRanks(dist.get_world_size(), rank=dist.get_rank())
         return SavingRanks(1)
@@ -64,13 +64,13 @@ class Lease:
         unread_timeout_s: seconds after the copy until a state that no save has begun to read stops blocking others.
 
     Attributes:
-        label: name of the save, as far as known: the checkpoint's URL once the save has begun.
+        label: name of the save: the checkpoint's URL once the save has begun.
         started: time of the staging, `time.monotonic` seconds.
         progress: progress of the save, set by the code that runs it.
         times: times and counts of the save, set by the code that runs it.
         blocked_s: seconds of the call that had the state staged; None until it returns, and in a checkpoint process.
         nbytes: bytes of the staged state.
-        context: OpenTelemetry's context of the program that had the state staged.
+        context: OpenTelemetry's context at the staging of the state.
         memory: the staging memory, if another process can map it.
         beside_training: the save runs in the process that trains, and not in a checkpoint process.
         ranks: the ranks for which the state was staged.
@@ -126,7 +126,7 @@ class Lease:
         self._end.open()
 
     def _leave_to_parent(self) -> None:
-        # The save that a fork finds under way is none of its own, and its memory is the parent's.
+        # A save that is under way at a fork belongs to the parent, with its memory.
         self._inherited = True
         self.end()
 
@@ -136,7 +136,7 @@ class Lease:
         return max((self._copied_at or 0.0) - self.started, 0.0)
 
     def copied(self) -> None:
-        """Note that the copy is complete, so that a save may begin to read."""
+        """Record that the copy is complete, so that a save may begin to read."""
         self._copied_at = time.monotonic()
 
     def enter(self) -> None:
@@ -177,7 +177,7 @@ class Lease:
         return self._end.wait(timeout_s)
 
     def wait(self, who: str, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the lease has ended: True. False if no save began to read in time and the wait was given up.
+        """Wait until the lease has ended. False if no save began to read in time and the wait was given up.
 
         Raises:
             StagingError: `stopped` returned True.
@@ -212,7 +212,7 @@ class Lease:
 
 @contextlib.contextmanager
 def staged_for(ranks: SavingRanks) -> Iterator[None]:
-    """Note these ranks on the states that the current thread stages."""
+    """Record these ranks on the states that the current thread stages."""
     _here.ranks, before = ranks, _here.ranks
     try:
         yield
@@ -221,9 +221,9 @@ def staged_for(ranks: SavingRanks) -> Iterator[None]:
 
 
 def let_caller_go() -> None:
-    """Leave the interpreter to the caller for a moment, on a thread that begins to work for it, until training goes on.
+    """Yield the interpreter to the caller for a moment, on a thread that begins to work for it.
 
-    The caller has calls of DCP's to finish. Beside a thread that plans in Python each of them would take milliseconds.
+    The caller must finish its calls of DCP. Beside a thread that plans in Python each of them would take milliseconds.
     """
     time.sleep(_LET_GO_S)
 
@@ -251,7 +251,7 @@ def take_turn(label: str, stopped: Callable[[], bool] = lambda: False) -> None:
         lease.label = label
         lease.wait_for_turn()
     else:
-        # A state that was never staged: this thread saves it directly, so everything that it staged before goes first.
+        # A state that was never staged: this thread saves it directly, after everything that it staged before.
         end_own_save()
         _let_pass(last_staged(), label, stopped)
     _here.entered = False
@@ -281,7 +281,7 @@ class _ThreadHold:
         lease._reader = id(self)
 
     def __del__(self) -> None:
-        # Another thread may have become the reader since: then the lease is not ours to end.
+        # Another thread may have become the reader since: then this thread must not end the lease.
         if self.lease._reader == id(self):
             self.lease.end()
 
@@ -299,7 +299,7 @@ _here = _Here()
 
 
 class _Latch:
-    """Latch that opens once. Safe to open from a finaliser, which may run on any thread in the middle of anything."""
+    """Latch that opens once. Safe to open from a finaliser, which may run on any thread at any point."""
 
     def __init__(self) -> None:
         # A raw lock and not an Event: a finaliser that interrupts Event.set() on the same thread would deadlock.

@@ -14,7 +14,7 @@ TORCH_FIELDS = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """Options of staging. Each works alone; those that need an accelerator do nothing without one.
+    """Options of staging. Each works independently; those that need an accelerator have no effect without one.
 
     The first four have the names, the meaning and the order of `torch.distributed.checkpoint.staging.StagingOptions`.
 
@@ -25,11 +25,11 @@ class StagingOptions:
             state until that future is done. Off here and on in torch, so that `async_save` returns a plain future.
         use_non_blocking_copy: issue all device copies before waiting for any.
         when_busy: reaction of a new save to an earlier one that still reads its memory: `"wait"` until that has ended,
-            `"double_buffer"` copies at once into memory of its own (twice the bytes), `"error"` raises
+            `"double_buffer"` copies at once into separate memory (twice the bytes), `"error"` raises
             `StagingOverlapError`.
         max_bytes: limit on the host memory held for staging, in bytes; None for as much as the state needs.
         unread_timeout_s: seconds after which a staged state that no save has begun to read stops blocking others. Its
-            memory is never overwritten: the next save gets memory of its own.
+            memory is never overwritten: the next save gets other memory.
 
     Raises:
         BucketpointError: `when_busy` is not known, or a limit is not above 0.

@@ -28,7 +28,7 @@ class ArenaPool:
     """The arenas of one stager.
 
     An arena serves any state that needs exactly its size: training makes new dicts for each save, and they get the
-    same arena again, without a plan that could become stale.
+    same arena again, without a stored plan.
     """
 
     def __init__(self, options: StagingOptions) -> None:
@@ -38,7 +38,7 @@ class ArenaPool:
         renew_in_child(self, ArenaPool._begin)
 
     def _begin(self) -> None:
-        # A fork has memory of its own: it shares these arenas, also the private ones, with the parent's saves.
+        # A fork needs other arenas: it shares these, also the private ones, with the parent's saves.
         self._lock = threading.Lock()
         self._arenas: list[tuple[Arena, Lease | None]] = []
         # Memory that was given up: not leased again, but the cap counts it while a state lies in it.
@@ -56,7 +56,7 @@ class ArenaPool:
 
         Raises:
             StagingOverlapError: an earlier save has not ended, and `when_busy="error"`.
-            StagingError: the cap is too small, states that nobody saves fill it, or the memory cannot be allocated.
+            StagingError: the cap is too small, states that are not saved fill it, or the memory cannot be allocated.
         """
         needed = self._size_under_cap(nbytes)
         while True:
@@ -69,7 +69,7 @@ class ArenaPool:
                 ]
                 leased += [(None, lease) for _, lease in self._given_up if lease.begun]
                 if not leased:
-                    # No lease would make room by ending.
+                    # The end of a lease would not make room.
                     unsaved = sum(nbytes for nbytes, _ in self._given_up)
                     raise StagingError(
                         f"Staging this state needs {needed} bytes, and states that were staged and never saved hold "
@@ -99,7 +99,7 @@ class ArenaPool:
                     make_ready(arena)
 
     def surrender(self, arena: Arena) -> None:
-        """Forget an arena: the holders of tensors over it keep the memory, and no other state will get it.
+        """Drop an arena: the holders of tensors over it keep the memory, and no other state will get it.
 
         Also used for private memory that is sent to another process: torch moves such tensors to shared memory.
         """

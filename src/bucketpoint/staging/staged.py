@@ -1,4 +1,4 @@
-"""The dict that `stage()` returns: it holds a lease on its memory, and notes which thread reads."""
+"""The dict that `stage()` returns: it holds a lease on its memory, and records which thread reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `Stager`, which DCP asks for a copy of the state. It ties layout, memory, copies and leases together.
+"""The `Stager`, which DCP asks for a copy of the state. It connects layout, memory, copies and leases.
 
 Errors in a user's state are raised by `stage()` on the caller's thread, with asynchronous staging too.
 """
@@ -36,7 +36,7 @@ from bucketpoint.staging.staged import StagedState
 logger = logging.getLogger(__name__)
 
 _EARLIEST_FAILURE_S = 0.05
-"""DCP, in every version to 2.15, reports a staging that failed before DCP first looked at it as completed. Failures are
+"""DCP, in every version to 2.15, reports a staging as completed if it failed before DCP's first check. Failures are
 therefore raised no earlier than this many seconds after the start."""
 
 
@@ -44,7 +44,7 @@ class Stager:
     """Copies states to host memory that is allocated once, kept between saves and never overwritten while it is read.
 
     An `AsyncStager`: pass it as `async_stager=` to `dcp.async_save`, for any number of saves through any writers. A
-    `BucketWriter` has a stager of its own. Buffers live until `close()`.
+    `BucketWriter` has its own stager. Buffers live until `close()`.
 
     Args:
         config: `bucketpoint.StagingOptions`, or torch's own of the same name.
@@ -120,7 +120,7 @@ class Stager:
         except BaseException:
             lease.end()
             raise
-        # Nothing else would end the lease of a copy that was cancelled before it began.
+        # Otherwise the lease of a copy that was cancelled before it began would never end.
         future.add_done_callback(lambda done: lease.end() if done.cancelled() else None)
         self._latest = weakref.ref(future)
         lease.blocked_s = time.monotonic() - begun
@@ -137,7 +137,7 @@ class Stager:
             future.result()
 
     def prefault(self, state_dict: dict[str, Any]) -> None:
-        """Allocate, register and touch the memory that saves of this state will need: the first is then not slow.
+        """Allocate, register and touch the memory that saves of this state will need, so that the first is not slow.
 
         Nothing is copied.
 
@@ -212,7 +212,7 @@ class Stager:
             raise _fault(error, state_dict) from error
         lease.memory = arena.shared_memory
         lease.copied()
-        # Nothing of the caller's state may be kept alive by the copy.
+        # The copy must not keep any of the caller's state alive.
         on_pickle = None if arena.shared else functools.partial(self._pool.surrender, arena)
         return StagedState(state, lease, on_pickle)
 

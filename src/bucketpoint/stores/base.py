@@ -1,8 +1,8 @@
 """The `Store` protocol: blocking calls on the objects of one bucket.
 
 A store is one bucket (or one filesystem root) reached with one set of credentials. It is safe to call from several
-threads, and starts no threads of its own. Every failure is raised as one of the classes in `bucketpoint.errors`. A
-store does not retry a range whose body broke off: `transfer` does. `get`, for small objects, retries by itself.
+threads, and starts no threads. Every failure is raised as one of the classes in `bucketpoint.errors`. A store does not
+retry a range whose body broke off: `transfer` does. `get`, for small objects, does retry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Buffers = Sequence[memoryview]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Features and limits of a store, so that callers need not find them out by trying.
+    """Features and limits of a store, so that callers need no trials.
 
     Attributes:
         conditional_put: `if_none_match` and `if_match` are honoured atomically.
@@ -231,7 +231,7 @@ class Store(Protocol):
         """Copy one object inside the store, without moving its bytes through this process if possible.
 
         Returns:
-            The copy with its own ETag, and with the size of `source` if the reply does not tell the copy's.
+            The copy with its own ETag, and with the size of `source` if the reply does not contain the copy's.
 
         Raises:
             ObjectNotFoundError: there is no object at `source.key`.
@@ -283,10 +283,10 @@ class CopiesInside(Protocol):
 
 
 class ExpiringDeletes(Protocol):
-    """A store that can sign a deletion now and send it later. `Capabilities.expiring_delete` tells if it expires."""
+    """A store that can sign a deletion now and send it later. `Capabilities.expiring_delete` is True if it expires."""
 
     def prove_deletes(self, prefix: str) -> Capabilities:
-        """Return the capabilities, after a trial below `prefix` if only a trial tells if deletions are conditional or
+        """Return the capabilities, after a trial below `prefix` if needed to see if deletions are conditional or
         expire.
         """
         ...

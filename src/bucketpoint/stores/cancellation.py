@@ -1,8 +1,8 @@
 """Cancellation of requests under way whose answers are no longer needed.
 
 If a server accepts a connection and never answers, the thread that reads from it is blocked in the kernel, where it
-cannot check a flag. So a request is cancelled by shutting down its connection. What has no connection of ours, such as
-a look-up of credentials or of a host's name, runs on a thread that is given up.
+cannot check a flag. So a request is cancelled by shutting down its connection. Calls without a connection of ours, such
+as look-ups of credentials or host names, run on a thread that is abandoned.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RequestCanceller:
 
     @property
     def called(self) -> str | None:
-        """Name of the call of `give_up_when_cut` that goes on for longest."""
+        """Name of the longest running call of `give_up_when_cut`."""
         return next(iter(dict(self._called).values()), None)
 
     def left_s(self) -> float:
@@ -96,10 +96,10 @@ def current_cut() -> RequestCanceller | None:
 
 
 def give_up_when_cut(call: Callable[[], T], what: str) -> T:
-    """Call a function that may block where nothing of ours can wake it, but no longer than the current work goes on.
+    """Call a function that may block without a way to wake it, but wait no longer than the current work lasts.
 
-    If there is a `RequestCanceller` it runs on another thread. Once the canceller is made, that thread is left to
-    itself: the function must not write into the caller's memory.
+    If there is a `RequestCanceller` it runs on another thread. After `make`, that thread is abandoned: the function
+    must not write into the caller's memory.
 
     Args:
         what: name of the call, for the error.
@@ -145,7 +145,7 @@ def give_up_when_cut(call: Callable[[], T], what: str) -> T:
 
 
 def make_cuttable(manager: Any) -> None:
-    """Make requests through this urllib3 `PoolManager` cancellable, and hold them to the floor of `pace`."""
+    """Make requests through this urllib3 `PoolManager` cancellable, and enforce the floor of `pace`."""
     manager.pool_classes_by_scheme = {
         scheme: _cuttable(pool) for scheme, pool in manager.pool_classes_by_scheme.items()
     }

@@ -24,7 +24,7 @@ _PROXIES_AND_AUTHORITIES = (
     "SSL_CERT_DIR",
     "SSL_CERT_FILE",
 )
-"""Variables, in upper or lower case, that decide how any client reaches the service and where it finds its files."""
+"""Variables, in upper or lower case, that decide how a client reaches the service and finds its files."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Environment:
 class FirstEnvironment:
     """The environment in which a store was first used. The store keeps that client if the environment changes later.
 
-    The remembered environment is not pickled: another process has an environment of its own.
+    The remembered environment is not pickled: another process has its own.
     """
 
     def __init__(self) -> None:

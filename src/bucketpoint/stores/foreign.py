@@ -1,5 +1,4 @@
-"""Classification of answers: rules by operation and code; and answers that are not the store's, but a login page's, a
-proxy's or another server's."""
+"""Classification of answers: rules by operation and code; and answers from a login page, a proxy or another server."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Asked(enum.Enum):
 
 
 def asked_by(kind: str | None) -> Asked:
-    """Return what a request of a kind of `retry.KINDS` asks for."""
+    """Return the kind of request (`Asked`) for a kind of `retry.KINDS`."""
     if kind in ("get", "head", "read"):
         return Asked.READ
     if kind in ("list", "list_multipart"):
@@ -136,7 +135,7 @@ class ForeignAnswer(Exception):
     """Something other than the store answered.
 
     Args:
-        reason: what shows that the answer is not the store's.
+        reason: the reason why the answer is not the store's.
         headers: headers of the answer, by lower-case name.
         body: the beginning of the answer's body.
     """
@@ -158,7 +157,7 @@ class ForeignAnswer(Exception):
             self.remedy = _CONSOLE if "console" in server.lower() else _REMEDIES.get(status, _REMEDY)
 
     def error(self, operation: str, url: str) -> EndpointError:
-        """Return the error for the caller. Not sent again: what answered stays in the way until somebody removes it."""
+        """Return the error for the caller. Not sent again: the other server stays in the way until it is removed."""
         failure = EndpointError(f"{operation} failed: {self}", url=url, remedy=self.remedy)
         failure.action = Action.FATAL
         return failure
@@ -174,7 +173,7 @@ def root_of(body: bytes) -> str | None:
 
 
 def follow(mark: str | tuple[object, ...] | None, seen: set[Hashable], operation: str, url: str) -> None:
-    """Record that the next request is for what follows `mark`, such as the next page of a listing.
+    """Record that the next request continues at `mark`, such as the next page of a listing.
 
     Raises:
         StoreError: there is no mark, or it was already followed: the requests would never end.

@@ -169,7 +169,7 @@ class Receiver:
 
 
 def discard(body: Any) -> None:
-    """Drop a reply whose body will not be read, and close the connection: the rest of the body is still on it."""
+    """Drop a reply whose body will not be read, and close the connection, which still carries the rest of the body."""
     body.close()
     raw = getattr(body, "_raw_stream", None)
     release = getattr(raw, "release_conn", None)
@@ -223,7 +223,7 @@ class _Wire:
         _fill_from(self._take, view[count:], self._pace)
 
     def finish(self) -> None:
-        """Tell http.client that the reply has been read, and urllib3 that the connection is free again."""
+        """Mark the reply as read in http.client, and the connection as free in urllib3."""
         self._reply.length = 0
         self._reply._close_conn()  # type: ignore[attr-defined]
         self._raw.release_conn()

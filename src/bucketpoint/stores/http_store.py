@@ -41,8 +41,8 @@ class StoreOptions:
         service_name: the service in messages.
         aliases: options by the names that only the fsspec library has for them.
         tuning: further options that only tune the fsspec library, and are ignored.
-        replaced: what to pass in place of each option of earlier versions.
-        further: where arguments go that are no option, for the remedy of an unknown one.
+        replaced: replacement for each option of earlier versions.
+        further: remedy for unknown options: where to pass other arguments.
         endpoint_url: another endpoint than the service's own.
         connections: connections kept open in the pool.
         retry_deadline_s: seconds for all attempts of one request together.
@@ -221,10 +221,10 @@ class HttpStore(Store, CopiesInside):
         try:
             self._translated(act, key)
         except StoreError as error:
-            # A body is sent for again by loops that do not know the options.
+            # Loops that request a body again do not know the options.
             error.limit_s = self.options.retry_deadline_s
             if error.action is Action.OUTAGE:
-                # The store has answered. If it is away now, the next request waits for it.
+                # The store has answered. If it is down now, the next request waits for it.
                 error.action = Action.RETRY
             raise
 

@@ -60,7 +60,7 @@ _MOST_LINKS = 8
 _PAGE = 100
 
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE})
-"""Answers that may be others at the next try. NFS gives ESTALE for a file that another client has just replaced."""
+"""Errors that may pass at the next attempt. NFS gives ESTALE for a file that another client has just replaced."""
 _NOT_OFFERED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -95,7 +95,7 @@ def _retried(request: Callable[P, T]) -> Callable[P, T]:
 
 
 def this_url(store: Any) -> str:
-    """Return "this URL" for an error, and for a local path say so: it may be a URL that has lost its scheme."""
+    """Return "this URL" for an error, with a hint for a local path, which may be a URL without its scheme."""
     return "this URL (a local path)" if isinstance(store, LocalStore) else "this URL"
 
 
@@ -119,8 +119,8 @@ class LocalStore:
 
     root: str
     follow_links: bool = False
-    """Read files through links that leave the root, as caches have them. Anybody who may write there can then have any
-    file read that this process may read."""
+    """Read files through links that leave the root, as caches have them. Anybody with write access there can then make
+    this process read any file that it may read."""
 
     @property
     def url(self) -> str:
@@ -368,7 +368,7 @@ class LocalStore:
                 self._name(key, partial, above, if_none_match=if_none_match, if_match=if_match)
                 sync(above)
             finally:
-                # os.replace took it; or it stays, and is listed as an upload.
+                # os.replace moved it; or it stays, and is listed as an upload.
                 with contextlib.suppress(OSError):
                     os.unlink(partial, dir_fd=above)
         return _info(key, status)
@@ -379,7 +379,7 @@ class LocalStore:
         exists, can_link = PreconditionFailedError("the object exists", url=self._url(key)), True
         if if_match is None:
             try:
-                # A link that somebody has put in the place of the file is not followed, either.
+                # A link put in the place of the file is not followed, either.
                 os.link(partial, name, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
                 return
             except FileExistsError:

@@ -32,10 +32,10 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 _IS_LINK = (errno.ELOOP, errno.EMLINK)
-"""Answers of O_NOFOLLOW for a link: FreeBSD has another one."""
+"""Errors of O_NOFOLLOW for a link: FreeBSD has another one."""
 
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""Answers of filesystems that cannot sync folders, such as some on FUSE."""
+"""Errors of filesystems that cannot sync folders, such as some on FUSE."""
 
 
 _SPACE = "Delete checkpoints (`bucketpoint prune`), or save to another folder"
@@ -87,7 +87,7 @@ def temporary(unique: str, name: str) -> str:
 
 
 def open_file(name: str, above: int, *, follow: bool = False) -> int:
-    """Open a file for reading. A pipe, a device or a folder counts as missing, and nobody waits for it.
+    """Open a file for reading. A pipe, a device or a folder counts as missing, without a wait.
 
     Args:
         follow: follow links, wherever they lead. Otherwise a link raises LinkError.

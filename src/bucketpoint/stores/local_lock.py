@@ -1,12 +1,12 @@
-"""The lock of one file in a folder: a file beside it, which only those can create who may write to the folder.
+"""The lock of one file in a folder: a file beside it, which only processes with write access can create.
 
 Whoever creates the lock file holds the lock, and deletes the file to release it. So the lock works on every filesystem
 that creates files exclusively, also where `flock` does not work (Lustre, NFS) or is open to every reader.
 
-A lock whose holder has died is broken. On the holder's machine `/proc` tells if it has. From elsewhere (another
+A lock whose holder has died is broken. On the holder's machine `/proc` shows whether it has. From elsewhere (another
 machine, another container) the lock counts as abandoned after `ABANDONED_S`, by the filesystem's time. A holder changes
 the file only within `HELD_S` of taking the lock, and refuses later. So two writers can collide only if one of them is
-suspended for minutes between its last look at the clock and the system call that follows.
+suspended for minutes between its last check of the clock and the next system call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
     """Lock the file `name` in the folder `above`, so that no other writer replaces or deletes it meanwhile.
 
     Args:
-        needed: raise if no lock file can be created (a full disk). Otherwise go on without the lock.
+        needed: raise if no lock file can be created (a full disk). Otherwise continue without the lock.
 
     Yields:
         a function to call right before the change. Raises OSError if the lock has been held for too long.
@@ -74,7 +74,8 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
 
 
 def _acquire(above: int, name: str, of: str = "") -> str:
-    """Create the lock file, and return its token. With `of`: the right to remove the lock with that token."""
+    """Create the lock file, and return its token. With `of`: create the file that gives the right to remove the lock
+    with that token."""
     lock, token = temporary("lock" + of, name), secrets.token_hex(6)
     ends = time.monotonic() + _WAIT_S
     while not _created(above, lock, f"{token} {_process()}"):
@@ -102,7 +103,7 @@ def _created(above: int, lock: str, content: str) -> bool:
     except FileExistsError:
         return False
     try:
-        # On a full disk the lock has no content: then only its age tells if its holder has died.
+        # On a full disk the lock has no content: then only its age shows whether its holder has died.
         with contextlib.suppress(OSError):
             os.write(fd, content.encode())
     finally:
@@ -170,7 +171,7 @@ def _described(process: int) -> str:
 
 
 def _start_of(process: str) -> str:
-    """Return the start time of a process that runs; empty if it has ended, and its parent has not noticed yet."""
+    """Return the start time of a running process; empty if it has ended, but its parent has not collected it."""
     with open(f"/proc/{process}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -22,7 +22,7 @@ WINDOW_S = 60.0
 """Seconds of waiting after which an attempt below the floor is cut off."""
 
 LATE_S = 5.0
-"""The same once the request's deadline has passed: no attempt follows, so a slow one is not waited for. Also the
+"""The same after the request's deadline: no attempt follows, so a slow one is cut off sooner. Also the
 longest silence then."""
 
 
@@ -38,7 +38,7 @@ class Limits:
         ends: time on the monotonic clock at which the retries of the request end.
         computes: the service may compute for minutes before and while it answers. S3 then sends a blank now and then:
             https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
-        silence_s: called for each attempt; returns the most seconds without a byte.
+        silence_s: called for each attempt; returns the limit on seconds without a byte.
     """
 
     ends: float = math.inf
@@ -69,7 +69,7 @@ def until(ends: float, *, computes: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_for(seconds: Callable[[], float]) -> Iterator[None]:
-    """Cut off each attempt of the block, on this thread, in which the store sends nothing for so long.
+    """Cut off each attempt of the block, on this thread, in which the store is silent for too long.
 
     Args:
         seconds: returns the limit; called once for each attempt.
@@ -153,7 +153,7 @@ class _PacedResponse(http.client.HTTPResponse):
 
 
 def pace_of(reply: http.client.HTTPResponse) -> Throughput:
-    """Return the pace of the attempt that `reply` answers, for a reader that goes around http.client."""
+    """Return the pace of the attempt that `reply` answers, for a reader that bypasses http.client."""
     return getattr(getattr(reply.fp, "raw", None), "pace", None) or Throughput(_NONE)
 
 
@@ -169,7 +169,7 @@ def paced(connection: type[Any]) -> type[Any]:
             if pace is None or self.sock is None or not isinstance(data, bytes | memoryview):
                 super().send(data)
                 return
-            # Not `sendall`: its timeout covers all bytes of a call, so that it would cut off what is slow, but moves.
+            # Not `sendall`: its timeout covers all bytes of a call, so it would cut off a slow but moving transfer.
             left = memoryview(data)
             while left.nbytes:
                 started = time.monotonic()

@@ -13,7 +13,7 @@ from urllib.parse import quote
 HIDDEN = "***"
 
 # The user and the password before a host. A password may contain "@", or a slash that should have been quoted. A
-# password with a slash is told from a host and port by the text before the slash: a port is digits only.
+# password with a slash is distinguished from a host and port by the text before the slash: a port is digits only.
 _USER_INFO = re.compile(r"(?<=://)(?:(?!arn:)[^\s/@\"':]*:(?!\d*/)[^\s\"']*|[^\s/\"']*)@")
 _QUERY = re.compile(r"\?[^\s\"')]*")
 # http.client and requests quote a header that they refuse, which may be a token with a line break.
@@ -34,7 +34,7 @@ _CONTAINERS = ("abfs://", "abfss://", "az://", "adl://", "wasb://", "wasbs://")
 
 
 def clean(text: str) -> str:
-    """Remove what may hold credentials: user and password of URLs, the query (signatures), and values of headers."""
+    """Remove parts that may hold credentials: user and password of URLs, the query (signatures), headers."""
     return _QUERY.sub("", _USER_INFO.sub("", _HEADER.sub(rf"\1 {HIDDEN}", text)))
 
 

@@ -150,8 +150,8 @@ def as_url(path: str | os.PathLike[str] | None) -> str | None:
 def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
     """Return True if `open_store` would accept this URL, judged by the URL's text alone.
 
-    A scheme that fsspec knows is accepted even if the library for it is not installed: DCP then chooses the class whose
-    error tells which package to install.
+    A scheme that fsspec knows is accepted even if its library is not installed: DCP then chooses the class whose error
+        names the package.
     """
     try:
         _check_scheme(url, schemes)
@@ -235,7 +235,7 @@ def open_store(
 
 
 def check_url(store: Store, url: str) -> str:
-    """Return the remedy for a URL at which nothing is. A local path may be a URL without its scheme."""
+    """Return the remedy for a URL without objects. A local path may be a URL without its scheme."""
     if isinstance(store, LocalStore) and _BARE.match(url):
         return f"Check the URL (for a bucket: s3://{url})"
     return "Check the URL"

@@ -1,6 +1,6 @@
 """The retry loop of every request: attempts, waiting times, deadlines, and the number of requests under way.
 
-The `errors` module of each service's folder decides which reaction (`Action`) a failure calls for.
+The `errors` module of each service's folder decides the reaction (`Action`) to a failure.
 
 Retry loops may be nested: an inner loop keeps the deadline of the outer loop, and an error that an inner loop has given
 up on is fatal to the outer loops, so that attempts never multiply.
@@ -34,11 +34,11 @@ wait."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 10.0
 FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S = 0.2, 20.0
 LONGEST_OUTAGE_DELAY_S = 5.0
-"""Less than after other failures: a store that is away is not loaded by a connection that it refuses."""
+"""Less than after other failures: refused connections put no load on a store that is down."""
 
 BUDGET_TOKENS = 500.0
 REFUND = 0.5
-"""Tokens that a success adds to the budget; a retry takes one token. A third of all requests may fail for ever."""
+"""Tokens that a success adds to the budget; a retry takes one token. A third of all requests may fail forever."""
 
 MOST_REFRESHES = 2
 
@@ -50,7 +50,7 @@ READ_ATTEMPTS = 5
 """Attempts to read a range, or a small object, whose body broke off, the first included."""
 
 GROWN_BACK = 2.0
-"""A limit ends when it is so many times the requests that were under way when the service throttled."""
+"""A limit ends when it reaches this multiple of the requests that were under way when the service throttled."""
 
 KINDS = (
     "put",
@@ -81,7 +81,7 @@ class RetryPolicy:
     """Limits on the attempts of one request.
 
     Attributes:
-        attempts: most attempts of a request, the first included.
+        attempts: limit on the attempts of a request, the first included.
         deadline_s: seconds for all attempts of one request. An attempt under way is then interrupted only if it is
             slow: see `pace`.
         counts_throttled: count every request as one of the attempts. Otherwise only the deadline ends the waiting for a
@@ -104,7 +104,7 @@ class ConcurrencyLimiter:
 
     When the service throttles, the limit becomes half of the requests under way, and then grows by one after each round
     of successes. A throttled request that was sent before the last halving does not halve the limit again, because that
-    answer says nothing new.
+    answer is no news.
 
     Attributes:
         answered: True once the service has answered a request of this process.
@@ -120,7 +120,7 @@ class ConcurrencyLimiter:
 
     @property
     def limit(self) -> float:
-        """Number of requests that may be under way. Infinite if the store never throttled, or stopped long ago."""
+        """Number of requests that may be under way. Infinite if the store has not throttled for long."""
         return self._limit
 
     def enter(self, ends: float) -> int:
@@ -161,9 +161,9 @@ class Budget:
     """The retries that a process may still make. When everything fails, the budget keeps retries from adding load.
 
     Attributes:
-        counts: requests that were sent by kind (`KINDS`), and what became of them: `succeeded`; `retried`, sent again
-            within the budget; `throttled`, attempts that a store refused that asks for fewer; `refreshed`, sent again
-            with new credentials; `given_up` after an attempt that could be retried.
+        counts: requests that were sent by kind (`KINDS`), and their outcomes: `succeeded`; `retried`, sent again
+            within the budget; `throttled`, attempts refused by a store that asks for fewer requests; `refreshed`, sent
+            again with new credentials; `given_up` after an attempt that could be retried.
         outages: outages of the stores whose requests have failed, by the store's name (see `store_of`).
     """
 
@@ -221,13 +221,13 @@ def deadline(seconds: float) -> Iterator[float]:
 
 
 def count_into(counts: Counter[str] | None) -> Counter[str] | None:
-    """Add what this thread requests from now on to `counts` too, and what the task groups request that it starts.
+    """Count requests of this thread from now on in `counts` too, with those of the task groups that it starts.
 
     Args:
         counts: None to add it to nothing.
 
     Returns:
-        the counts that the requests before were added to.
+        the counts for the requests until now.
     """
     former = _counts.get()
     _counts.set(counts)
@@ -256,10 +256,10 @@ def run(
         gate: limiter of the service that the request goes to.
         refresh: function that gets new credentials; returns False if there are none.
         kind: kind of the request, one of `KINDS`; None for a loop around requests that are counted themselves.
-        once_more: classes of fatal errors that are retried once all the same.
+        once_more: classes of fatal errors that are still retried once.
 
     Raises:
-        StoreError: the last error. Its cause is the first error, which tells how the failure began.
+        StoreError: the last error. Its cause is the first error, which shows how the failure began.
     """
     budget, started = process_budget(), time.monotonic()
     first: StoreError | None = None
@@ -302,7 +302,7 @@ def run(
                 counted = failed + (waited if policy.counts_throttled else 0)
                 latest = min(latest, started + last.limit_s)
                 ends = latest if gate is None or gate.answered else min(latest, started + UNSEEN_S)
-                # An error of the store's own ends an outage, too.
+                # Any answer of the store ends an outage, also an error.
                 well = action is Action.FATAL and kind is not None
                 if action is Action.FATAL or counted >= policy.attempts or now >= ends or stopped():
                     break
@@ -342,7 +342,7 @@ def retry_transient(attempt: Callable[[], T], *, attempts: int = READ_ATTEMPTS) 
     """Call `attempt` again after failures that a store does not retry by itself, such as a body that broke off.
 
     Throttled attempts are not counted. After a `CorruptDataError` the attempt is made once more before the error is
-    raised: this tells a bit that flipped on the way from one that flipped in the store.
+    raised: this distinguishes a bit that flipped on the way from one that flipped in the store.
 
     Raises:
         StoreError: as `run`.

@@ -14,7 +14,7 @@ SCRATCH = ".bucketpoint-probe-"
 """Prefix of the names of scratch objects; random characters follow."""
 
 UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
-"""Errors that do not tell if the store supports the condition that was tried."""
+"""Errors that leave open whether the store supports the condition."""
 
 
 def scratch_key(prefix: str) -> str:

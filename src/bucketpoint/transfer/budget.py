@@ -29,7 +29,7 @@ class BufferPool:
         self._kept = 0
         self._free: dict[int, list[mmap.mmap]] = {}
         self.peak_bytes = 0
-        """The most bytes that were ever held at once, cached free buffers included."""
+        """Maximum of the bytes held at once, cached free buffers included."""
 
     @contextmanager
     def lease(self, nbytes: int) -> Iterator[memoryview]:
@@ -58,7 +58,7 @@ class BufferPool:
             else:
                 self._let_go(size)
                 try:
-                    # An anonymous map is returned to the system when it is dropped, and heap memory may not be.
+                    # An anonymous map is returned to the system when it is dropped; heap memory may not be.
                     buffer = mmap.mmap(-1, size)
                 except (OSError, OverflowError, ValueError) as error:
                     # Metadata of another writer may contain any number as a length.

@@ -49,7 +49,7 @@ class CopyJob:
 
 
 def inside_one_service(source: Store, target: Store) -> bool:
-    """Return True if the service can be asked to copy between these stores by itself."""
+    """Return True if the service can be asked to copy between these stores."""
     return isinstance(target, CopiesInside) and target.can_copy_from(source)
 
 
@@ -63,7 +63,7 @@ def copy_objects(
 
     Raises:
         CorruptDataError: a copy has another size than its source.
-        StoreError: a request failed for good. Unfinished uploads are aborted; finished objects stay.
+        StoreError: a request failed, after all retries. Unfinished uploads are aborted; finished objects stay.
     """
     if jobs and inside_one_service(source, target):
         try:
@@ -87,13 +87,13 @@ def copy_objects(
 def copy_whole(store: Store, source: ObjectInfo, target: str) -> ObjectInfo:
     """Copy one object inside a store, and make sure that it was the object with the ETag of `source`.
 
-    One copy, and one HEAD. Transient failures are retried only as far as the store does: the caller has the bytes.
+    One copy, and one HEAD. Transient failures are retried only by the store: the caller has the bytes.
 
     Raises:
         ObjectNotFoundError, PreconditionFailedError: the object is gone, or another one has its key. A copy may exist.
     """
     done = store.copy(source, target)
-    # Some services ignore the condition of a copy. An object that is still the same now was so during the copy.
+    # Some services ignore the condition of a copy. An object that is unchanged now was unchanged during the copy.
     now = store.head(source.key)
     if (now.etag, now.size) != (source.etag, source.size):
         raise PreconditionFailedError("the object was replaced during its copy", url=f"{store.url}/{source.key}")

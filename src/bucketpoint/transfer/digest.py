@@ -1,8 +1,8 @@
 """128-bit digests of items, by which a later save recognises bytes that have not changed.
 
-A digest is a tree: each block of the item is hashed by itself, and the hashes are hashed together. So threads can hash
-blocks in any order, each while its bytes are in the cache for their checksum. XXH3 is no cryptographic hash: who
-chooses the bytes can make two items with one digest.
+A digest is a tree: each block of the item is hashed separately, and the hashes are hashed together. So threads can hash
+blocks in any order, each while its bytes are in the cache for their checksum. XXH3 is no cryptographic hash: chosen
+bytes can give two items one digest.
 """
 
 from __future__ import annotations

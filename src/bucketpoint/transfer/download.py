@@ -42,8 +42,8 @@ class Extent:
 
     Attributes:
         blocks: expected checksums that cover the extent from the first byte on; empty for none.
-        part_of: checksum of several extents of which this is one, for an extent without blocks. The check fails in the
-            extent that arrives last.
+        part_of: for an extent without blocks, the common checksum of several extents, this one included. A mismatch is
+            raised for the extent that arrives last.
         direct: memory of the caller that receives the bytes from `direct_start` on. The extent's bytes before and after
             it are received only to verify the blocks at the borders.
         deliver: called on a worker thread once the bytes are verified: with the extent's bytes, or with None if
@@ -152,8 +152,7 @@ def deliver(
     Args:
         url: URL of the store, for errors.
         lease: as much leased memory as the request needs, or more.
-        read: function that fills the buffers with the request's bytes. It is called again if that fails for a reason
-            that may pass, or if the bytes are damaged.
+        read: function that fills the buffers with the request's bytes. Called again after transient failures or damage.
     """
     buffers, pieces = _lay_out(request, lease)
 

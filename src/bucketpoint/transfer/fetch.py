@@ -107,6 +107,6 @@ def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: Buf
                 failed.append(request)
             else:
                 meter.add(request.nbytes)
-    # After the lease of the batch has ended: each failed request takes a lease of its own, and has its own retries.
+    # After the end of the batch's lease: each failed request has its own lease and retries.
     for request in failed:
         fetch_long(store, LongRead([request]), options, pool, meter, StallLimits())

@@ -24,7 +24,7 @@ from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.stalls import StallLimit, StallLimits
 
 _SKIPPED_BYTES = 64 << 10
-"""Size of the memory that receives the bytes between two requests, over and over."""
+"""Size of the reused memory that receives the bytes between two requests."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class _Reception:
         self._count = 0
 
     def receive(self, request: Request, buffers: list[memoryview]) -> None:
-        """Receive the bytes of the next request, or again those of the last. Bytes in between are thrown away."""
+        """Receive the bytes of the next request, or those of the last again. Bytes in between are discarded."""
         if not request.nbytes:
             return
         if self._streams is None:
@@ -126,7 +126,7 @@ class _Reception:
         gap = request.start - self._position
         skipped = [self._spare] * (gap // _SKIPPED_BYTES) + [self._spare[: gap % _SKIPPED_BYTES]]
         try:
-            # Without a gap there may be no memory for one, either.
+            # Without a gap there may be no memory to receive one.
             self._reply.receive([*skipped, *buffers] if gap else buffers)
         except BaseException:
             self.drop()

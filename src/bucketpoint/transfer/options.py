@@ -33,13 +33,13 @@ class TransferOptions:
             bandwidth.
         free_gap_bytes: gaps up to this size are always read over.
         read_attempts: attempts to read a range whose body broke off, the first included.
-        max_metadata_bytes: most memory that the metadata of a checkpoint may take in a reader, whoever wrote it; a
+        max_metadata_bytes: limit on the memory of a checkpoint's metadata in a reader, whoever wrote it; a
             `.metadata` object of more than a sixteenth of it is not read. 16 GiB: 5 million items.
         nice: niceness (Linux) of the threads that transfer bytes.
-        background: who uploads while training goes on. `"process"`: a process of its own, which shares the staging
-            memory and not the interpreter's lock; an error where that cannot be. `"thread"`: threads of the trainer.
-            `"auto"`: a process, if it can be had and the rank stages at least 16 MiB; otherwise threads.
-        background_nice: niceness of what uploads while training goes on. None: 19, the highest, for a process, so that
+        background: who uploads beside training. `"process"`: a separate process, which shares the staging memory
+            but not the interpreter's lock; an error if that is impossible. `"thread"`: threads of the trainer.
+            `"auto"`: a process, if one is possible and the rank stages at least 16 MiB; otherwise threads.
+        background_nice: niceness of uploads beside training. None: 19, the highest, for a process, so that
             uploads take longer and training steps do not if every core is busy; 0 for threads of the trainer: a thread
             with a higher niceness is taken off its core while it holds the interpreter's lock that training waits for.
 
@@ -79,7 +79,7 @@ class TransferOptions:
             raise BucketpointError(f"TransferOptions.max_overread must be at least 1, not {self.max_overread}")
 
     def in_background(self, *, shares_lock: bool) -> TransferOptions:
-        """Return the options for an upload while training goes on.
+        """Return the options for an upload beside training.
 
         Args:
             shares_lock: the upload runs on threads of the process that trains.

@@ -13,7 +13,7 @@ from bucketpoint.transfer.options import MIB, TransferOptions
 logger = logging.getLogger(__name__)
 
 SMALLEST_USEFUL_PART = 8 * MIB
-"""Parts are not made smaller than this to gain parallelism: in smaller parts the latency of a request dominates."""
+"""Parts are not made smaller to gain parallelism: in smaller parts the latency of a request dominates."""
 
 ABORT_DEADLINE_S = 30.0
 """Deadline of an abort. The save has failed already, and its error should not be delayed by the cleanup."""

@@ -18,7 +18,7 @@ Read = Callable[[str, int, memoryview], None]
 """Reads bytes of an object from a position on: the key, the position, and the memory to fill."""
 
 MAX_READ_BYTES = 256 << 20
-"""Limit on one read by a format's own parser, such as of an archive's directory: a wrong length takes no memory."""
+"""Limit on one read by a format's parser, such as of an archive's directory, so that a wrong length takes no memory."""
 
 
 def piece_bytes(options: TransferOptions) -> int:
@@ -69,7 +69,7 @@ class RangeFile(io.RawIOBase):
     """
 
     most_bytes = MAX_READ_BYTES
-    """Limit on one `read`: more would be the claim of a damaged or hostile file."""
+    """Limit on one `read`: only a damaged or hostile file claims more."""
 
     def __init__(self, read: Read, key: str, start: int, stop: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class BlockCache:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes that the blocks which are kept now can take."""
+        """Limit on the bytes of the blocks that are kept now."""
         return self._blocks.cache_info().currsize * self._block_nbytes
 
     def read(self, key: str, start: int, out: memoryview, *, size: int) -> None:

@@ -12,7 +12,7 @@ class Progress:
     """Progress of one save or load of this rank, in bytes of data objects. The commit is not counted.
 
     Attributes:
-        phase: `"save"` or `"load"`; of a command `"convert"`, `"cp"` or `"verify"`.
+        phase: `"save"` or `"load"`; for a command `"convert"`, `"cp"` or `"verify"`.
         url: URL of the checkpoint.
         done_bytes: bytes that have been moved.
         total_bytes: bytes of the whole; 0 while not known.
@@ -43,11 +43,11 @@ class Meter:
         self._repeated = 0
 
     def expect(self, nbytes: int) -> None:
-        """Set the total: this many bytes besides those that are done."""
+        """Set the total to the bytes already done plus `nbytes`."""
         self.total_bytes = self.done_bytes + nbytes
 
     def begin_again(self) -> None:
-        """Count no byte twice: as many bytes as are done will be transferred again."""
+        """Reset the count: the bytes done so far will be transferred again."""
         with self._lock:
             self._repeated = self.done_bytes
 

@@ -1,4 +1,4 @@
-"""The limit on a store's silence during a load: a read without a byte for so long is cut off, and sent again.
+"""The limit on a store's silence during a load: a read without a byte for this time is cut off, and sent again.
 
 A request that a store, or something before it, has lost would otherwise hold up the whole load until the client's
 timeout of a minute.
@@ -18,7 +18,7 @@ LEAST_S = 5.0
 """Shortest limit, in seconds. A store under load may take seconds for its first byte."""
 
 MEDIANS = 4.0
-"""The limit in medians of the recent waits, so that a store that is slow as a whole is waited for."""
+"""The limit in medians of the recent waits, so that reads of a slow store are not cut off."""
 
 _RECENT = 128
 
@@ -40,7 +40,7 @@ class StallLimits:
 
 
 class StallLimit:
-    """The limit of one read. It doubles with each attempt: a sudden change of the store's pace fails no load."""
+    """The limit of one read. It doubles with each attempt, so that a sudden slowdown of the store fails no load."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits

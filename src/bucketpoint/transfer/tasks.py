@@ -27,11 +27,11 @@ class TaskGroup:
     """A group of tasks on up to `workers` threads. Tasks may start further tasks.
 
     Use as a context manager: leaving the block waits until no task runs any more, and raises the first error of a task.
-    After an error, or when the block itself raises, tasks not yet begun are dropped; running tasks end by themselves
-    and may check `cancelled` to end sooner.
+    After an error, or when the block itself raises, tasks not yet begun are dropped; running tasks continue to their
+    end and may check `cancelled` to end sooner.
 
     Args:
-        nice: niceness of the threads (Linux): the higher, the less CPU time they get when cores are busy. 19 at most.
+        nice: niceness of the threads (Linux), at most 19: the higher, the less CPU time they get when cores are busy.
     """
 
     def __init__(self, workers: int, *, name: str = "bucketpoint", nice: int = 0) -> None:
@@ -82,7 +82,7 @@ class TaskGroup:
     def abandon(self, error: BaseException) -> None:
         """Cancel, and let the threads end without waiting for them.
 
-        For an owner that is dropped: the thread of its last task may drop it, and would wait for itself.
+        For a dropped owner: the thread of its last task may drop it, and would wait for itself.
         """
         self.cancel(error)
         with self._state:
@@ -179,5 +179,5 @@ def stand_back(nice: int) -> None:
         if nice > os.getpriority(os.PRIO_PROCESS, thread):
             os.setpriority(os.PRIO_PROCESS, thread, nice)
     except OSError as error:
-        # A sandbox may forbid this. If the thread died of the error, queued tasks would wait for ever.
+        # A sandbox may forbid this. If the thread died of the error, queued tasks would wait forever.
         logger.debug("the niceness of a thread was not raised to %d: %s", nice, error)

@@ -268,7 +268,7 @@ class _ObjectUpload:
         while position < high:
             stop = min(position + block - position % block, high)
             if digested:
-                # So that a block is digested while it is in the processor's cache.
+                # Cut there so that a block is digested while it is in the processor's cache.
                 stop = min(stop, position + BLOCK_BYTES - position % BLOCK_BYTES)
             self._crcs[index].take(position, view[position - low : stop - low])
             if digested and position % BLOCK_BYTES == 0:
@@ -281,7 +281,7 @@ class _ObjectUpload:
         segment = self.source.segments[index]
         nbytes = min(BLOCK_BYTES, segment.nbytes - start)
         if len(view) < nbytes:
-            # The block ends in the next part, which has no view of its beginning.
+            # The block ends in the next part, whose view lacks the beginning of the block.
             if segment.data is not None:
                 view = segment.data[start:]
             else:

@@ -111,11 +111,10 @@ def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | 
     """Encode the index of metadata with storage data.
 
     Args:
-        bucketpoint: the attribute of that name in `.metadata`, whole.
+        bucketpoint: the whole attribute of that name in `.metadata`.
 
     Returns:
-        None if the index could not hold all content of `.metadata`: metadata with types of other writers, or items
-        without checksums.
+        None if the index cannot hold all of `.metadata`, because of other writers' types or items without checksums.
     """
     try:
         return _encode(metadata, bucketpoint)
@@ -239,7 +238,7 @@ class _Entries:
         _require(type(requires_grad) is bool and type(pin_memory) is bool)
         names = (str(value).removeprefix("torch.") for value in (dtype, layout))
         fields = (*names, requires_grad, memory_format.value, pin_memory)
-        # A dtype that a reader would refuse by name stays in `.metadata`, which a reader can be told to trust.
+        # A dtype that a reader would refuse by name stays in `.metadata`, which can be read with `trusted=True`.
         _require(fields[0] in DTYPE_NAMES)
         return self.properties.setdefault(fields, len(self.properties) + 1)
 
@@ -319,7 +318,7 @@ def _columns(
 
 
 def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:
-    """Return DCP's paths of flattened names: as a list without the names if those are the state's, in its order."""
+    """Return DCP's paths of flattened names: as a list without names if they are the state's, in order."""
     if planner_data is None:
         return None
     _require(type(planner_data) is dict)

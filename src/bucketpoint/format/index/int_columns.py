@@ -75,7 +75,7 @@ def encode(values: torch.Tensor) -> bytes:
 
 
 def encode_segments(values: torch.Tensor, segments: Segments) -> bytes:
-    """Encode a column whose segments mostly are arithmetic progressions, maybe with another last value."""
+    """Encode a column whose segments are mostly arithmetic progressions, possibly with another last value."""
     constant = _constant(values)
     if constant is not None:
         return constant

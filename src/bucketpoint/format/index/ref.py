@@ -1,7 +1,7 @@
 """Reference to the index in `.metadata`, placed so that the first bytes suffice and no pickle need be run to find it.
 
-The reference is the first attribute in the pickle, as plain text of fixed length. `.metadata` stays the truth: if an
-index or the reference is wrong in any way, a reader takes `.metadata` instead.
+The reference is the first attribute in the pickle, as plain text of fixed length. `.metadata` is authoritative: if an
+index or the reference is wrong in any way, a reader uses `.metadata` instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class IndexRef:
     def text(self) -> str:
         """Text in `.metadata`, of one length for every index.
 
-        Readers from before there were tables of checksums look for another format number, and read `.metadata` itself.
+        Readers older than the tables of checksums expect another format number, and read `.metadata` itself.
         """
         return f"bucketpoint-index/2 {self.path} {self.size:016d} {self.digest}"
 

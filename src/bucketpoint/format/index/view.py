@@ -88,7 +88,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return list, (self._list,)
 
     def sizes_at(self, offset: Sequence[int], hint: int | None) -> tuple[int, ...] | None:
-        """Return the shape of the chunk that begins at `offset`, or None. Makes no other chunk."""
+        """Return the shape of the chunk that begins at `offset`, or None. Creates no other chunk."""
         slot = self.source.find(self.number, offset, hint)
         return None if slot is None else self.source.box(self.number, slot)[1]
 

@@ -1,4 +1,4 @@
-"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, and read by an interpreter of our own."""
+"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, and read by our own interpreter."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
 
     Args:
         trusted: unpickle it, whatever it names. Needed for metadata with classes of the user's own planner.
-        most: most bytes of memory that metadata which is not trusted may take.
+        most: limit on the memory of untrusted metadata, in bytes.
 
     Raises:
-        UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
+        UnsafeDataError: the pickle names something that DCP metadata never contains. None of it was run.
         MetadataError: this is not DCP metadata.
         CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
     """

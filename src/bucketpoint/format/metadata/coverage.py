@@ -1,4 +1,4 @@
-"""Coverage of a checkpoint: whether it holds all of its tensors, or parts of them only."""
+"""Coverage of a checkpoint: whether it holds all of its tensors, or only parts of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PARTIAL = "partial"
-"""Fact of a checkpoint whose rank was told to save alone (`no_dist`): it holds a part of its tensors, as was meant."""
+"""Fact of a checkpoint that one rank saved alone (`no_dist`): it holds only a part of its tensors, on purpose."""
 
 RANK = re.compile(r"\.rank-(0|[1-9][0-9]{0,8})(?:\.|$)")
-"""The part of a flat name by which `rank_state` tells the ranks' values apart."""
+"""The part of a flat name by which `rank_state` distinguishes the ranks' values."""
 
 _MAX_CUT_AXES = 5
 """Axes along which a tensor may be cut for the search for overlaps: each doubles the work for a chunk."""
@@ -23,11 +23,11 @@ Box = tuple[Sequence[int], Sequence[int]]
 
 
 def uncovered(metadata: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each tensor of which the checkpoint holds a part only, with the reason. The caller may stop at the first.
+    """Yield each tensor that the checkpoint holds only in part, with the reason. The caller may stop at the first.
 
     A commit, `verify`, a prune and a restore all ask this function: a checkpoint that does not cover its own tensors is
     damaged. It covers a tensor if the chunks do not overlap and their volumes add up to that of the tensor. A
-    checkpoint of a rank that was told to save alone (`no_dist`) says so, and is covered as it is.
+    checkpoint that one rank saved alone (`no_dist`) is marked so, and counts as covered.
 
     Args:
         metadata: in DCP's classes, in plain ones, or made of an index.
@@ -59,7 +59,7 @@ def lacking_ranks(names: Iterable[str], ranks: int) -> Iterator[tuple[str, str]]
 def _cut_tensors(entries: Any) -> Iterator[tuple[str, Sequence[int], list[Box]]]:
     """Yield name, shape and chunks of each tensor that is not one chunk of its own shape."""
     if not isinstance(entries, dict):
-        # An index, which finds them without an object for each entry.
+        # An index finds them without an object for each entry.
         yield from entries.cut_tensors()
         return
     for name, entry in entries.items():
@@ -71,9 +71,9 @@ def _cut_tensors(entries: Any) -> Iterator[tuple[str, Sequence[int], list[Box]]]
 
 
 def _fault(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
-    """Return in words what the chunks of a tensor lack; None if they make it up."""
+    """Describe what the chunks of a tensor lack; None if they cover it."""
     volume = math.prod(size)
-    # Empty ones are those of ranks without a part.
+    # Empty chunks come from ranks without a part.
     boxes = [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
     held = sum(math.prod(sizes) for _, sizes in boxes)
     if not volume:

@@ -21,11 +21,11 @@ class DeletionMarker:
 
     Attributes:
         token: the attempt whose commit was replaced, as its record names it.
-        at: seconds since the epoch, by the store's clock, or the pruner's if the store tells no time.
+        at: seconds since the epoch, by the store's clock, or the pruner's if the store returns no time.
         reason: text of the policy, or of the person who deleted.
         tokens: tokens of all ranks of the attempt. The objects to delete are found by them.
         paths: objects to delete whose names have no token: those of other writers.
-        seen: seconds since the epoch at which a sweep came to remove the marker.
+        seen: seconds since the epoch at which a sweep began to remove the marker.
     """
 
     token: str

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 """Version of bucketpoint's part of the metadata. Raised only for changes that readers must know, not for additions."""
 
 MAX_METADATA_BYTES = MOST_BYTES >> 4
-"""Most bytes of a `.metadata` object, far above what any job writes."""
+"""Limit on the bytes of a `.metadata` object, far above what any job writes."""
 
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64
@@ -83,7 +83,7 @@ def record_of(metadata: Any, data: bytes, *, metadata_etag: str | None) -> Commi
     items = metadata.storage_data or {}
     sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}
     if not sizes:
-        # Another writer's metadata: the items of an object are all that is known of its size.
+        # In another writer's metadata, the size of an object is known only from its items.
         for info in items.values():
             sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
     covers = next(uncovered(metadata, facts), None) is None
@@ -147,7 +147,7 @@ def _metrics(facts: dict[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Suspend garbage collection: a million objects are made, none of them garbage.
+    """Suspend garbage collection: a million objects are created, none of them garbage.
 
     Collections would take ten times as long.
     """
@@ -165,7 +165,7 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, mo
     """Interpret a metadata pickle, make objects of the vocabulary's classes and check them.
 
     Args:
-        most: most bytes of memory that they may take.
+        most: limit on their memory, in bytes.
 
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
@@ -232,7 +232,7 @@ def _check(metadata: Any, kinds: Mapping[str, Any], nbytes: int) -> None:
         if type(entry) is kinds["TensorStorageMetadata"]:
             chunks += len(entry.chunks)
             if chunks > nbytes:
-                # Each chunk of a writer takes some bytes, but many tensors of a hostile pickle may share a long list.
+                # A real chunk takes some bytes, but in a hostile pickle many tensors may share a long list.
                 raise TypeError(f"its tensors have {chunks} chunks or more, which is more than it has bytes")
             _check_tensor(fqn, entry, kinds)
         elif type(entry) is not kinds["BytesStorageMetadata"]:
@@ -291,7 +291,7 @@ def _is_object_fact(fact: Any) -> bool:
 
 
 def require_plain(value: Any, what: str, url: str | None) -> None:
-    """Refuse all but text, numbers, None, and lists and dictionaries of them, which may stand in several places."""
+    """Refuse all but text, numbers, None, and lists and dictionaries of them, which may occur in several places."""
     try:
         for content, depth in nested_values(value, _parts):
             _require_plain_value(content, depth, what, url)

@@ -1,4 +1,4 @@
-"""Reader of the `.metadata` pickle without torch, for tools that only look. Its classes mirror DCP's."""
+"""Reader of the `.metadata` pickle without torch, for tools that only inspect it. Its classes mirror DCP's."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _MADE = pickle.EMPTY_TUPLE + pickle.NEWOBJ
 _BEGUN = _MADE + pickle.EMPTY_DICT + pickle.MARK
 _DONE = pickle.SETITEMS + pickle.BUILD
 _CHECKSUM = (pickle.LONG1 + b"\x05", b"\0")
-"""Opcode bytes before and after a checksum's four bytes: any checksum fits, and none reads as negative."""
+"""Opcode bytes before and after a checksum's four bytes: any checksum fits, and none is read as negative."""
 
 _NO_NAME = "~" * TEXT_LENGTH
 
@@ -106,7 +106,7 @@ class MetadataTemplate:
 
 
 class _UnusualError(Exception):
-    """Raised for content with more in it than this module can put together."""
+    """Raised for content that this module cannot encode."""
 
 
 def make_template(

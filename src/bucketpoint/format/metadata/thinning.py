@@ -1,8 +1,7 @@
 """Thinning of a `.metadata` pickle to the weights, by a pass over its opcodes instead of an object for each item.
 
 The pickle must have the form in which bucketpoint writes it. Entries of the optimizer are left out, and the rest is
-copied as it is. Memory is the bytes before and after, and the names. `.metadata` of 100,000 items takes 14 MB, objects
-of it 220 MB.
+copied as it is. Memory holds the bytes before and after, and the names. 100,000 items take 14 MB, as objects 220 MB.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _Keep = Callable[[str, Any, Any], bool]
 
 
 class Outline:
-    """Content of a `.metadata` pickle, but for the items themselves.
+    """Content of a `.metadata` pickle, except the items themselves.
 
     Attributes:
         facts: that bucketpoint wrote beside DCP's fields.
@@ -116,7 +115,7 @@ def holds_optimizer(path: str) -> bool:
 
 
 def filtered(data: bytes, recalled: set[int], keep: _Keep, *, added: bytes = b"", hidden: str | None = None) -> bytes:
-    """Copy a metadata pickle without the pairs that `keep` refuses.
+    """Copy a metadata pickle without the pairs that `keep` rejects.
 
     Args:
         recalled: memo entries to which the pickle refers.
@@ -182,7 +181,7 @@ def _after(data: bytes, first: int, size: int) -> int:
 
 
 class _Filter:
-    """One pass over a pickle. Of a value, only text is known, and the fields of an object by which it is judged.
+    """One pass over a pickle. Values are known only if they are text, or fields by which an object is judged.
 
     A pair that is left out may hold the first occurrence of a value to which the rest refers. Such values stay: they
     are pushed, numbered, and popped again.
@@ -192,10 +191,10 @@ class _Filter:
         self._data, self._recalled, self._keep = data, recalled, keep
         self._added, self._hidden = added, hidden
         self._out = bytearray()
-        # Of each value on the stack: the place where its opcodes begin, and what is known of it.
+        # For each value on the stack: the position where its opcodes begin, and its known value.
         self._places: list[int] = []
         self._values: list[Any] = []
-        # Of each mark: height of the stack, place, and the name of the dictionary whose pairs follow.
+        # For each mark: height of the stack, position, and the name of the dictionary whose pairs follow.
         self._marks: list[tuple[int, int, str | None]] = []
         # Begin and end of the numbered values in the pair.
         self._numbered: list[tuple[int, int]] = []
@@ -302,7 +301,7 @@ class _Filter:
         return _PLANNER if marks[0][0] == 0 else None
 
     def _number(self) -> None:
-        """Note that the value on the stack has a number."""
+        """Record that the value on the stack has a number."""
         place, numbered = self._places[-1], self._numbered
         while numbered and numbered[-1][0] >= place:
             numbered.pop()

@@ -27,7 +27,8 @@ class CompressedError(ArchiveError):
 
 
 class AmbiguousError(ArchiveError):
-    """Two readers of zip files may find different records in the archive, so that what was judged may not be loaded."""
+    """Two readers of zip files may find different records in the archive, so that other records may be loaded than were
+    checked."""
 
 
 def records(data: bytes) -> dict[str, tuple[int, int]]:
@@ -60,7 +61,7 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
 def _stated_directory(data: bytes) -> int:
     """Return the position of the directory that the end of the archive states: torch reads there.
 
-    `zipfile` reads right before the end record, whatever that states.
+    `zipfile` reads right before the end record, whatever position that states.
     """
     end = data.rfind(_END, 0, len(data) - _END_BYTES + len(_END))
     (start,) = struct.unpack_from("<I", data, end + 16)

@@ -1,6 +1,6 @@
-"""Makers of numpy's arrays, scalars and data types from pickled values, once those are checked.
+"""Functions that make numpy's arrays, scalars and data types from pickled values, after checks.
 
-numpy never gets the pickle's state as it is: an array would trust the shape in it.
+numpy never gets the pickle's state unchecked: an array would trust the shape in it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, cop
     count = _numel(shape)
     if dtype.hasobject or type(raw) not in (bytes, bytearray, str) or count * dtype.itemsize != len(raw):
         raise ObjectionError("an array whose bytes do not fit its shape and dtype")
-    # Pay even without a copy: an array that shares its bytes is still written in full each time it is pickled.
+    # The cost counts even without a copy: an array that shares its bytes is written in full at each pickling.
     machine.pay(len(raw))
     raw = raw.encode("latin-1") if type(raw) is str else raw
     if not raw:

@@ -30,7 +30,7 @@ def unframed(data: bytes) -> bytes | None:
 
 
 def unshared(value: Any) -> bytes:
-    """Pickle without memo entries: the result follows another pickle, which has numbered entries of its own."""
+    """Pickle without memo entries: the result follows another pickle, whose entries are numbered."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=PROTOCOL)
     pickler.fast = True

@@ -145,7 +145,7 @@ def interpret(
     """Interpret one pickle.
 
     Args:
-        paid: bytes that pay for work: the length of the item in which the pickle lies.
+        paid: length of the item that contains the pickle, by which work is limited.
         storage: returns a storage by key, length in bytes and name of the device.
         distributed: allow DTensors.
 
@@ -240,7 +240,7 @@ def _read_stream(data: bytes) -> Item:
         position, deferred = machine.position, deferred or machine.deferred
         if len(values) == _MAX_PICKLES:
             raise RefusedError([f"<more than {_MAX_PICKLES} pickles in one item>"])
-        # The type first: an array or a tensor compares its elements, and the result has no truth value.
+        # The type is compared first: an array or a tensor compares its elements, and the result has no truth value.
         if not values and type(value) is int and value == _MAGIC_BEFORE_TORCH_1_6:
             raise RefusedError(["<a file of torch.save before torch 1.6: save it again with torch 1.6 or later>"])
         values.append(value)

@@ -2,8 +2,8 @@
 
 A `Vocabulary` defines the names, and makes or changes the objects that the pickle asks for; nothing is imported or
 called because a pickle names it. Every opcode takes at least one byte and makes at most 16 bytes for each; what an
-opcode makes beyond that is held against an allowance of memory, and work such as copies and hashes is paid from an
-allowance of work. So time and memory stay below a multiple of the pickle's length, and memory below an absolute bound.
+opcode makes beyond that counts against an allowance of memory, and work such as copies and hashes against an allowance
+of work. So time and memory stay below a multiple of the pickle's length, and memory below an absolute bound.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Machine:
     """Interprets one pickle.
 
     Args:
-        paid: bytes that pay for work: the length of the item in which the pickle lies.
-        most: most bytes of memory that the value may take, whatever the pickle's length.
+        paid: length of the item that contains the pickle, by which work is limited.
+        most: limit on the memory of the value in bytes, whatever the pickle's length.
         persistent: returns the object for a persistent id. None: there can be no such ids.
 
     Attributes:
@@ -113,7 +113,7 @@ class Machine:
         self.pay(len(values) * (_HASHED_BYTES if hashed else _LISTED_BYTES))
 
     def check_key(self, key: Any, container: Any) -> None:
-        """Pay for hashing and comparing a key before it is put into a dictionary or a set.
+        """Charge the hashing and comparing of a key before it is put into a dictionary or a set.
 
         Raises:
             ObjectionError: the key has too many parts, or too many keys of the container have the same hash.
@@ -167,7 +167,7 @@ class Machine:
         return Deferred(function, arguments, new=new)
 
     def refuse(self, what: str) -> Refused:
-        """Note a refusal, and return the object that stands for the refused one."""
+        """Record a refusal, and return the stand-in for the refused object."""
         if len(self.refused) < 100:
             self.refused[what[:_NAMED]] = None
         return REFUSED
@@ -250,7 +250,7 @@ class Machine:
         return self.refuse(f"{renamed[0][:_NAMED]}.{renamed[1][:_NAMED]}")
 
     def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
-        """Make the object that a call returns, or note why the call is refused."""
+        """Make the object that a call returns, or record why the call is refused."""
         if type(arguments) is not tuple:
             return self.refuse("<a call whose arguments are not a tuple>")
         self.pay(1 + len(arguments))

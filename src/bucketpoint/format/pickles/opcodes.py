@@ -14,7 +14,7 @@ from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, Shell
 
 MAX_INTEGER_BYTES = 2048
-"""Most bytes of an integer. Divisions, comparisons and hashes of longer ones take far longer than they are paid for."""
+"""Limit on the bytes of an integer. Divisions, comparisons and hashes of longer ones cost far more than is charged."""
 
 _SLICE = range(4096)
 _LONGEST_NAME = 1024
@@ -150,7 +150,7 @@ def run(machine: Machine) -> Any:
 
     Raises:
         MalformedPickleError: the data is not a pickle, or it breaks off.
-        OverspentError: the pickle asks for more work or memory than it may take.
+        OverspentError: the pickle needs more work or memory than allowed.
     """
     try:
         while not _ran_slice(machine):

@@ -1,4 +1,4 @@
-"""Makers of tensors over an archive's storages: shape, strides, offset and indices are checked first."""
+"""Functions that make tensors over an archive's storages, after checks of shape, strides, offset and indices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _QSCHEMES = (
 )
 
 VALUES = Vocabulary()
-"""Tensors, which are laid over the storages of the item once their bounds were checked, and torch's constants."""
+"""Tensors over the storages of the item, after checks of their bounds, and torch's constants."""
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

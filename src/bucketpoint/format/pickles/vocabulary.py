@@ -7,7 +7,7 @@ from typing import Any
 
 
 class MalformedPickleError(ValueError):
-    """The bytes are not a pickle, or not one that is read here.
+    """The bytes are not a pickle, or not of a supported kind.
 
     Attributes:
         named: True if the pickle had used a name before it broke off.
@@ -21,12 +21,12 @@ class ObjectionError(Exception):
 
 
 def unfit(what: str) -> ObjectionError:
-    """Return the objection to a value that no writer makes."""
+    """Return the objection to a value that no writer produces."""
     return ObjectionError(f"{what} that no writer makes")
 
 
 class OverspentError(Exception):
-    """Raised for a pickle that asks for more work or memory than its length pays for."""
+    """Raised for a pickle that needs more work or memory than its length allows."""
 
 
 class Refused:
@@ -119,7 +119,7 @@ class Vocabulary:
         """Add a value, and the function that makes calls of it.
 
         Args:
-            names: full names of the value. Empty: the one name that it has in Python.
+            names: full names of the value. Empty: its one name in Python.
         """
         for name in names or (name_of(value),):
             module, _, last = name.rpartition(".")

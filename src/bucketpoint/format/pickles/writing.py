@@ -15,7 +15,7 @@ _PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the latter is torch.save's, which torch's r
 
 
 def rewritten(item: Item) -> bytes:
-    """Encode the item in bytes of our own, from which every unpickler makes the same values and nothing else.
+    """Encode the item anew, in bytes from which every unpickler makes the same values and nothing else.
 
     Raises:
         RefusedError: a value cannot be written, because it nests too deeply or holds a function.

@@ -1,4 +1,4 @@
-"""Check of a torch.save zip by the CRC32 of each of its records, for frames of writers that keep no other checksum.
+"""Check of a torch.save zip by the CRC32 of each record, for frames of writers that store no other checksum.
 
 Nothing is unpickled.
 """

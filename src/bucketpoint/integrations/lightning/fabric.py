@@ -20,7 +20,7 @@ class FabricSaves(UrlStrategy):
 
     `fabric.save(url, state)` returns once the state is copied; the next save, `wait` and the end of the program wait
     for the upload. `fabric.load(url, state)` loads the checkpoint at the URL, or the newest whole one below it. Values
-    that are no models and no optimizers are those of rank 0.
+    other than models and optimizers are those of rank 0.
     """
 
     def save_checkpoint(

@@ -23,7 +23,7 @@ def bucket_strategy(kind: Any, *args: Any, **options: Any) -> Any:
         kind: `DDPStrategy`, `FSDPStrategy`, `ModelParallelStrategy` or `SingleDeviceStrategy`, or a class made from one
             of them: of `lightning.pytorch.strategies` for a `Trainer`, of `lightning.fabric.strategies` for a `Fabric`.
         args, options: arguments of `kind`, and two more: `storage_options`, as for `BucketWriter`; and `trusted`, with
-            which values of all types are loaded. Otherwise those that are no tensors are loaded by
+            which values of all types are loaded. Otherwise values other than tensors are loaded by
             `torch.load(weights_only=True)`.
 
     Raises:
@@ -41,7 +41,7 @@ def bucket_strategy(kind: Any, *args: Any, **options: Any) -> Any:
 @functools.cache
 def _class_of(kind: Any) -> Any:
     saves = TrainerSaves if issubclass(kind, TrainerStrategy) else FabricSaves
-    # Launchers that spawn processes pickle a strategy, and find no module that has its class.
+    # Launchers that spawn processes pickle a strategy, and its class is in no module.
     pickled = {"__reduce__": lambda strategy: (_without_init, (kind,), vars(strategy))}
     return type(f"Bucket{kind.__name__}", (saves, kind), pickled)
 

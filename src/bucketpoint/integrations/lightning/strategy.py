@@ -44,7 +44,7 @@ class UrlStrategy:
         return str(self.broadcast(path))
 
     def _url_to_load(self: Any, path: Any) -> str:
-        """Return the URL of the checkpoint that a URL stands for: itself, or the newest whole one below it."""
+        """Return the URL of the checkpoint that a URL refers to: itself, or the newest whole one below it."""
         url, options = str(self.broadcast(path)), self._reading["storage_options"]
         found = checkpoint_at(url, options)
         if found is None:
@@ -61,7 +61,7 @@ def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> N
         store, key = open_store(folder, storage_options=storage_options)
         info = store.head(f"{key}/{name}" if key else name)
     except BucketpointError:
-        # The load says what is wrong.
+        # The load raises the error.
         return
     raise BucketpointError(
         f"This URL holds a single object of {info.size} bytes, not a checkpoint of several",

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint that Lightning takes for none: it restores nothing from it, and calls no hook."""
+    """A checkpoint that Lightning treats as none: it restores nothing from it, and calls no hook."""
 
     def __bool__(self) -> bool:
         return False
@@ -116,7 +116,7 @@ class TrainerSaves(UrlStrategy):
         checkpoint: dict[str, Any] = rest.value
         if fitting and "loops" in checkpoint:
             _settle(checkpoint["loops"]["fit_loop"])
-        # Hooks of Lightning look here, such as that of averaged weights. They see what the model has now.
+        # Hooks of Lightning look here, such as that of averaged weights. They see the model's present values.
         checkpoint["state_dict"] = self.lightning_module_state_dict()
         return checkpoint
 
@@ -128,10 +128,10 @@ class TrainerSaves(UrlStrategy):
 
 
 class BucketCheckpoint(Checkpoint):
-    """Callback in place of `ModelCheckpoint`: a policy says when to save, and which checkpoints to keep.
+    """Callback in place of `ModelCheckpoint`: a policy decides when to save, and which checkpoints to keep.
 
-    The trainer needs a strategy of `bucket_strategy`. With `ckpt_path=root`, `trainer.fit` goes on from the newest
-    whole checkpoint, and begins from scratch if the run has none yet.
+    The trainer needs a strategy of `bucket_strategy`. With `ckpt_path=root`, `trainer.fit` resumes from the newest
+    whole checkpoint, and starts from scratch if the run has none yet.
 
     Args:
         root: URL of the run.
@@ -167,7 +167,7 @@ class BucketCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """Refuse `ckpt_path="best"`, for which Lightning asks here."""
+        """Refuse `ckpt_path="best"`, which Lightning resolves here."""
         raise BucketpointError(
             "BucketCheckpoint does not know which checkpoint is meant by ckpt_path='best'",
             url=os.fspath(self._root),
@@ -204,7 +204,7 @@ class BucketCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self.manager is not None
-        # Otherwise the first save says so, which may come hours later.
+        # Otherwise the first save would raise it, possibly hours later.
         steps = self.manager.steps() if self._saved_step is None else []
         if steps and steps[-1] > trainer.global_step:
             raise BucketpointError(
@@ -269,7 +269,7 @@ class BucketCheckpoint(Checkpoint):
             self._saved_step = step
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
-        """Return the metrics that a checkpoint can have. All ranks, as Lightning may reduce them here."""
+        """Return the metrics that a checkpoint can have. Called on all ranks, as Lightning may reduce them here."""
         assert self.manager is not None
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -286,7 +286,7 @@ def _settle(loops: dict[str, Any]) -> None:
 
     - After the last batch of an epoch the next epoch begins. Lightning compares the saved number of batches with the
       one that an epoch has now, and with `max_steps` it leaves out most of the next epoch.
-    - An epoch that was left early, at `max_steps` or by early stopping, goes on. Lightning has counted it as done.
+    - An epoch that was left early, at `max_steps` or by early stopping, is continued. Lightning has counted it as done.
     """
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     current, total = batches["current"], batches["total"]

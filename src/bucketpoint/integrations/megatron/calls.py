@@ -28,8 +28,8 @@ def save(
     Args:
         sharded_state_dict: as for megatron's function.
         url: URL of the checkpoint.
-        sharded_strategy: a `BucketSaveStrategy`, or megatron's `FullyParallelSaveStrategyWrapper` of one. One that is
-            kept from save to save keeps its memory and compares states.
+        sharded_strategy: a `BucketSaveStrategy`, or megatron's `FullyParallelSaveStrategyWrapper` of one. Reused for
+            all saves, it keeps its memory and compares states.
         storage_options: as for `BucketWriter`, when there is no strategy.
         options: as for megatron's function.
 
@@ -38,7 +38,7 @@ def save(
         committed once the request is finalized.
 
     Raises:
-        BucketpointError: nothing was committed; or megatron was asked for what it can do in local folders only.
+        BucketpointError: nothing was committed; or an option works in local folders only.
     """
     where = os.fspath(url)
     strategy = sharded_strategy or BucketSaveStrategy(storage_options=storage_options)
@@ -74,7 +74,7 @@ def load(
     Raises:
         CheckpointNotFoundError: there is no whole checkpoint at the URL.
         CommitConflictError, RanksDisagreeError: another checkpoint was committed at the URL during the load.
-        BucketpointError: it cannot be loaded; or megatron was asked for what it can do in local folders only.
+        BucketpointError: it cannot be loaded; or an option works in local folders only.
     """
     where = os.fspath(url)
     strategy = sharded_strategy or BucketLoadStrategy(storage_options=storage_options)
@@ -89,7 +89,7 @@ def _check(strategy: Any, kind: type[Any], url: str, options: Mapping[str, Any])
     """Return the strategy, or the one that a wrapper of megatron wraps.
 
     Raises:
-        BucketpointError: it is not of the kind, the URL is one of multi-storage-client, or files are to be hashed.
+        BucketpointError: it is of another kind, the URL is one of multi-storage-client, or files are to be hashed.
     """
     base = getattr(strategy, "base_strategy", strategy)
     if not isinstance(base, kind):

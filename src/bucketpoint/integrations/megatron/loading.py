@@ -29,7 +29,7 @@ COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
 class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
     """megatron's `torch_dist` strategy that loads through a `BucketReader`.
 
-    Usable with `bucketpoint.integrations.megatron.load`, by itself or in `FullyParallelLoadStrategyWrapper`, and for a
+    Usable with `bucketpoint.integrations.megatron.load`, alone or in `FullyParallelLoadStrategyWrapper`, and for a
     local folder with `dist_checkpointing.load`.
 
     Args:
@@ -66,7 +66,7 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
             self._commits = None
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
-        """Load the sharded part of a state into its tensors, and return it. Each rank by itself."""
+        """Load the sharded part of a state into its tensors, and return it. Each rank loads independently."""
         wanted = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
         flat, paths, names = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = torch_dist.mcore_to_pyt_state_dict(flat, True)
@@ -88,7 +88,7 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
 
         Raises:
             CheckpointNotFoundError: there is no whole checkpoint.
-            MismatchError: megatron-core has not saved it, or an older one.
+            MismatchError: it was not saved by megatron-core, or by an older version.
         """
         state: dict[str, Any] = {COMMON: io.BytesIO()}
         self._read(state, checkpoint_dir, _CommonPlanner(False, False))
@@ -156,7 +156,7 @@ class _CommitReader(BucketReader):
 
 
 class _CommonPlanner(DefaultLoadPlanner):
-    """Planner for the common state alone, which is asked for before megatron knows that it can load the checkpoint."""
+    """Planner for the common state alone, which megatron reads before it knows that it can load the checkpoint."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None

@@ -34,7 +34,7 @@ _POLL_S = 0.05
 class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
     """megatron's `torch_dist` strategy that saves through a `BucketWriter`. Keep one for all saves of a run.
 
-    Usable with `bucketpoint.integrations.megatron.save`, by itself or in `FullyParallelSaveStrategyWrapper`, and for a
+    Usable with `bucketpoint.integrations.megatron.save`, alone or in `FullyParallelSaveStrategyWrapper`, and for a
     local folder with `dist_checkpointing.save`.
 
     Args:
@@ -77,7 +77,7 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
 
         Returns:
             megatron's `AsyncRequest`, once the state is copied and training may change it. bucketpoint uploads by
-            itself, from now on: in its process megatron only waits for the end. The first finalizing function raises
+            itself: in its process megatron only waits for the end. The first finalizing function raises
             the error of a save that failed.
         """
         _, modules = torch_dist.get_async_strategy(async_strategy)
@@ -103,7 +103,7 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         return state
 
     def _planner(self, checkpoint_dir: Any) -> SavePlanner:
-        # Plans are not kept: megatron's sharded tensors do not tell DCP the dtype that a kept plan would depend on.
+        # Plans are not kept: a kept plan depends on the dtype, which megatron's sharded tensors do not expose to DCP.
         planner = _Planner(False, False, enable_plan_caching=False)
         url = url_of(checkpoint_dir)
         if url != os.fspath(checkpoint_dir):
@@ -121,7 +121,7 @@ class _Planner(SavePlanner):
     """Planner for states of megatron, whose objects are serialized already.
 
     Attributes:
-        write_side_file: called on the coordinator before anything is uploaded, where all ranks learn of its errors.
+        write_side_file: called on the coordinator before anything is uploaded; its errors are raised on all ranks.
     """
 
     write_side_file: Callable[[], None] | None = None
@@ -136,7 +136,7 @@ class _Planner(SavePlanner):
 
 
 class _Stager(AsyncStager):
-    """Stager that copies the data of megatron's sharded tensors, whose classes do not tell what they wrap."""
+    """Stager that copies the data of megatron's sharded tensors, whose classes do not expose what they wrap."""
 
     def __init__(self, writer: BucketWriter) -> None:
         self._writer = writer
@@ -169,7 +169,7 @@ def _shards_of(value: Any) -> list[Any]:
 
 
 def _sign_of(handle: SaveHandle) -> str:
-    """Return the path of a file that exists for as long as a save goes on."""
+    """Return the path of a file that exists while a save is under way."""
     number, path = tempfile.mkstemp(prefix="bucketpoint-save-")
     os.close(number)
     handle.add_done_callback(lambda _: Path(path).unlink(missing_ok=True))
@@ -177,9 +177,9 @@ def _sign_of(handle: SaveHandle) -> str:
 
 
 def _wait_for_end(path: str, trainer: int) -> None:
-    """Wait until the save of a file is over, or its trainer dead. Called by megatron, in a process of its own."""
+    """Wait until the save of a file is over, or its trainer dead. Called by megatron, in a separate process."""
     parent = os.getppid()
-    # A trainer that died is still there for `os.kill` until its own parent, which may wait for this process, looks.
+    # A dead trainer still exists for `os.kill` until its parent, which may wait for this process, collects it.
     while Path(path).exists() and os.getppid() == parent:
         try:
             os.kill(trainer, 0)

@@ -38,8 +38,8 @@ def let_stand_for(
 ) -> None:
     """Let a local folder stand for the URL of a run in Megatron's training loop. All processes, before `pretrain`.
 
-    With `--save` and `--load` set to the folder, checkpoints go to `url/iter_0000500`, and training goes on from the
-    newest whole one. The folder holds side files only. They are made anew from the bucket here, so that no tracker file
+    With `--save` and `--load` set to the folder, checkpoints go to `url/iter_0000500`, and training resumes from the
+    newest whole one. The folder holds side files only. They are rebuilt from the bucket here, so that no tracker file
     names a checkpoint that does not exist. For the rest of the process two names in `megatron.training.checkpointing`,
     those of megatron's strategies, are those of bucketpoint's.
 
@@ -49,7 +49,7 @@ def let_stand_for(
         storage_writer, storage_options, trusted: as for `BucketSaveStrategy` and `BucketLoadStrategy`.
 
     Raises:
-        BucketpointError: the folder holds files of its own; or Megatron's training loop is not installed.
+        BucketpointError: the folder holds other files; or Megatron's training loop is not installed.
     """
     try:
         from megatron.training import checkpointing
@@ -82,7 +82,7 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
     """Make the side files of the newest checkpoint, on one process of each node."""
     root.mkdir(parents=True, exist_ok=True)
     mark = root / _MARK
-    # Listed before the mark is read: another node that shares the folder writes the mark before anything else.
+    # The folder is listed before the mark is read: another node that shares it writes the mark before anything else.
     used = any(not path.name.startswith(_MARK) for path in root.iterdir())
     told = mark.read_text(encoding="utf-8").rstrip("/") if mark.exists() else None
     if told != url.rstrip("/"):
@@ -92,7 +92,7 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
                 url=url,
                 remedy="Give an empty folder that only this run uses",
             )
-        # In one step, so that another node never reads a part.
+        # Written in one step, so that another node never reads a part.
         part = root / f"{_MARK}.{uuid.uuid4().hex}"
         part.write_text(url, encoding="utf-8")
         part.replace(mark)

@@ -1,6 +1,6 @@
 """Names of objects: paths of torch_checkpointing to keys and back, and the last component of each key.
 
-A path of components `a/b` has the key `a/b/` with one of these names behind it:
+A path of components `a/b` has the key `a/b/` followed by one of these names:
 
 - `@f.TOKEN.ATTEMPT.RANDOM`: the bytes of a file in a temporary directory. Each write has its key, and the newest one
   is the file.
@@ -85,7 +85,7 @@ class Names:
         return parts[: next(depths, 0)]
 
     def key(self, parts: Parts, *behind: str) -> str:
-        """Return the key of a path with `behind` as its last components."""
+        """Return the key of a path, with `behind` appended."""
         return "/".join((*([self.prefix] if self.prefix else []), *self.components(parts), *behind))
 
     def components(self, parts: Parts) -> list[str]:
@@ -99,7 +99,7 @@ class Names:
         return found
 
     def _rest(self, part: str) -> str:
-        """Return what is behind the prefix of a temporary directory's name; any other component as it is."""
+        """Return a temporary directory's name without its prefix; any other component unchanged."""
         return part.removeprefix(self.temp_dir_prefix) or part
 
     def read(self, key: str) -> tuple[Parts, str]:

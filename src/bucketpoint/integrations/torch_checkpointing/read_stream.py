@@ -34,7 +34,7 @@ class Files:
         """Read a file."""
         if file.object_nbytes <= WHOLE_BYTES:
             return io.BytesIO(self._small(file))
-        # A size that is wrong is found before so much memory is taken.
+        # A wrong size is found before the memory is allocated.
         nbytes = self.sums(file).nbytes
         data = io.BytesIO()
         data.seek(nbytes - 1)
@@ -64,7 +64,7 @@ class Files:
         fetch(self.store, plan_requests(extents, self._options), self._options, pool=self._pool, meter=meter)
 
     def sums(self, file: File) -> Sums:
-        """Return the checksums of a file. The keys of files are never used twice, so what was read stays right."""
+        """Return the checksums of a file. The keys of files are never used twice, so cached data stays valid."""
         if file.key not in self._sums:
             nbytes = file.nbytes
             self.check(file)
@@ -116,4 +116,4 @@ class ReadStream(RangeFile):
 
 
 def _nothing(view: memoryview | None) -> None:
-    """Ignore that an extent has arrived: its bytes are where they belong."""
+    """Do nothing: the extent's bytes are in place."""

@@ -40,7 +40,7 @@ from bucketpoint.transfer.checksum import crc32c
 
 
 class OccupiedError(CheckpointExistsError, FileExistsError):
-    """A rename found files at its destination. Nothing there was changed."""
+    """A rename found files at its destination, and changed nothing."""
 
     remedy_default = "Save under another name, or delete the destination with the storage's rmdir first"
 
@@ -51,19 +51,19 @@ class MissingFileError(ObjectNotFoundError, FileNotFoundError):
 
 @dataclass
 class BucketStorageConfig(StorageConfig):
-    """Settings of a `BucketStorage`. They can be pickled, into the process that writes.
+    """Settings of a `BucketStorage`. They can be pickled for the writing process.
 
     Attributes:
         root: URL below which all paths are resolved: `s3://`, `gs://`, `memory://`, a local path, or another scheme of
             fsspec.
         storage_options: as for `BucketWriter`. They are not part of the `repr`.
-        attempt: name that all ranks of this run share, and no run before it. Of the files in temporary directories the
+        attempt: name that only the ranks of this run share, not earlier runs. Of the files in temporary directories the
             storage then sees only those of this run, and none that a killed run left: see `for_this_run`. Empty: the
             newest file of each name, whichever run wrote it.
         transfer: sizes and parallelism of requests.
         temp_dir_prefix: that of the `CheckpointWriterConfig`.
         on_commit: called on the rank that commits, in the process that writes, with a `CommitInfo`. Its `step` is None,
-            and its `blocked_s` nan: a storage knows neither.
+            and its `blocked_s` nan: both are unknown here.
 
     Raises:
         InvalidURLError: `root` is no URL of a store.
@@ -102,7 +102,7 @@ _DELETION = "Delete a checkpoint as a whole, with rmdir; `sweep` removes what ki
 class BucketStorage(Storage):
     """Files and directories below a URL. Safe to use from several threads.
 
-    A directory is there while a file is below it.
+    A directory exists while there is a file below it.
 
     Args:
         config: its settings.
@@ -159,10 +159,10 @@ class BucketStorage(Storage):
         self.trees.delete([entry])
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Do nothing, as a directory needs nothing before its files."""
+        """Do nothing: a directory exists by its files."""
 
     def rmdir(self, path: Path) -> None:
-        """Delete a directory, such as a checkpoint, which is gone as a whole once its manifest is.
+        """Delete a directory, such as a checkpoint, which is gone as a whole once its manifest is deleted.
 
         Raises:
             BucketpointError: the directory lies in a checkpoint, or version 0.2 has moved files from there.
@@ -230,7 +230,7 @@ class BucketStorage(Storage):
             if not files:
                 raise self._missing_error(path)
             return sorted({one[len(parts)] for one in files})
-        # Below the root may be many checkpoints. Only what was never committed is listed to its end.
+        # Below the root may be many checkpoints. Only uncommitted paths are listed to their end.
         key = self.where.key(())
         found: set[str] = set()
         for folder in self.store.list_folders(f"{key}/" if key else ""):
@@ -295,13 +295,13 @@ class BucketStorage(Storage):
         raise self._missing_error(path)
 
     def _enter(self, parts: Parts, file: File) -> None:
-        """Make an object the file at a path, in place of any other one."""
+        """Make an object the file at a path, in place of an earlier one."""
         body = memoryview(encode({(): file}))
         self.store.put(self.where.key(parts, names.ENTRY), [body], crc32c=crc32c(body))
         self.trees.forget()
 
     def _commit(self, source: Parts, files: Files, target: Parts, path: Path) -> None:
-        """Put a manifest where there is none.
+        """Write a manifest where there is none.
 
         Raises:
             OccupiedError: there is another one already.

@@ -12,11 +12,11 @@ DAY_S = 24 * 3600.0
 
 
 def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool = False) -> list[str]:
-    """Delete objects that no checkpoint and no file needs, and abort multipart uploads that nobody completed.
+    """Delete objects that no checkpoint and no file needs, and abort incomplete multipart uploads.
 
     Args:
         storage: the storage whose root is swept.
-        older_than_s: age in seconds; leave alone what is younger, as it may be of a save that is under way. By the
+        older_than_s: age in seconds; younger objects are kept, as they may belong to a save under way. By the
             store's clock, and this machine's.
         dry_run: delete nothing.
 

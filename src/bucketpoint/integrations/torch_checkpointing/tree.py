@@ -37,7 +37,7 @@ Files = dict[Parts, File]
 
 
 def encode(files: Files) -> bytes:
-    """Return the bytes of the manifest of a directory, or of the entry of a file: the CRC32C, and JSON.
+    """Return the manifest of a directory, or the entry of a file, as bytes: the CRC32C, and JSON.
 
     Args:
         files: the files by their paths from there on. The path of an entry's only file is empty.
@@ -51,7 +51,7 @@ class Trees:
     """Reads trees of files. Keeps the manifests that it has read: one with the same ETag is the same.
 
     Args:
-        attempt: if given, files in temporary directories that other runs wrote are passed over.
+        attempt: if given, files of other runs in temporary directories are ignored.
     """
 
     def __init__(self, store: Store, where: Names, attempt: str) -> None:
@@ -74,13 +74,13 @@ class Trees:
         infos = [info for key in manifests[:-1] for info in self._store.list(key)]
         top = self._where.key(parts)
         infos += self._store.list(f"{top}/" if top else "")
-        # A manifest that is gone says nothing any more: see `known`.
+        # A deleted manifest no longer counts: see `known`.
         for key in set(manifests) - {info.key for info in infos}:
             self._read.pop(key, None)
         return infos
 
     def read(self, infos: Iterable[ObjectInfo]) -> Files:
-        """Return the files that objects are, or that they name, with absolute paths."""
+        """Return the files of objects, and those that they name, with absolute paths."""
         infos = list(infos)
         committed: Files = {}
         entries: Files = {}
@@ -97,7 +97,7 @@ class Trees:
             if match[2] == self._attempt or not self._attempt or not self._where.temporary(path):
                 file = links.get(info.key) or File(info.key, info.size, info.etag)
                 newest[path] = match[1], info.key, file
-        # What was written into a committed directory is newer than its manifest.
+        # Files written into a committed directory are newer than its manifest.
         return committed | {path: file for path, (_, key, file) in newest.items() if key not in named} | entries
 
     def manifests(self, infos: Iterable[ObjectInfo]) -> Iterator[tuple[Parts, Files]]:

@@ -48,7 +48,7 @@ class Owners:
         self._views = [found[start] for start in self._starts]
 
     def keep(self, view: memoryview) -> memoryview | None:
-        """Return the same bytes as `view` in memory that stays, or None if they are in no tensor."""
+        """Return the same bytes as `view` in a tensor's memory, or None if they are in no tensor."""
         start = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
         index = bisect.bisect_right(self._starts, start) - 1
         if index < 0:
@@ -66,7 +66,7 @@ class WriteStream(StreamUpload):
 
     Args:
         owners: the tensors whose bytes will be written. They must not change before the stream is closed.
-        done: called with the object once it is there.
+        done: called with the object once it exists.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class WriteStream(StreamUpload):
             self.discard()
 
     def __del__(self) -> None:
-        # The one of io.IOBase closes the stream, which would make a truncated object visible.
+        # io.IOBase's finalizer closes the stream, which would make a truncated object visible.
         if hasattr(self, "_sums") and not self.closed:
             if self._process == os.getpid():
-                # Each part under way holds the stream, so there is none.
+                # Each part under way holds a reference to the stream, so there is none.
                 self._group.abandon(self._left())
                 abort(self._store, self._key, self._upload_id)
             super().close()

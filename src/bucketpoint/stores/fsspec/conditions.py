@@ -24,7 +24,7 @@ _lock = ProcessLock()
 
 
 def proven(store: Store, prefix: str) -> Capabilities:
-    """Return the capabilities of a store, for callers that rely on conditions, after a trial if only a trial tells.
+    """Return the capabilities of a store, for callers that rely on conditions, after a trial if one is needed.
 
     The trial is made on a scratch object below `prefix`, which is deleted then: once per process and bucket, with at
     most six small requests. Logs a warning, once, if commits to this store will have no conditional writes.

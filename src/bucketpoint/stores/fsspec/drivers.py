@@ -40,7 +40,7 @@ class Probed:
 
     Attributes:
         creates: a second exclusive create of one object was refused, and the first object stayed.
-        replaces: a replacement of an object that is not there any more was refused.
+        replaces: a replacement of a missing object was refused.
         checks: a body with a wrong CRC32C was refused.
         why: the reasons for failed trials, for messages; empty if there are none.
     """
@@ -62,7 +62,7 @@ def known(fs: AbstractFileSystem, root: str) -> Probed | None:
 
 def remember(fs: AbstractFileSystem, root: str, probed: Probed) -> None:
     """Keep the result of a trial."""
-    # Filesystems of the same settings are equal. The entry must not end with an older one of them.
+    # Filesystems of the same settings are equal. The entry must not be removed with an older equal one.
     by_bucket = _probed.pop(fs, {})
     _probed[fs] = {**by_bucket, _bucket(root): probed}
 
@@ -83,7 +83,7 @@ class Driver:
             `Capabilities`. Empty if there are no such uploads.
         max_put_bytes: the largest body that is sent in one request.
         private: no other process can access this filesystem's content.
-        shared: as in `Capabilities`. Unknown for any filesystem without a driver of its own: False.
+        shared: as in `Capabilities`. False for any filesystem without its own driver, as it is unknown.
         lists_uploads: as in `Capabilities`.
     """
 

@@ -82,7 +82,7 @@ def _unauthorised(asked: Asked, role: str) -> dict[RuleKey, ErrorRule]:
 
 
 # https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and common-rest-api-error-codes; and
-# S3's codes, which s3fs keeps in the cause, where the status alone would mean something else.
+# S3's codes, which s3fs keeps in the cause, where the status alone would be misleading.
 RULES: dict[RuleKey, ErrorRule] = {
     **answers(
         "BlobNotFound PathNotFound ResourceNotFound SourcePathNotFound NoSuchKey NoSuchVersion NotFound 404",

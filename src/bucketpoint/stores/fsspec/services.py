@@ -49,7 +49,7 @@ class S3FS(Driver):
     shared = True
     creates = replaces = checks = True
     limits = MappingProxyType({"min_part_bytes": 5 * MIB, "max_part_bytes": 5 << 30, "max_parts": 10_000})
-    # MinIO does not list uploads by a prefix, and s3fs does not tell which service it talks to.
+    # MinIO does not list uploads by a prefix, and with s3fs the service is unknown.
     lists_uploads = False
     # From twice its own part size on, pipe_file sends parts, which do not have the checksum of the whole body.
     max_put_bytes = 100 * MIB - 1
@@ -136,7 +136,7 @@ class ADLFS(Driver):
 
     def bound_retries(self, fs: AbstractFileSystem) -> None:
         # The library waits 18, 24 and 42 s before its three retries of a failed connection. adlfs passes no option to
-        # its client, so the client's policy is changed. Retries of what the service answers stay as they are.
+        # its client, so the client's policy is changed. Retries after answers of the service are unchanged.
         # https://learn.microsoft.com/azure/storage/blobs/storage-retry-policy-python
         policy: Any = getattr(getattr(fs.service_client, "_config", None), "retry_policy", None)
         if hasattr(policy, "connect_retries"):
@@ -166,7 +166,7 @@ class ADLFS(Driver):
         from azure.storage.blob import BlobBlock
 
         blocks = [BlobBlock(part.etag) for part in parts]
-        # adlfs may take a blob without this metadata for a folder.
+        # adlfs may treat a blob without this metadata as a folder.
         metadata = {"is_directory": "false"}
         try:
             return write_reply(_azure(fs, path, lambda blob: blob.commit_block_list(blocks, metadata=metadata)))

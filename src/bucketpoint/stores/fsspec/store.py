@@ -143,7 +143,7 @@ class FsspecStore:
         able = probed or self._untried
         native = able.replaces if if_match is not None else if_none_match and able.creates
         conditional = if_none_match or if_match is not None
-        # A condition of the service that was not tried yet is not relied on: this store checks it, too.
+        # A condition of the service without a trial is not reliable: this store checks it, too.
         looks = conditional and (probed is None or not native)
         # A service may refuse to replace a missing object with "not found" instead of "precondition failed".
         missing = self._above if if_match is None else PreconditionFailedError
@@ -195,7 +195,7 @@ class FsspecStore:
         self._check_etag(key, if_match)
         with self._errors("get", key):
             try:
-                # Not the whole method is given up: it writes into the caller's memory.
+                # Only this call is abandoned, not the whole method, which writes into the caller's memory.
                 data = memoryview(self._cat(key, offset, offset + size))
             except EndpointError:
                 raise
@@ -250,7 +250,7 @@ class FsspecStore:
         return files_below(self.fs, self._path(folder))
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        # Not by `ls`, which lists empty folders, too, on filesystems with real folders.
+        # Not by `ls`, which also lists empty folders on filesystems with real folders.
         seen = ""
         for info in self.list(prefix):
             head, slash, _ = info.key[len(prefix) :].partition("/")

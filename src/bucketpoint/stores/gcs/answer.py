@@ -55,7 +55,7 @@ def received(reply: Any, operation: str, *, stream: bool) -> GCSReply:
 
 
 def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str | None:
-    """Return what shows that an answer is not the service's; None if nothing does."""
+    """Return the reason why an answer is not the service's; None if it may be."""
     status, body = reply.status_code, reply.content
     root = root_of(body)
     if status >= 300:

@@ -109,7 +109,7 @@ class Bucket:
         raise failure
 
     def exists(self) -> bool:
-        """Return True if the bucket exists, as far as these credentials can tell. A bucket found is remembered."""
+        """Return True if the bucket exists, as far as these credentials can see. A bucket found is remembered."""
         client = self.client()
         if self.name in client.buckets:
             return True
@@ -119,8 +119,8 @@ class Bucket:
         except ObjectNotFoundError:
             return False
         except StoreError:
-            # Without the permission to list, nothing tells if the bucket exists. Assume that it does, so that the
-            # caller's error stays "object not found".
+            # Without the permission to list, assume that the bucket exists: the caller's error stays "object not
+            # found".
             return True
         client.buckets.add(self.name)
         return True
@@ -201,7 +201,7 @@ class Bucket:
         """Delete many objects, 100 per request. Missing objects count as deleted.
 
         Args:
-            generations: by key, the only generation to delete. It is deleted for good: a bucket with versioning does
+            generations: by key, the only generation to delete. It is deleted permanently: a bucket with versioning does
                 not keep it as a noncurrent version.
         """
         failed: list[DeleteFailure] = []

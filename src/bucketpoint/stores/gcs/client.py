@@ -32,8 +32,8 @@ READ_TIMEOUT_S = 60
 # https://cloud.google.com/storage/docs/xml-api/post-object-complete
 COMPLETE_TIMEOUT_S = 600
 
-# The command names the package, not `bucketpoint[extra]`: that would install whatever an index has by that name over a
-# bucketpoint from a checkout or a wheel.
+# The command names the package, not `bucketpoint[extra]`, which could replace a bucketpoint from a checkout by the
+# index's.
 INSTALL = "pip install 'google-cloud-storage>=3', or install bucketpoint with its extra gcs"
 
 
@@ -77,7 +77,7 @@ class GCSClient:
             stream: do not read the reply's body.
 
         Raises:
-            StoreError: the reply is an error, or there was no reply. The class tells the kind of failure.
+            StoreError: the reply is an error, or there was no reply. The class shows the kind of failure.
         """
         target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
 
@@ -200,8 +200,8 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
     if options.anonymous:
         return AnonymousCredentials()
     if token is None or (isinstance(token, str) and token == "google_default"):
-        # The library could find this file by itself, but would then ask for the name of a workload's project, which
-        # needs another permission and is not used here.
+        # The library could find this file itself, but would then ask for the name of a workload's project, which needs
+        # another permission and is not used here.
         token = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
         if not token:
             return None

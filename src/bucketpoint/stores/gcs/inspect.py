@@ -14,8 +14,7 @@ class BucketConfiguration:
 
     Attributes:
         versioning: True if replaced and deleted objects become noncurrent versions.
-        soft_delete_s: seconds for which deleted objects are kept; 0 if soft delete is off, None if the service does not
-            tell.
+        soft_delete_s: seconds for which deleted objects are kept; 0 if soft delete is off, None if unknown.
         noncurrent_days: days after which lifecycle rules delete noncurrent versions.
     """
 

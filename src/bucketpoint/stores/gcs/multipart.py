@@ -133,7 +133,7 @@ def _call(
     headers: Mapping[str, str] | None = None,
     **request: Any,
 ) -> GCSReply:
-    """Send one request of the XML API, whose error codes tell a missing bucket, object and upload apart."""
+    """Send one request of the XML API, whose error codes distinguish a missing bucket, object and upload."""
     path = f"/{quote(bucket.name, safe='')}" + ("" if key is None else f"/{quote(key, safe='/~')}")
     payer = bucket.options.user_project
     billed = {**(headers or {})} if payer is None else {**(headers or {}), "x-goog-user-project": payer}

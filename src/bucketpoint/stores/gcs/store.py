@@ -99,7 +99,7 @@ class GCSStore(HttpStore):
         except ObjectNotFoundError:
             if generation is None:
                 raise
-            # 404 may mean that only this generation is missing. A second request tells, and costs only a failing read.
+            # 404 may mean that only this generation is missing. A second request, only after a failed read, shows it.
             self.head(key)
             replaced = PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         else:

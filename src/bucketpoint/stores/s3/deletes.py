@@ -102,7 +102,7 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
 
 
 class _Deletes(ExpiringDeletes, Store, Protocol):
-    """A store that deletes also by the service's condition alone."""
+    """A store that can also delete by the service's condition alone."""
 
     def delete_unseen(self, key: str, etag: str) -> bool: ...
 

@@ -127,8 +127,8 @@ RULES: dict[RuleKey, ErrorRule] = {
     **answers(
         "AccessDenied AccessDeniedException AllAccessDisabled AccountProblem MethodNotAllowed 403", AccessDeniedError
     ),
-    # A session that has expired. Refreshed here for credentials that boto3 does not renew by itself: from a file, a
-    # process, a mounted token. XAdminUserNotFound is versitygw's, with status 404.
+    # A session that has expired. Refreshed here for credentials that boto3 does not renew: from a file, a process, a
+    # mounted token. XAdminUserNotFound is versitygw's, with status 404.
     **answers(
         "ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken InvalidClientTokenId InvalidAccessKeyId "
         "UnrecognizedClientException XAdminUserNotFound",
@@ -143,7 +143,7 @@ RULES: dict[RuleKey, ErrorRule] = {
         "IncorrectEndpoint 301 307",
         WrongRegionError,
     ),
-    # Never retried: only the caller, who set the condition, can tell a lost answer from another writer.
+    # Never retried: only the caller, who set the condition, can distinguish a lost answer from another writer.
     **answers("PreconditionFailed ConditionalRequestConflict 412", PreconditionFailedError, asked=Asked.CONDITION),
     **answers(
         "SlowDown SlowDownRead SlowDownWrite ServiceUnavailable Throttling ThrottlingException ThrottledException "
@@ -200,13 +200,13 @@ _UNKNOWN_REQUEST = (
 )
 _CONDITIONS = frozenset({"IfNoneMatch", "IfMatch", "CopySourceIfMatch"})
 _ENCRYPTION = ("SSECustomerKey", "SSEKMSKeyId", "ServerSideEncryption")
-"""Parameters that ask for encryption. The most particular ones come first."""
+"""Parameters that ask for encryption. The most specific ones come first."""
 
 # Order matters: the first match wins, so subclasses come before their base classes.
 RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (boto.NoCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
     (boto.PartialCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
-    # The source of the credentials is away, or does not work: which of them, the deadline decides.
+    # The source of the credentials is down for a while or broken: retried until the deadline.
     (boto.CredentialRetrievalError, ErrorRule(CredentialsError, _OUTAGE)),
     (boto.ProfileNotFound, ErrorRule(CredentialsError, _FATAL)),
     (boto.UnauthorizedSSOTokenError, ErrorRule(CredentialsError, _FATAL)),
@@ -303,7 +303,7 @@ def why_kept(entry: dict[str, Any]) -> tuple[str, str | None]:
 
 def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
     if rule.kind is BucketNotFoundError:
-        # The key says nothing to the reader: the first request of a call is often for an internal one.
+        # The key would not help the reader: the first request of a call is often for an internal one.
         url = "/".join(url.split("/")[:3])
     failure = rule.kind(message, url=url, remedy=remedy)
     failure.action = rule.action

@@ -1,6 +1,6 @@
-"""One request and its answer, which counts only if it is the store's own.
+"""One request and its answer, which is accepted only if it is the store's own.
 
-botocore believes any answer with status 200: it takes a login page for a stored object, and for an empty listing.
+botocore accepts any answer with status 200: it would treat a login page as a stored object, or an empty listing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _WRITES = frozenset({"PutObject", "UploadPart"})
 class S3Exchange:
     """Sender of the requests of one boto3 client: a handler of the client's `before-send` event.
 
-    What a service's answers carry is known for AWS, and is otherwise learned from the answers themselves: once one had
-    a request id, or repeated the checksum that was sent, an answer without is not the store's.
+    The headers of a service's answers are known for AWS, and otherwise learned: after one answer with a request id, or
+    with the sent checksum, an answer without it is not the store's.
 
     Args:
-        session: botocore's HTTP session; None if a version of botocore hides it, and has to send by itself.
+        session: botocore's HTTP session; None if a version of botocore hides it, and must send the request itself.
     """
 
     def __init__(self, session: Any, service: S3Service) -> None:
@@ -76,7 +76,7 @@ class S3Exchange:
     def _reason(
         self, operation: str, status: int, headers: Mapping[str, str], body: bytes | None, sent: str | None
     ) -> str | None:
-        """Return what shows that an answer is not the store's; None if nothing does.
+        """Return the reason why an answer is not the store's; None if it may be.
 
         Args:
             body: the answer's body; None if it is the content of an object.
@@ -123,7 +123,7 @@ def _error_reason(operation: str, status: int, headers: Mapping[str, str], body:
         return "it leads elsewhere"
     if status == 304:
         return "the request did not ask whether anything has changed"
-    # 404 means "no checkpoint here" to a save and to a restore, so it is believed only if the store says it. Answers to
+    # 404 means "no checkpoint here" to a save and to a restore, so it is accepted only from the store. Answers to
     # HEAD have no body that could, and some servers give them the type of a page.
     if status == 404 and _ID not in headers and not operation.startswith("Head"):
         return "it does not say what is missing"

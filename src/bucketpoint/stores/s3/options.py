@@ -35,8 +35,8 @@ class S3Options(StoreOptions):
             or refuse them: a commit then reads the object before and after the write. Default: the service's.
         client_kwargs: as in s3fs: further arguments of `boto3.client`.
         config_kwargs: as in s3fs: arguments of `botocore.config.Config`; they override bucketpoint's defaults. Its
-            `retries` say how many attempts a request gets. Default: AWS_MAX_ATTEMPTS or the profile's setting, then 6.
-            With the default of 6, throttled attempts (503 SlowDown) are not counted: a throttled request is retried
+            `retries` set the number of attempts of a request. Default: AWS_MAX_ATTEMPTS or the profile's setting, then
+            6. With the default of 6, throttled attempts (503 SlowDown) are not counted: a throttled request is retried
             until the deadline.
         request_kwargs: as s3fs's `s3_additional_kwargs`: parameters sent with every request that takes them, by boto3's
             names, such as `StorageClass`, `Tagging` and `ServerSideEncryption`. A 32-byte `SSECustomerKey` goes with

@@ -14,8 +14,8 @@ class S3Service:
     """A service, or a server program, that speaks S3's protocol.
 
     Attributes:
-        header: beginning of the Server header in replies, in lower case; empty if the header does not tell the service.
-        hosts: ends of the host names of this service alone.
+        header: beginning of the Server header in replies, in lower case; empty if it does not identify the service.
+        hosts: endings of host names that only this service has.
         checksums: the service compares the CRC32C that is sent with a body. If False, none is sent.
         addressing: `"path"` to put the bucket in the path; None for botocore's choice, which is the host for AWS and
             the path for every other endpoint.
@@ -85,7 +85,7 @@ SERVICES: Mapping[str, S3Service] = {
     )
 }
 
-# MinIO lists uploads by their whole key only, and nothing in its replies tells it from stores without that limit.
+# MinIO lists uploads by their whole key only, and its replies do not distinguish it from stores without that limit.
 UNKNOWN = S3Service("unknown", addressing=None, lists_uploads=False)
 """A service that neither the options nor the endpoint identify: features of S3, except those that MinIO lacks and those
 that only a trial can show."""

@@ -39,8 +39,8 @@ from bucketpoint.stores.s3.services import SERVICES, S3Service
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
 MAX_COPY_BYTES = 5 << 30
-# MinIO sends nothing until the copy is made, and gives it up when the client's read timeout ends: within 60 s, 1 GiB
-# takes 18 MB/s, and 5 GiB 90.
+# MinIO sends nothing until the copy is made, and stops it at the client's read timeout: in 60 s, 1 GiB needs 18 MB/s, 5
+# GiB 90.
 SILENT_COPY_BYTES = 1 << 30
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 MAX_DELETE_KEYS = 1_000
@@ -73,7 +73,7 @@ class S3Store(HttpStore):
     def identity(self) -> str:
         endpoint = urlsplit(self._client().api.meta.endpoint_url)
         host = endpoint.hostname or ""
-        # At AWS the bucket's name is enough: regional, dual-stack and private endpoints all lead to the same bucket.
+        # On AWS the bucket's name is enough: regional, dual-stack and private endpoints all lead to the same bucket.
         if host.endswith(SERVICES["aws"].hosts):
             return self.url
         # Without the text before an "@", which may hold credentials.
@@ -108,7 +108,7 @@ class S3Store(HttpStore):
 
     @property
     def service(self) -> S3Service:
-        """The service behind the endpoint, and its features, as far as the options or the endpoint tell."""
+        """The service behind the endpoint, and its features, as known from the options or the endpoint."""
         return self._client().service
 
     def put(
@@ -142,7 +142,8 @@ class S3Store(HttpStore):
         raise gone
 
     def _look(self, key: str, if_none_match: bool, if_match: str | None) -> None:
-        """Check a condition by HEAD if the service has no conditional writes. A write before the put is not noticed."""
+        """Check a condition by HEAD if the service has no conditional writes. Writes between HEAD and PUT are not
+        noticed."""
         if not if_none_match and if_match is None:
             return
         try:
@@ -215,7 +216,7 @@ class S3Store(HttpStore):
     def can_copy_from(self, other: Store) -> bool:
         if not super().can_copy_from(other):
             return False
-        # A copy reads and writes with one set of credentials and keys. Only trying tells if those may read.
+        # A copy reads and writes with one set of credentials and keys. Only a trial shows whether they may read.
         options = cast("S3Store", other).options
         return self.options == options or "SSECustomerKey" not in options.request_parameters()
 

@@ -1,6 +1,6 @@
 """Channel between a trainer and its helper: pickled messages and file descriptors over a pair of sockets.
 
-Both ends are ours, and nobody else can reach the sockets: they have no name, and no third process inherits them.
+Both ends are bucketpoint's, and no other process can reach the sockets: they have no name and are not inherited.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._sending = threading.Lock()
-        # Without ending it: a copy would hide the end of the trainer.
+        # Closed without a shutdown: a copy in a fork would hide the end of the trainer.
         renew_in_child(self, lambda copied: copied._socket.close())
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:

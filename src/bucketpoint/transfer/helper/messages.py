@@ -15,7 +15,7 @@ from bucketpoint.version import __version__
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Everything that makes a store again in another process.
+    """Everything needed to open a store again in another process.
 
     Attributes:
         url: URL of the checkpoint, as `open_store` takes it.
@@ -28,7 +28,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class Ready:
-    """First message of a helper: it has started, and this is the bucketpoint that it runs."""
+    """First message of a helper: it has started, with this version and path of bucketpoint."""
 
     version: str
     folder: str
@@ -75,7 +75,7 @@ class SegmentsToUpload:
 
     Attributes:
         key: key of the object.
-        begins: these are its first ones.
+        begins: True if these are its first ones.
     """
 
     key: str
@@ -166,7 +166,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """Answer to an order: the upload failed, and what was open has been aborted."""
+    """Answer to an order: the upload failed, and open uploads were aborted."""
 
     error: BaseException
     counts: Mapping[str, int]

@@ -44,11 +44,11 @@ from bucketpoint.transfer.upload import ObjectSource, Uploaded
 logger = logging.getLogger(__name__)
 
 READY_S = 60.0
-"""Seconds in which a helper must have started. On a busy machine, from a slow disk, it takes some."""
+"""Seconds in which a helper must have started. It takes several on a busy machine with a slow disk."""
 
 SILENT_WAITS = 12
-"""Waits of `SIGN_OF_LIFE_S` without a message after which a helper counts as hanging: a minute in all. It gets several
-turns within a minute on cores that are busy with processes of a lower niceness."""
+"""Waits of `SIGN_OF_LIFE_S` without a message after which a helper counts as hanging: a minute in all. Within a minute
+it runs several times even on cores that are busy with processes of a lower niceness."""
 
 _MAY_PASS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Reasons why a process cannot be started now, and can be later."""
@@ -59,7 +59,7 @@ class Upload:
     """Objects to upload, and the store for them in both processes.
 
     Attributes:
-        store: the store in this process, for what remains after a helper that died.
+        store: the store in this process, to clean up after a helper that died.
         config: the same store, to be made again in the helper. Its URL names the save in messages.
         memory: shared memory, in which segments may lie.
     """
@@ -116,7 +116,7 @@ class UploadHelper:
                     self._drop(running)
                     raise
                 except BaseException:
-                    # Nobody waits for the upload any more. The helper aborts it before it ends, if it gets so far.
+                    # No caller waits for the upload any more. The helper aborts it before it ends, if it can.
                     self._drop(running)
                     _abort_left(work, running.begun)
                     raise
@@ -180,7 +180,7 @@ class UploadHelper:
         try:
             self._start()
         except HelperProcessError as error:
-            # The first upload tries again, and tells.
+            # The first upload tries again, and reports the error.
             logger.debug("%s", error)
 
     def _start(self) -> _Running:
@@ -209,7 +209,7 @@ class _Running:
     """
 
     def __init__(self, nice: int) -> None:
-        # What a frozen program has for an interpreter is the program itself: it would start training once more.
+        # A frozen program's interpreter is the program itself, which would start training once more.
         if not sys.executable or getattr(sys, "frozen", False):
             raise HelperUnavailableError(
                 "this program is not run by an interpreter that can be started again (frozen, or no sys.executable)"
@@ -242,14 +242,14 @@ class _Running:
             return None
         try:
             while True:
-                # That of a local folder changes once another rank makes the folder.
+                # A local folder's identity changes once another rank creates the folder.
                 identity = work.store.identity
                 self._send(work, identity)
                 answer = self._answer_all(work, meter)
                 if not isinstance(answer, OrderRefused) or identity == work.store.identity:
                     return answer
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-            # Noticed while sending. The last is that of the limit: nobody takes a message.
+            # The end was noticed while sending. BlockingIOError means that the time limit has passed.
             return None
 
     def _send(self, work: Upload, identity: str) -> None:
@@ -273,7 +273,7 @@ class _Running:
             raise HelperUnavailableError(f"the options cannot be pickled ({type(error).__name__})") from error
 
     def _answer_all(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
-        """Answer the helper's messages until its last one. None if it died, or has said nothing for too long."""
+        """Answer the helper's messages until its last one. None if it died, or was silent for too long."""
         while (message := self._next_message()) is not None:
             if isinstance(message, Done | Failed | OrderRefused):
                 return message
@@ -292,7 +292,7 @@ class _Running:
         return None
 
     def _next_message(self) -> object | None:
-        """Wait for a message. None if the helper died, or has said nothing in each of `SILENT_WAITS` waits."""
+        """Wait for a message. None if the helper died, or was silent in each of `SILENT_WAITS` waits."""
         for _ in range(SILENT_WAITS):
             # Several short waits: one long wait could be over because both processes were stopped meanwhile.
             if not self._channel.is_quiet(self._helper.alive, SIGN_OF_LIFE_S):
@@ -333,7 +333,7 @@ class _Running:
 
 
 def _fate(status: int | None) -> str:
-    """Say how a process ended, from the return code that `subprocess` gives it."""
+    """Describe how a process ended, from its return code in `subprocess`."""
     if status is None:
         return "does not end"
     try:
@@ -343,7 +343,7 @@ def _fate(status: int | None) -> str:
 
 
 def _as_ours(error: BaseException, url: str) -> BucketpointError:
-    """Return an error of the helper; one that is none of a store's says that it is the helper's."""
+    """Return an error of the helper; an error of another library becomes a `HelperProcessError`."""
     if isinstance(error, BucketpointError):
         return error
     return HelperProcessError(f"The process that uploaded {url} failed: {describe(error)}")
@@ -357,7 +357,7 @@ def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
         if not work.store.capabilities.multipart:
             return
         for source in work.sources:
-            # One may have begun whose id the helper could not tell any more; in a local folder, of a small object, too.
+            # There may be uploads whose id the helper could not report; in a local folder, of a small object, too.
             # The right to list uploads may be missing.
             with contextlib.suppress(BucketpointError):
                 for upload in work.store.list_multipart(source.key):

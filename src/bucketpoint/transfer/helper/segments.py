@@ -1,4 +1,4 @@
-"""Description of segments for the helper: bytes in shared memory by their place, few others by value."""
+"""Description of segments for the helper: bytes in shared memory by position, small others by value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MappableMemory(Protocol):
 def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterator[SegmentsToUpload]:
     """Describe objects for the helper, a limited number of segments at a time.
 
-    One message is pickled in one hold of the interpreter's lock, for which training waits.
+    Training waits for the interpreter's lock while a message is pickled.
     """
 
     def remote(segment: Segment) -> PlainSegment:

@@ -16,18 +16,18 @@ from bucketpoint.forks import no_fork
 from bucketpoint.transfer.helper.channel import Channel, descriptor_of
 
 END_S = 5.0
-"""Seconds that a helper gets to end by itself before it is killed."""
+"""Seconds that a helper gets to end before it is killed."""
 
 LEFT_TO_TRAINER = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTTIN", "SIGTTOU")
     if hasattr(signal, name)
 )
-"""Signals that a helper ignores. Schedulers send some to every process of a job, and a terminal stops with the last two
+"""Signals that a helper ignores. Schedulers send some to every process of a job, and with the last two a terminal stops
 a process of another group that writes to it."""
 
-# Only paths and numbers are arguments: anybody on the machine can read them. `ps` shows the first line first. Niceness
-# before imports: they would otherwise compete with training for a third of a second.
+# Only paths and numbers are arguments: anybody on the machine can read them. The first line is visible in `ps`.
+# Niceness before imports: they would otherwise compete with training for a third of a second.
 _PROGRAM = """# bucketpoint: uploads checkpoints beside training
 import os, sys
 try:
@@ -45,8 +45,8 @@ class HelperProcess:
     """A helper that was started, and the channel to it.
 
     Attributes:
-        alive: descriptor of the process. The channel alone does not tell of its end: native code may have forked a
-            process that holds the other end.
+        alive: descriptor of the process. The channel alone does not show its end: a fork by native code may hold the
+            other end.
     """
 
     channel: Channel
@@ -54,13 +54,13 @@ class HelperProcess:
     alive: int | None
 
     def leave_to_parent(self) -> None:
-        """Forget the process in a fork, of which it is no child. The channel closes by itself there."""
+        """Forget the process in a fork, of which it is no child. The channel is closed there automatically."""
         if self.alive is not None:
             os.close(self.alive)
         self.process.returncode = 0
 
     def end(self) -> None:
-        """Close the channel, and wait for the process, which ends then. It is killed if it takes too long."""
+        """Close the channel, which ends the process, and wait for it. It is killed if it takes too long."""
         if self.alive is not None:
             os.close(self.alive)
         self.channel.close()
@@ -77,10 +77,9 @@ class HelperProcess:
                     self.process.wait(END_S)
 
     def end_unattended(self) -> None:
-        """End a helper that nobody refers to any more.
+        """End a helper without references.
 
-        The thread that dropped it may train, and is kept no longer than it takes to close the channel. At the end of
-        the program wait for the helper.
+        The thread that dropped it may train, so it only closes the channel. At program end it waits for the helper.
         """
         if threading.main_thread().is_alive():
             self.channel.close()
@@ -110,7 +109,7 @@ def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s
         channel = Channel(ours)
         try:
             with theirs:
-                # A default of the program's, which both ends would share.
+                # A program's default timeout, which both ends would share.
                 ours.settimeout(None)
                 theirs.settimeout(None)
                 channel.limit_waits(answers_within_s)
@@ -130,7 +129,7 @@ def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block signals on this thread: a helper inherits that, and lets them in once it ignores them."""
+    """Block signals on this thread: a helper inherits that, and unblocks them once it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_TRAINER)
     try:
         yield

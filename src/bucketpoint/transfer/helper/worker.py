@@ -1,6 +1,6 @@
 """The helper process: it carries out one order to upload after the other, until the trainer closes the channel.
 
-It ends by itself within seconds of the trainer, whatever the trainer died of, and aborts the uploads that are open.
+It ends within seconds of the trainer's end, whatever its cause, and aborts open uploads.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def main(descriptor: int, trainer: int) -> None:
         descriptor: the socket, inherited from the trainer.
         trainer: process id of the trainer.
     """
-    # Ctrl-C on a terminal goes to the trainer's process group. Not a session of its own: Linux shares cores out among
-    # sessions first (autogroup, see sched(7)), and the niceness of a process counts only within its session.
+    # Ctrl-C on a terminal goes to the trainer's process group. Not a separate session: Linux first divides cores among
+    # sessions (autogroup, see sched(7)), and the niceness of a process counts only within its session.
     os.setpgid(0, 0)
     for number in LEFT_TO_TRAINER:
         signal.signal(number, signal.SIG_IGN)
@@ -93,11 +93,11 @@ def main(descriptor: int, trainer: int) -> None:
             objects = []
         elif isinstance(message, Given) and job is not None:
             job.take(message)
-    # Threads of the job that send would otherwise wait for a trainer that reads no more.
+    # Threads of the job that send would otherwise wait for a trainer that no longer reads.
     channel.close()
     if job is not None:
         job.give_up()
-    # Without the interpreter's own end, which would wait for threads that hang in a request.
+    # Without the interpreter's normal exit, which would wait for threads that hang in a request.
     os._exit(0)
 
 
@@ -134,7 +134,7 @@ class _Reporter(Meter):
 
 
 class _Job:
-    """One order under way, on a thread of its own, so that the main thread notices the end of the trainer."""
+    """One order under way, on a separate thread, so that the main thread notices the end of the trainer."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Job:
         threading.Thread(target=self._show_life, name="bucketpoint-alive", daemon=True).start()
 
     def take(self, message: Given) -> None:
-        """Hand bytes of the trainer to the thread that asked for them."""
+        """Pass the trainer's bytes to the thread that asked for them."""
         self._asked.pop(message.request).put(message.data)
 
     def give_up(self) -> None:
@@ -190,13 +190,13 @@ class _Job:
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
             answer = Failed(_picklable(error), _counted_since(before))
         finally:
-            # A mapping stays. A refused order has none, and its descriptor would keep the trainer's memory.
+            # A mapping stays. A refused order has no job, and its descriptor would keep the trainer's memory alive.
             os.close(self._descriptor)
         self._over.set()
         # The process may be idle for long, and these hold bytes of the state.
         self._objects.clear()
         if store is not None and self._canceller.is_made:
-            # `upload_objects` has tried, but none of its requests is sent any more.
+            # `upload_objects` has tried to abort them, but its requests are no longer sent.
             for key, upload_id in self._open.items():
                 abort(store, key, upload_id)
         try:
