@@ -414,7 +414,7 @@ def test_reports_a_look_that_fails_and_watches_on(
     document = {**result.document, "taken": 0.0}
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(picture(document, 65.0, EndpointError("The store is away")))
-    assert "The last look failed: The store is away. The run of 1 min 5 s ago is shown" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The last look failed: The store is away. This is the run of 1 min 5 s ago" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def picture(
     parts: list[RenderableType] = [_words(run_lines.title(document), "bold")]
     if failure is not None:
         old = run_lines.duration(now - document["taken"])
-        parts.append(_words(f"The last look failed: {failure.message}. The run of {old} ago is shown", "bold red"))
+        parts.append(_words(f"The last look failed: {failure.message}. This is the run of {old} ago", "bold red"))
     parts += [_words(line, "yellow") for line in run_lines.notices(document)]
     parts += [Text(), *_newest(document, now)]
     if document["attempts"]:

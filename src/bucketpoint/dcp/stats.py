@@ -48,8 +48,8 @@ class SaveStats:
         planning_s: seconds from then to the beginning of the upload. Those in which the rank waits for other ranks'
             plans are included.
         upload_s: seconds of this rank's upload.
-        waiting_s: seconds from the end of the upload to the commit, in which the rank waited for the others; on ranks
-            that do not commit to the end of the save.
+        waiting_s: seconds from the end of the upload to the commit, waiting for the others; on ranks that do not
+            commit, until the end of the save.
         commit_s: seconds of the commit; 0 on ranks that do not commit.
         total_s: seconds from the call to the end.
         staged_bytes: bytes of the state that were copied to host memory; 0 for `dcp.save`.

@@ -310,7 +310,7 @@ class _Examination:
             self.report.say(check, "skip", "no checksums are sent to this store: a load compares what it reads")
             return
         body, key = memoryview(b"checksum"), self._key("checksum")
-        remedy = "Bytes damaged during the upload are noticed only at load; checksums=false saves sending checksums"
+        remedy = "Bytes damaged during the upload are noticed only at load; checksums=false avoids sending them"
         with self.report.trial(check, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True):
             store.put(key, [body], crc32c=crc32c(body))
             wrong = refused(CorruptDataError, lambda: store.put(key, [body], crc32c=crc32c(body) ^ 1))

@@ -373,7 +373,7 @@ class CheckpointManager:
         )
 
     def status(self) -> ManagerStatus:
-        """Return the run's current status. Any rank may call it, from any thread. Never blocks, and sends no request."""
+        """Return the run's current status. Any rank and thread may call it. Never blocks, and sends no request."""
         return self._standing.status(self._running, self.pruning, skipped=self.skipped)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
