@@ -9,7 +9,7 @@ PYTHON3 ?= python3#              the Python that runs the tools
 PYTHON ?=#                       the Python of the environments; default: a fitting one that is here
 TORCH ?=#                        an exact torch version, in an environment of its own; default: the newest, in .venv
 MATRIX ?= 2.9.1 2.11.0 2.13.0
-PYTHONS ?= 3.10 3.12 3.13 3.14#  versions for test-python; those that are not on the machine are named and left out
+PYTHONS ?=#                      versions for test-python, each of which must be here; default: those of four that are
 WORKERS ?= 3#                    processes that share the suite and often wait; each has servers of its own
 ARGS ?=#                         further arguments for pytest, the demo, the benchmark or the simulation
 
@@ -71,12 +71,13 @@ test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs versitygw
 		-k "not minio and not gcs and not versitygw" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
 
 .PHONY: test-python
-test-python: $(foreach version,$(PYTHONS),test-python-$(version)) ## what depends on the interpreter, on each other Python that is here
+test-python: $(foreach version,$(or $(PYTHONS),3.10 3.12 3.13 3.14),test-python-$(version)) ## what depends on the interpreter, on each other Python that is here
 
 ON_PYTHONS := tests/dcp/saving/test_program_end.py tests/transfer/test_tasks.py tests/staging tests/catalog/test_pace.py
 
 test-python-%: minio fake-gcs versitygw
-	@found="$$($(PYTHON3) tools/find_python.py $*)" || { echo "== Python $*: nothing was tested, as it is not on this machine"; exit 0; }; \
+	@found="$$($(PYTHON3) tools/find_python.py $*)" || { echo "== Python $*: nothing was tested, as it is not on this machine"; \
+		exit $(if $(strip $(PYTHONS)),1,0); }; \
 	echo "== Python $*: $$found"; \
 	$(MAKE) --no-print-directory .venv-py$*/$(STAMP) PYTHON="$$found"; \
 	.venv-py$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ON_PYTHONS) $(ARGS)
@@ -196,13 +197,27 @@ bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers;
 	PATH="$(CURDIR)/$(BIN):$$(dirname "$$uv"):$$PATH" $(BIN)/python bench/run.py $(ARGS)
 
 .PHONY: dist
-dist: ## build the wheel, the sdist and an SBOM into dist/, and run quick tests against the installed wheel
-	@rm -rf dist .dist-again .venv-dist .venv-sbom; uv="$$($(PYTHON3) tools/get_uv.py)"; \
+dist: dist-build dist-test ## build the wheel, the sdist and an SBOM into dist/, and run quick tests against the installed wheel
+
+.PHONY: dist-build
+dist-build:
+	@rm -rf dist .dist-again .venv-sbom; uv="$$($(PYTHON3) tools/get_uv.py)"; \
 	"$$uv" build --quiet --out-dir dist && "$$uv" build --quiet --wheel --out-dir .dist-again && \
 	$(PYTHON3) tools/check_dist.py .dist-again && rm -rf .dist-again
 	@$(PYTHON3) tools/make_sbom.py
+
+.PHONY: dist-test
+dist-test:
+	@rm -rf .venv-dist
 	@$(PYTHON3) tools/make_env.py .venv-dist --wheel "$$(echo dist/*.whl)" --python "$(PYTHON)"
 	@.venv-dist/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/test_package.py tests/format tests/retention $(ARGS)
+
+.PHONY: constraints
+constraints: ## write the versions and hashes that CI and the release install: tools/constraints.txt, tools/uv.txt
+	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
+	compile="$$uv pip compile --quiet --upgrade --universal --generate-hashes --no-annotate --custom-compile-command"; \
+	$$compile "make constraints" --python-version 3.10 --extra dev --extra all pyproject.toml tools/release.in -o tools/constraints.txt; \
+	echo uv | $$compile "make constraints" --python-version 3.10 - -o tools/uv.txt
 
 .PHONY: soak
 soak: $(VENV)/$(STAMP) minio ## 300 saves and 60 restores while requests fail, with retention on; ARGS="--saves 30" for less
