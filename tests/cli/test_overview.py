@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.cli.commands.overview import _requests
 from bucketpoint.cli.page import MOST_ROWS, RunReport, page
 from bucketpoint.cli.svg import Chart, SaveMark, saves, storage
 from cli.conftest import Program, save
@@ -100,8 +102,21 @@ def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Progr
     assert "2 of 3 objects, 300 B of" in shown.text
 
 
+def test_prices_the_requests_of_two_thousand_ranks_that_save_every_ten_minutes() -> None:
+    # Each object of 64 MiB takes eight parts, and two requests more.
+    found = _requests({"objects": 2000, "bytes": 2000 * (64 << 20)}, 600, 0.005)
+    assert found == {"a_save": 20_003, "saves_a_month": 4_320, "dollars_a_month": 432.06}
+    small = _requests({"objects": 2000, "bytes": 2000}, 600, 0.005)
+    assert small is not None
+    assert small["a_save"] == 2_003
+    assert _requests({"objects": None, "bytes": None}, 600, 0.005) is None
+    assert _requests({"objects": 1, "bytes": 1}, None, 0.005) is None
+
+
 def test_shows_the_same_costs_as_text_and_on_the_page(program: Program, tmp_path: Path, root: str) -> None:
     save_run(root, *STEPS)
+    *_, requests = program("overview", root).out.splitlines()
+    assert re.fullmatch(r"[\d,]+ saves a month of 6 requests each: \$[\d,.]+ a month at \$0.005 for 1,000", requests)
     save(f"{root}/step-60")
     policy = str(write(tmp_path, root))
     shown = made(program, root, tmp_path / "page.html", "--policy", policy, "--price", "1000")

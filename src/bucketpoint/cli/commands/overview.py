@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 LIST_PRICE = 0.023
 """Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
 
+LIST_PRICE_OF_WRITES = 0.005
+"""Dollars for 1,000 requests that write: Amazon S3 Standard, us-east-1 (its pricing page, 2026)."""
+
+_MONTH_S = 30 * 24 * 3600
+_REQUESTS_BESIDES_DATA = 3
+"""Requests of a fresh save besides those for data: docs/saving.md."""
+
 _TITLES = {
     "now": "now",
     "no_record": "of these without a record",
@@ -48,6 +55,14 @@ def _price(_context: click.Context, _parameter: click.Parameter, value: float) -
     show_default=True,
     help="Price of storage, in dollars per GB and month.",
 )
+@click.option(
+    "--request-price",
+    type=click.FloatRange(min=0),
+    callback=_price,
+    default=LIST_PRICE_OF_WRITES,
+    show_default=True,
+    help="Price of 1,000 requests that write, in dollars.",
+)
 @click.option("--verify", is_flag=True, help="Re-read every byte of every checkpoint, as `verify --all` does.")
 @trusted_option
 @progress_option
@@ -58,13 +73,15 @@ def overview(
     access: Access,
     file: str | None,
     price: float,
+    request_price: float,
     verify: bool,
     trusted: bool,
     progress: bool | None,
 ) -> CommandResult:
     """Show what a run's checkpoints cost, or write a page about it.
 
-    Shows the size and the monthly cost of the checkpoints and, with --policy, of those that the policy would keep. Not
+    Shows the size and the monthly cost of the checkpoints and, with --policy, of those that the policy would keep, and
+    the cost of requests if saves go on at the pace and with the size of the last ones. Not
     counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page also shows
     all checkpoints, saves that did not commit, and what is kept and why. It loads nothing from elsewhere. Takes the
     requests of `watch`, one listing for each checkpoint without a record and, for the page, one small read for each
@@ -86,6 +103,7 @@ def overview(
     for row in described["checkpoints"]:
         row["bytes"] = measured.get(row["url"], row["bytes"])
     costs = _costs(snapshot, [*measured.values()], plan, price)
+    requests = _requests(described["newest"], described["interval_s"], request_price)
     rows = [
         (_TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"])
         for name, part in costs.items()
@@ -113,12 +131,13 @@ def overview(
         "price": price,
         **(costs["now"] or {}),
         **costs,
+        "requests": requests,
         "attempts": len(described["attempts"]),
         "problems": described["problems"],
         "verified": {"whole": whole, "damaged": len(verified) - whole} if verify else None,
     }
     damage = [line for _, ok, lines in verified if not ok for line in lines]
-    said = [*_cost_lines(rows, price), *damage, *_lines(document)]
+    said = [*_cost_lines(rows, price), *_request_lines(requests, request_price), *damage, *_lines(document)]
     return CommandResult(document, said, whole == len(verified))
 
 
@@ -146,6 +165,33 @@ def _costs(
 def _cost(sizes: Sequence[int], price: float) -> dict[str, Any]:
     total = sum(sizes)
     return {"checkpoints": len(sizes), "bytes": total, "dollars_a_month": round(total / 1e9 * price, 2)}
+
+
+def _requests(newest: Mapping[str, Any] | None, interval_s: float | None, price: float) -> dict[str, Any] | None:
+    """Return the requests of a save like the newest one, and their price a month at the pace of the last saves.
+
+    None if the record of the newest does not have its objects, or there is no second save. Objects are taken to be of
+    one size, and to be sent with the default options.
+    """
+    from bucketpoint.stores.http_store import CAPABILITIES
+    from bucketpoint.transfer import TransferOptions
+    from bucketpoint.transfer.parts import common_part_bytes, plan_parts
+
+    if not newest or not newest["objects"] or not interval_s:
+        return None
+    options, size = TransferOptions(), -(-newest["bytes"] // newest["objects"])
+    parts = plan_parts(size, common_part_bytes([size], options), CAPABILITIES).count
+    writes = 1 if size <= options.single_put_bytes else parts + 2
+    each, saves = newest["objects"] * writes + _REQUESTS_BESIDES_DATA, round(_MONTH_S / interval_s)
+    return {"a_save": each, "saves_a_month": saves, "dollars_a_month": round(each * saves / 1000 * price, 2)}
+
+
+def _request_lines(requests: Mapping[str, Any] | None, price: float) -> Iterator[str]:
+    if requests is not None:
+        yield (
+            f"{requests['saves_a_month']:,} saves a month of {requests['a_save']:,} requests each: "
+            f"${requests['dollars_a_month']:,.2f} a month at ${price} for 1,000"
+        )
 
 
 def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> Iterator[str]:
