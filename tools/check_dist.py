@@ -30,8 +30,6 @@ def main() -> int:
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         text = archive.read(metadata).decode()
-    if not re.search(r"^Project-URL: Repository, https://", text, re.MULTILINE):
-        faults.append("the wheel does not say where its repository is")
     relative = re.findall(r"\]\((?!https?://|#)[^)]+\)", text)
     faults += [f"a package index cannot follow the README's link {link}" for link in relative]
     for folder in sys.argv[1:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,20 @@ SOURCES = {page: source for source, page in OUTSIDE.items()}
 REF = os.environ.get("BUCKETPOINT_SITE_REF", "main")
 """The branch or tag that links into the repository lead to."""
 
+_NOWHERE = "repository:"
+"""Beginning of links to files of the repository while it has no address: they become text."""
+
 
 # Before mkdocstrings, which takes its options from the configuration once.
 @event_priority(100)  # type: ignore[untyped-decorator]
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the navigation, GitHub's anchors, and the selector of versions where several are published."""
     config.mdx_configs["toc"]["slugify"] = github_pages.slug
-    config.edit_uri = f"edit/{REF}/docs/"
+    config.edit_uri = f"edit/{REF}/docs/" if config.repo_url else None
     python: dict[str, Any] = config.plugins["mkdocstrings"].config.handlers["python"]["options"]
     names = [name.rpartition(".")[2] for page in _reference() for name in page.names]
-    python["extra"] = {"source_url": f"{_repository(config).format('blob')}/src/", "public": names}
+    source_url = f"{_repository(config).format('blob')}/src/" if config.repo_url else ""
+    python["extra"] = {"source_url": source_url, "public": names}
     # Mike names the version that it builds. The page of a version asks for the list of all, which is nowhere else.
     if os.environ.get("MIKE_DOCS_VERSION"):
         config.extra["version"] = {"provider": "mike"}
@@ -75,7 +80,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         index = github_pages.with_links(markdown, f"docs/{INDEX}", "index.md", in_docs, ROOT, _repository(config))
         markdown = landing.page((ROOT / source).read_text(encoding="utf-8"), index)
     markdown = github_pages.with_links(markdown, source, here, pages, ROOT, _repository(config))
-    return github_pages.deeper_lists(markdown)
+    return github_pages.deeper_lists(re.sub(rf"\[([^\[\]]*)\]\({_NOWHERE}[^)]*\)", r"\1", markdown))
 
 
 def on_page_content(html: str, *, page: Page, **_: Any) -> str:
@@ -87,13 +92,13 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
 
 def on_pre_page(page: Page, *, config: MkDocsConfig, files: Files) -> Page:
     """Let the button of a page lead to its own file in the repository."""
-    if source := SOURCES.get(page.file.src_uri):
+    if config.repo_url and (source := SOURCES.get(page.file.src_uri)):
         page.edit_url = f"{_repository(config).format('edit')}/{source}"
     return page
 
 
 def _repository(config: MkDocsConfig) -> str:
-    return f"{config.repo_url}/{{}}/{REF}"
+    return f"{config.repo_url or _NOWHERE}/{{}}/{REF}"
 
 
 def _sections() -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ _ROOMS = {
 }
 _ELSEWHERE = {
     "runs": ("bucketpoint.catalog.policy_file.read_policy",),
-    "writers": ("bucketpoint.transfer.Hedge",),
 }
 _TITLES = {
     "saving": (

@@ -72,6 +72,7 @@ def restore(accelerator: Accelerator, run: str, **options: Any) -> str | None:
     """Load the newest whole checkpoint of a run, as `load_state` does. All ranks.
 
     Args:
+        accelerator: as for `load_state`.
         run: URL of the folder that has a folder for each checkpoint, with a number at the end of its name.
         options: as for `load_state`.
 
