@@ -36,9 +36,13 @@ help: ## this list
 	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO, FAKE_GCS, VERSITYGW (see the Makefile)"
 
 .PHONY: demo
-demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half the ranks
+demo: .venv-demo/$(STAMP) ## train, kill in the middle of an upload, resume on half the ranks
 	@$(PYTHON3) tools/get_minio.py --no-build || echo "The demo takes moto's server instead."
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
+	@.venv-demo/bin/python examples/demo.py $(ARGS)
+
+.PHONY: bucket
+bucket: ## an S3 server with an empty bucket on 127.0.0.1, until Ctrl-C; prints how to reach it
+	@$(PYTHON3) tools/local_bucket.py $(ARGS)
 
 .PHONY: test
 test: $(VENV)/$(STAMP) ## every behaviour once, on MinIO and fake-gcs-server: ten minutes on 2 cores
@@ -287,12 +291,17 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .venv-demo .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv --python "$(PYTHON)"
+
+# What bucketpoint itself needs, and no more.
+.venv-demo/$(STAMP): pyproject.toml tools/make_env.py
+	@echo "This downloads torch for CPUs (about 200 MB), 21 other packages (50 MB) and, if there is none, a MinIO server (110 MB)."
+	@$(PYTHON3) tools/make_env.py .venv-demo --extra "" --small-torch --python "$(PYTHON)"
 
 # What torch_xla has wheels for. Where the index does not have it this succeeds, and leaves no stamp.
 XLA_PYTHON := >=3.10,<3.14

@@ -1,6 +1,6 @@
 """Kills a training run in the middle of an upload, resumes it on half the ranks, and shows that nothing was lost.
 
-python examples/demo.py                          # on an S3 server of this machine's own
+python examples/demo.py                          # on an S3 server of this machine's own, which stays until Ctrl-C
 python examples/demo.py --url s3://bucket/empty  # on a real bucket, with the credentials that boto3 finds
 """
 
@@ -34,10 +34,10 @@ from bucketpoint import S3Reader, latest_checkpoint
 from bucketpoint.errors import IncompleteCheckpointError
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tools")]
+sys.path.insert(0, str(HERE.parent / "tools"))
 
 import get_minio  # noqa: E402
-from kit import servers  # noqa: E402
+from local_bucket import BUCKET, PORT, local_bucket  # noqa: E402
 from slow_network import SlowNetwork, Traffic  # noqa: E402
 
 STEPS, SAVE_EVERY, KILL_AT = 40, 8, 24
@@ -49,47 +49,52 @@ STOP_SECONDS = 30
 
 def main() -> int:
     args = parse_args()
+    with store(args.url) as at, tempfile.TemporaryDirectory(prefix="bucketpoint-demo-") as folder:
+        good = show(at, Path(folder))
+        leave(at)
+    return 0 if good else 1
+
+
+def show(at: Bucket, logs: Path) -> bool:
+    """Run the whole demo. Return True if every check holds."""
     started = time.monotonic()
     checks: dict[str, bool] = {}
-    with store(args.url) as at, tempfile.TemporaryDirectory(prefix="bucketpoint-demo-") as folder:
-        logs = Path(folder)
+    title(f"1  The reference: {STEPS} steps on 4 ranks, nothing saved, nothing interrupted")
+    with Training(logs / "reference", ranks=4) as reference:
+        reference.follow()
 
-        title(f"1  The reference: {STEPS} steps on 4 ranks, nothing saved, nothing interrupted")
-        with Training(logs / "reference", ranks=4) as reference:
-            reference.follow()
+    title(f"2  The same, saving every {SAVE_EVERY} steps, killed in the middle of an upload")
+    with Training(logs / "killed", ranks=4, root=at.root) as killed, at.measured():
+        caught = killed.follow(until=lambda step: step >= KILL_AT and at.uploading(step))
+        killed.kill()
+        if at.network:
+            at.network.cut()
+    half = f"step-{killed.saving}"
+    if not caught:
+        raise SystemExit("every upload ended before it could be interrupted: the store is too fast for this model")
+    say(f"SIGKILL to torchrun and its {len(killed.pids)} ranks while {half} was being uploaded")
+    held = at.show("The bucket after the kill")
+    newest = latest_checkpoint(at.root)
+    say(f"the newest whole checkpoint is {newest}")
+    checks["the kill left half a checkpoint"] = held[half].objects > 0 and not held[half].whole
+    checks["half a checkpoint is refused"] = is_refused(f"{at.root}/{half}")
+    checks["whole ones are found beside it"] = newest is not None
 
-        title(f"2  The same, saving every {SAVE_EVERY} steps, killed in the middle of an upload")
-        with Training(logs / "killed", ranks=4, root=at.root) as killed, at.measured():
-            caught = killed.follow(until=lambda step: step >= KILL_AT and at.uploading(step))
-            killed.kill()
-            if at.network:
-                at.network.cut()
-        half = f"step-{killed.saving}"
-        if not caught:
-            raise SystemExit("every upload ended before it could be interrupted: the store is too fast for this model")
-        say(f"SIGKILL to torchrun and its {len(killed.pids)} ranks while {half} was being uploaded")
-        held = at.show("The bucket after the kill")
-        newest = latest_checkpoint(at.root)
-        say(f"the newest whole checkpoint is {newest}")
-        checks["the kill left half a checkpoint"] = held[half].objects > 0 and not held[half].whole
-        checks["half a checkpoint is refused"] = is_refused(f"{at.root}/{half}")
-        checks["whole ones are found beside it"] = newest is not None
+    title("3  A second run, on 2 ranks")
+    with Training(logs / "resumed", ranks=2, root=at.root) as resumed, at.measured():
+        resumed.follow()
+    checks["it resumed from the newest whole one"] = newest is not None and resumed.resumed_from == newest
 
-        title("3  A second run, on 2 ranks")
-        with Training(logs / "resumed", ranks=2, root=at.root) as resumed, at.measured():
-            resumed.follow()
-        checks["it resumed from the newest whole one"] = newest is not None and resumed.resumed_from == newest
-
-        title("4  Side by side")
-        worst = compare(reference, killed, resumed)
-        held = at.show("The bucket at the end")
-        checks[f"losses agree within {TOLERANCE:g} (largest difference {worst:.1e})"] = worst <= TOLERANCE
-        checks["the last step is whole, and the newest"] = latest_checkpoint(at.root) == f"{at.root}/step-{STEPS}"
+    title("4  Side by side")
+    worst = compare(reference, killed, resumed)
+    held = at.show("The bucket at the end")
+    checks[f"losses agree within {TOLERANCE:g} (largest difference {worst:.1e})"] = worst <= TOLERANCE
+    checks["the last step is whole, and the newest"] = latest_checkpoint(at.root) == f"{at.root}/step-{STEPS}"
 
     title(f"5  {'All is well' if all(checks.values()) else 'FAILED'}, after {time.monotonic() - started:.0f} s")
     for what, holds in checks.items():
         say(f"{'yes' if holds else 'NO':3}  {what}")
-    return 0 if all(checks.values()) else 1
+    return all(checks.values())
 
 
 def parse_args() -> argparse.Namespace:
@@ -108,17 +113,27 @@ def store(url: str | None) -> Iterator[Bucket]:
         if at.steps():
             raise SystemExit(f"{url} is not empty: name a prefix that is")
         yield at
-        say(f"\nThe checkpoints stay under {url}")
         return
-    binary = get_minio.find()
     with (
-        servers.minio(binary) if binary else servers.moto() as server,
-        SlowNetwork(urlsplit(server.endpoint).port or 80, UPLOAD_BYTES_PER_SECOND) as network,
+        local_bucket(PORT, minio=get_minio.find()) as local,
+        SlowNetwork(urlsplit(local.endpoint).port or 80, UPLOAD_BYTES_PER_SECOND) as network,
     ):
         # This process looks into the bucket past the slow network, so that what is counted is the training's alone.
-        os.environ.update(server.env | {"AWS_ENDPOINT_URL": network.endpoint, "NO_PROXY": "127.0.0.1,localhost"})
-        say(f"{server.kind} on {server.endpoint}, behind a network that uploads {UPLOAD_BYTES_PER_SECOND / 1e6:g} MB/s")
-        yield Bucket(server.url(server.make_bucket("demo"), "gpt"), server.client(), network)
+        os.environ.update(local.env | {"AWS_ENDPOINT_URL": network.endpoint, "NO_PROXY": "127.0.0.1,localhost"})
+        say(f"{local.kind} on {local.endpoint}, behind a network that uploads {UPLOAD_BYTES_PER_SECOND / 1e6:g} MB/s")
+        yield Bucket(f"s3://{BUCKET}/gpt", boto3.client("s3", endpoint_url=local.endpoint), network, local.exports())
+
+
+def leave(at: Bucket) -> None:
+    """Name the commands that look at the bucket, which stays as long as somebody at a terminal wants it."""
+    command = Path(sys.executable).with_name("bucketpoint")
+    look = f"  {command} ls {at.root}\n  {command} show {at.root}/step-{STEPS}"
+    if not at.exports:
+        say(f"\nThe checkpoints stay under {at.root}. To look at them:\n\n{look}")
+    elif sys.stdin.isatty():
+        say(f"\nThe bucket stays until Ctrl-C. To look at it, in another shell:\n\n{at.exports}\n\n{look}")
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
 
 
 @dataclass
@@ -135,8 +150,8 @@ class Held:
 class Bucket:
     """The bucket as its owner sees it: plain S3 calls, nothing of bucketpoint."""
 
-    def __init__(self, root: str, client: Any, network: SlowNetwork | None = None) -> None:
-        self.root, self.client, self.network = root, client, network
+    def __init__(self, root: str, client: Any, network: SlowNetwork | None = None, exports: str = "") -> None:
+        self.root, self.client, self.network, self.exports = root, client, network, exports
 
     def objects(self) -> Iterator[tuple[str, str, int]]:
         """(step, name below it, size) of every object."""
@@ -243,7 +258,9 @@ class Training:
         script += ["--events", str(self.events)] + (["--checkpoint", root] if root else [])
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--local-addr", "127.0.0.1", *script]
         loopback = "lo0" if sys.platform == "darwin" else "lo"
+        # On the CPU everywhere: a machine with one GPU has none for each of 4 ranks.
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback} | os.environ
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(logs.parent)}  # torchrun leaves folders behind
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 

@@ -36,13 +36,16 @@ SYSTEM_BUNDLES = (
 )
 
 
-def build(env: Path, *, torch: str, python: str, extra: str, beside: str = "", wheel: str = "") -> None:
+def build(
+    env: Path, *, torch: str, python: str, extra: str, beside: str = "", wheel: str = "", small: bool = False
+) -> None:
     """Creates or refreshes the environment; an empty `torch` means the newest that the interpreter has.
 
     Args:
         beside: one more requirement, of a package that not every index and platform has. Where it cannot be had there
             is no environment, and this says so and returns.
         wheel: a file to install in place of the checkout.
+        small: on Linux take torch's build for CPUs, where PyTorch's index can be reached.
     """
     uv = get_uv.obtain()
     if uv is None:
@@ -55,9 +58,14 @@ def build(env: Path, *, torch: str, python: str, extra: str, beside: str = "", w
         print(f"make_env: no {env.name}: {beside} is not to be had here (see above)", file=sys.stderr)
         shutil.rmtree(env)
         return
-    package = [f"{wheel}[{extra}]"] if wheel else ["--editable", f".[{extra}]"]
+    package = [f"{wheel}[{extra}]"] if wheel else ["--editable", f".[{extra}]" if extra else "."]
     # Not `uv sync`: its lock file would fix the torch that is meant to be the newest.
-    if _call(uv, "pip", "install", "--python", str(interpreter), *package, *requirements):
+    install = ("pip", "install", "--python", str(interpreter), *package, *requirements)
+    small = small and sys.platform == "linux" and "UV_TORCH_BACKEND" not in os.environ
+    if small and _call(uv, *install, "--torch-backend", "cpu"):
+        print("make_env: PyTorch's index cannot be had (see above): torch comes with CUDA, 5 GB", file=sys.stderr)
+        small = False
+    if not small and _call(uv, *install):
         raise SystemExit(f"make_env: {env.name} could not be filled (see above)")
     (env / STAMP).write_text(f"{' '.join(requirements)} [{extra}]\n")
 
@@ -106,12 +114,21 @@ def main() -> int:
     parser.add_argument("env", type=Path, help="folder of the environment, relative to the checkout")
     parser.add_argument("--torch", default="", help="exact torch version; default: the newest")
     parser.add_argument("--python", default="", help="interpreter or version; default: one that is here")
-    parser.add_argument("--extra", default="dev")
+    parser.add_argument("--extra", default="dev", help="default: dev; empty: only what bucketpoint itself needs")
+    parser.add_argument("--small-torch", action="store_true", help="torch's build for CPUs, where it can be had")
     parser.add_argument("--beside", default="", help="one more requirement; without it there is no environment")
     parser.add_argument("--wheel", default="", help="a wheel to install in place of the checkout")
     args = parser.parse_args()
     env = (ROOT / args.env).resolve()
-    build(env, torch=args.torch, python=args.python, extra=args.extra, beside=args.beside, wheel=args.wheel)
+    build(
+        env,
+        torch=args.torch,
+        python=args.python,
+        extra=args.extra,
+        beside=args.beside,
+        wheel=args.wheel,
+        small=args.small_torch,
+    )
     return 0
 
 
