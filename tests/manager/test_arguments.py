@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+import bucketpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Keep
+from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery
 from manager.manager_scenarios import policy, state, value_of
 
 pytestmark = pytest.mark.contract
@@ -119,3 +120,27 @@ def test_saves_the_state_that_a_function_makes(root: str) -> None:
         target = state(0)
         manager.restore(target)
         assert value_of(target) == 1
+
+
+def test_makes_the_policy_of_three_keywords_and_loads_its_checkpoints_by_name(tmp_path: Path) -> None:
+    root, best = f"{tmp_path}/run", Best("eval/acc", "max")
+    with CheckpointManager(root, keep=2, best="eval/loss", every=3) as manager:
+        expected = RetentionPolicy(Keep(2, [Best("eval/loss", "min")]), save=Save([SaveEvery(3)], on=["last_step"]))
+        assert manager.policy == expected
+        assert [step for step in range(1, 8) if manager.should_save(step, last=step == 7)] == [3, 6, 7]
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3)):
+            manager.save(step, {"step": step}, metrics={"eval/loss": loss})
+    assert [bucketpoint.load(root, step=step) for step in ("latest", "best", 1)] == [
+        {"step": step} for step in (3, 2, 1)
+    ]
+    (tmp_path / "run" / "step-3" / ".metadata").write_bytes(b"damaged")
+    assert bucketpoint.load(root, step="latest", keys="step") == {"step": 2}
+    with CheckpointManager(root, keep=2, best=best) as manager:
+        assert (manager.policy.keep.best, manager.policy.save) == ((best,), Save())
+    with pytest.raises(BucketpointError, match="There is no checkpoint of step 9"):
+        bucketpoint.load(root, step=9)
+    with pytest.raises(BucketpointError, match="step= cannot be combined with a state"):
+        bucketpoint.load({}, root, step=3)  # type: ignore[call-overload]
+    for given, why in (({}, "no policy"), ({"best": "loss"}, "no policy"), ({"keep": 1, "policy": "p.yaml"}, "both")):
+        with pytest.raises(BucketpointError, match=f"There (is|are) {why}.*Pass keep=3"):
+            CheckpointManager(root, **given)  # type: ignore[arg-type]

@@ -5,15 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from bucketpoint.errors import InvalidURLError, PolicyError, PolicyFault
+from bucketpoint.errors import BucketpointError, InvalidURLError, PolicyError, PolicyFault
 from bucketpoint.format.catalog_keys import StepTemplate
-from bucketpoint.retention import RetentionPolicy, from_yaml
+from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery, from_yaml
 from bucketpoint.retention.yaml_text import MAX_BYTES
 
 
-def policy_of(policy: RetentionPolicy | str | os.PathLike[str]) -> RetentionPolicy:
-    """Return a policy that is given as such, or read it from its file. Raises as `read_policy`."""
-    return policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
+def policy_of(
+    policy: RetentionPolicy | str | os.PathLike[str] | None,
+    keep: int | None = None,
+    best: str | Best | None = None,
+    every: int | None = None,
+) -> RetentionPolicy:
+    """Return a policy that is given as such, read it from its file, or make it of a manager's keywords.
+
+    Raises as `read_policy`, and BucketpointError if there are both or neither.
+    """
+    if policy is not None and (keep, best, every) == (None, None, None):
+        return policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
+    if policy is not None or keep is None:
+        raise BucketpointError(
+            "There are both policy= and keywords that make a policy" if policy is not None else "There is no policy",
+            remedy="Pass keep=3, with best= and every= if wanted; or policy=, which has `keep:` and `save:` of its own",
+        )
+    rules = () if best is None else (best if isinstance(best, Best) else Best(best, "min"),)
+    save = Save() if every is None else Save(every=[SaveEvery(every)], on=["last_step"])
+    return RetentionPolicy(Keep(latest=keep, best=rules), save=save)
 
 
 def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> RetentionPolicy:

@@ -74,7 +74,9 @@ class SaveLog:
 
     def facts(self, url: str) -> dict[str, Any]:
         """Return plain values to put into `.metadata`."""
+        ranked = self.pruner.policy.keep.best if self.pruner is not None else ()
         return {
+            **({"best": [ranked[0].metric, ranked[0].mode]} if ranked else {}),
             "step": self.catalog.folder_of(url)[1],
             "kind": self.kind,
             "metrics": {name: float(value) for name, value in self.metrics.items()},

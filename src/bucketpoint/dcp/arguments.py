@@ -16,7 +16,7 @@ from bucketpoint.transfer import TransferOptions
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "state": ((Mapping,), 'a dict, such as {"model": model.state_dict()}'),
     "url": ((str, os.PathLike), "a URL or a path"),
-    "policy": ((RetentionPolicy, str, os.PathLike), "a RetentionPolicy or the path of its YAML file"),
+    "policy": ((RetentionPolicy, str, os.PathLike, NoneType), "a RetentionPolicy or the path of its YAML file"),
     "transfer": ((TransferOptions, NoneType), "a TransferOptions"),
 }
 

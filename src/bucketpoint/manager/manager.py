@@ -41,7 +41,7 @@ from bucketpoint.manager.restoring import Restored, restored
 from bucketpoint.manager.running import Running, begin_together, may_be_warned, note_end
 from bucketpoint.manager.status import ManagerStatus, Standing
 from bucketpoint.manager.triggers import Triggers
-from bucketpoint.retention import RetentionPolicy
+from bucketpoint.retention import Best, RetentionPolicy
 from bucketpoint.retention.row import FULL
 from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import TransferOptions
@@ -61,6 +61,9 @@ class CheckpointManager:
     Args:
         root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
         policy: the policy, which decides what is kept and when to save; or its YAML file, which each rank reads.
+        keep, best, every: a small policy, in place of `policy`: number of the latest checkpoints to keep; the metric
+            whose lowest value is kept besides, or a `Best` rule; and the steps between saves, of which `should_save`
+            also saves the last.
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.
@@ -70,7 +73,8 @@ class CheckpointManager:
             long for the last save. None: no limit.
 
     Raises:
-        BucketpointError: an argument has a wrong type, or `root` and the policy's `root` are not the same place.
+        BucketpointError: an argument has a wrong type, there are both `policy` and `keep`, or neither, or `root` and
+            the policy's `root` are not the same place.
         RanksDisagreeError: the policies of the ranks would save different steps.
     """
 
@@ -78,7 +82,10 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str] | None = None,
         *,
-        policy: RetentionPolicy | str | os.PathLike[str],
+        policy: RetentionPolicy | str | os.PathLike[str] | None = None,
+        keep: int | None = None,
+        best: str | Best | None = None,
+        every: int | None = None,
         process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         fs: Any = None,
@@ -93,7 +100,7 @@ class CheckpointManager:
     ) -> None:
         def prepared() -> tuple[RetentionPolicy, Catalog, Stager, Uploads]:
             check_types(policy=policy, transfer=transfer)
-            read = policy_of(policy)
+            read = policy_of(policy, keep, best, every)
             place = Location.of(read.root if root is None else root, storage_options, fs)
             catalog = open_run(read, place)
             refuse_other_root(read, catalog, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bucketpoint.dcp.arguments import check_types
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.restore_candidates import restore_candidates
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.deadline.collective_call import DEADLINE_S, CollectiveCall, collective_call
 from bucketpoint.dcp.planning.keys_planner import KeysPlanner
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
@@ -24,10 +28,19 @@ from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.dcp.session import as_url
 from bucketpoint.dcp.writer import BucketWriter
-from bucketpoint.errors import BucketpointError
-from bucketpoint.retention import RetentionPolicy
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    MetadataError,
+    NewerFormatError,
+)
+from bucketpoint.location import Location
+from bucketpoint.retention import Best, Keep, RetentionPolicy
 from bucketpoint.staging import SavingRanks
 from bucketpoint.transfer import ProgressCallback, TransferOptions
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -111,6 +124,7 @@ def load(
     url: str | os.PathLike[str],
     /,
     *,
+    step: str | int | None = None,
     keys: str | Iterable[str] | None = None,
     device: str | torch.device = "cpu",
     deadline_s: float = DEADLINE_S,
@@ -124,6 +138,7 @@ def load(
     state: dict[Any, Any] | str | os.PathLike[str],
     url: str | os.PathLike[str] | None = None,
     *,
+    step: str | int | None = None,
     keys: str | Iterable[str] | None = None,
     device: str | torch.device = "cpu",
     deadline_s: float = DEADLINE_S,
@@ -147,6 +162,9 @@ def load(
     Args:
         state: as for `dcp.load`; for `load(url)` this is the URL.
         url: URL of the checkpoint, as for `save`.
+        step: only for `load(url)`: the URL is that of a run, of whose checkpoints `"latest"`, `"best"` or a number
+            names one as for `CheckpointManager.restore`: the next one is tried if it is damaged, unless it is a number.
+            The best is that by the policy of the job that saved the newest.
         keys: only for `load(url)`: patterns of the flat names to load, such as `"model.*"`; None for everything.
         device: only for `load(url)`: device of the tensors.
         deadline_s, process_group: as for `save`.
@@ -174,12 +192,18 @@ def load(
                 "planner=, process_group= and strict= need a state to load into",
                 remedy="Call load(state, url), or select what load(url) returns with keys=",
             )
+        if step is not None:
+            options = {"storage_options": storage_options, "fs": fs, "transfer": transfer, "progress": progress}
+            options |= {"keys": keys, "device": device, "deadline_s": deadline_s, "trusted": trusted}
+            return _load_of_run(Location.of(state, storage_options, fs), step, options)
         where, target, alone = str(as_url(state)), {}, True
         planner = KeysPlanner(keys, device)
     else:
-        if url is None or keys is not None:
+        if url is None or keys is not None or step is not None:
             raise BucketpointError(
-                "keys= cannot be combined with a state to load into" if url is not None else "load got no URL",
+                "keys= and step= cannot be combined with a state to load into"
+                if url is not None
+                else "load got no URL",
                 remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get the saved values",
             )
         check_types(state=state, url=url)
@@ -205,6 +229,26 @@ def load(
                 no_dist=call.group is None,
             )
         return planner.loaded() if isinstance(planner, KeysPlanner) else None
+
+
+def _load_of_run(run: Location, which: str | int, options: dict[str, Any]) -> dict[Any, Any]:
+    """Load the named checkpoint of a run, or for "latest" and "best" the first one that is not damaged."""
+    catalog, best = open_catalog(run), []
+    which = which if isinstance(which, str) else whole_step(which)
+    if which == "best" and (newest := catalog.latest()) is not None:
+        rule = open_checkpoint(run.at(catalog.url_of_folder(newest.folder))).facts.get("best")
+        best = [Best(*rule)] if isinstance(rule, list) and len(rule) == 2 else []
+    found = restore_candidates(catalog, RetentionPolicy(Keep(latest=1, best=best)), which, None)
+    if not found:
+        raise CheckpointNotFoundError("The run has no checkpoint", url=catalog.url)
+    for checkpoint in found[:-1]:
+        try:
+            return load(catalog.url_of_folder(checkpoint.folder), **options)
+        except NewerFormatError:
+            raise
+        except (CheckpointNotFoundError, CorruptDataError, MetadataError) as error:
+            logger.error("step %d cannot be loaded, so another checkpoint is tried: %s", checkpoint.step, error)
+    return load(catalog.url_of_folder(found[-1].folder), **options)
 
 
 class _Writer(BucketWriter):
