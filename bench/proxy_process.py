@@ -57,7 +57,9 @@ def running_proxy(
     command += ["--port", str(port), "--cert", str(cert), "--key", str(key), "--log-dir", str(log_dir)]
     command += ["--delay", str(wire.delay_s), "--rate", str(wire.bytes_per_s)]
     command += ["--total-rate", str(wire.total_bytes_per_s)]
-    processes = [subprocess.Popen(command) for _ in range(workers)]
+    # The kit lies beside the tests, which this process has on its path, and a new one has not.
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent / "tests")}
+    processes = [subprocess.Popen(command, env=env) for _ in range(workers)]
     try:
         _wait_for_port(port)
         yield RunningProxy(f"https://127.0.0.1:{port}", log_dir)
