@@ -23,15 +23,15 @@ _DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 class Keep(Checked):
     """Union of the rules: a checkpoint is kept if any rule keeps it, or if it is in the safety set."""
 
-    latest: Annotated[int, WholeNumber(1), "the full checkpoints with the highest steps, so many"]
-    best: Annotated[Sequence[Best], "those with the best values of a metric"] = ()
-    every: Annotated[Sequence[EverySteps | EveryHours], "the earliest one in each cell of a fixed grid"] = ()
-    within: Annotated[timedelta | None, "those at most so much older than the newest one"] = None
+    latest: Annotated[int, WholeNumber(1), "number of full checkpoints with the highest steps"]
+    best: Annotated[Sequence[Best], "checkpoints with the best values of a metric"] = ()
+    every: Annotated[Sequence[EverySteps | EveryHours], "the earliest checkpoint in each cell of a fixed grid"] = ()
+    within: Annotated[timedelta | None, "checkpoints at most this much older than the newest one"] = None
     steps: Annotated[Sequence[int], Several(WholeNumber(0)), "named steps, forever"] = ()
     match: Annotated[
         str | None,
         Text("an import path such as my_pkg.policies:keep", f"{_DOTTED}:{_DOTTED}"),
-        "a function of one row that says whether it is kept",
+        "a function of one row that returns True to keep it",
     ] = None
 
     def rules(self) -> tuple[RetentionRule, ...]:
@@ -54,23 +54,23 @@ class Keep(Checked):
 class SaveEvery(Checked):
     """Save whenever a step is a multiple of `steps`."""
 
-    steps: Annotated[int, WholeNumber(1), "a multiple of so many steps has been reached"]
+    steps: Annotated[int, WholeNumber(1), "a save is due at each multiple of this number"]
 
 
 @dataclass(frozen=True)
 class SaveEveryMinutes(Checked):
     """Save when this many minutes have passed since the last save, by the coordinator's clock."""
 
-    minutes: Annotated[int, WholeNumber(1), "so many minutes have passed since the last save began"]
+    minutes: Annotated[int, WholeNumber(1), "a save is due this many minutes after the last one began"]
 
 
 @dataclass(frozen=True)
 class InFlight(Checked):
     """Behaviour of a save while an earlier one is still under way."""
 
-    max: Annotated[int, WholeNumber(1, 1), "saves on their way at once; more than one is not supported"] = 1
+    max: Annotated[int, WholeNumber(1, 1), "saves under way at once; only one is supported"] = 1
     when_busy: Annotated[Literal["wait", "skip", "error"], "wait for it, skip this save, or raise"] = "wait"
-    timeout: Annotated[timedelta, "after so long, waiting raises"] = timedelta(minutes=20)
+    timeout: Annotated[timedelta, "longest wait, after which the save raises"] = timedelta(minutes=20)
 
 
 Occasion = Literal["first_step", "last_step", "sigterm", "sigusr1", "sigusr2"]
@@ -82,9 +82,9 @@ class Save(Checked):
 
     every: Annotated[Sequence[SaveEvery | SaveEveryMinutes], "regular saves"] = ()
     on: Annotated[Sequence[Occasion], "saves on occasions"] = ()
-    in_flight: Annotated[InFlight, "what happens while an earlier save is on its way"] = field(default_factory=InFlight)
+    in_flight: Annotated[InFlight, "behaviour while an earlier save is under way"] = field(default_factory=InFlight)
     on_failure: Annotated[
-        Literal["raise", "warn"], "a failed save raises; or is logged and counted, and training goes on"
+        Literal["raise", "warn"], "a failed save raises; or is logged and counted, and training continues"
     ] = "raise"
 
     @classmethod
@@ -97,7 +97,9 @@ class MaxDelete(Checked):
     """The circuit breaker: a plan that exceeds either number makes only a few deletions without confirmation."""
 
     count: Annotated[int, WholeNumber(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
-    fraction: Annotated[float, Fraction(), "of the checkpoints that there are, where more than 5 go"] = 0.5
+    fraction: Annotated[
+        float, Fraction(), "share of the existing checkpoints, if more than 5 are deleted or thinned"
+    ] = 0.5
 
 
 LEAST_DEBRIS_AGE = (timedelta(hours=1), "a sweep could delete the data of a running save")
@@ -107,7 +109,7 @@ LEAST_DEBRIS_AGE = (timedelta(hours=1), "a sweep could delete the data of a runn
 class Prune(Checked):
     """Settings of pruning: when and how checkpoints that are not kept are deleted."""
 
-    when: Annotated[Literal["after_commit", "manual"], "after each commit, or on demand only"] = "after_commit"
+    when: Annotated[Literal["after_commit", "manual"], "after each commit, or only on demand"] = "after_commit"
     grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
     debris_after: Annotated[
         timedelta, Duration(least=LEAST_DEBRIS_AGE), "age at which data that was never committed is swept"
@@ -130,7 +132,7 @@ class Layout(Checked):
 class RetentionPolicy(Checked):
     """A whole policy: the file with its keys as objects."""
 
-    keep: Annotated[Keep, "the rules, united"]
+    keep: Annotated[Keep, "union of the rules"]
     root: Annotated[
         str | None,
         Text("a URL such as s3://bucket/run", r"\S(.*\S)?"),
@@ -139,11 +141,11 @@ class RetentionPolicy(Checked):
     run: Annotated[
         str | None,
         Text("a name of letters, digits, dots, dashes and underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}"),
-        "the run's name: jobs that say another, or none, are refused its folders",
+        "the run's name: jobs with another name, or none, may not use its folders",
     ] = None
-    layout: Annotated[Layout, "where a step's checkpoint lies"] = field(default_factory=Layout)
+    layout: Annotated[Layout, "folders of the steps"] = field(default_factory=Layout)
     save: Annotated[Save, "when saves are made"] = field(default_factory=Save)
-    prune: Annotated[Prune, "when and how what is not kept goes"] = field(default_factory=Prune)
+    prune: Annotated[Prune, "when and how other checkpoints are deleted"] = field(default_factory=Prune)
 
 
 def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any], bool]) -> Iterator[PolicyFault]:

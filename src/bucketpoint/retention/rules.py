@@ -75,17 +75,17 @@ class Await(Checked):
     """Limits of the hold on checkpoints whose value is not reported yet."""
 
     for_: Annotated[timedelta, Key("for"), "held until the newest checkpoint is this much younger"]
-    max: Annotated[int, WholeNumber(1), "at most so many are held, the newest ones"]
+    max: Annotated[int, WholeNumber(1), "most checkpoints held, the newest ones"]
 
 
 @dataclass(frozen=True)
 class Best(Checked, RetentionRule):
     """The `count` checkpoints with the best values of one metric. NaN and infinite values are never ranked."""
 
-    metric: Annotated[str, Text("a metric's name", r"\S(.*\S)?"), "the name that values are reported under"]
+    metric: Annotated[str, Text("a metric's name", r"\S(.*\S)?"), "name of the metric"]
     mode: Annotated[Literal["min", "max"], "which values are better"]
-    count: Annotated[int, WholeNumber(1), "how many are kept"] = 1
-    ties: Annotated[Literal["oldest", "newest"], "who wins among equal values"] = "oldest"
+    count: Annotated[int, WholeNumber(1), "number of kept checkpoints"] = 1
+    ties: Annotated[Literal["oldest", "newest"], "preference among equal values"] = "oldest"
     wait: Annotated[Await | None, Key("await"), "hold checkpoints whose value is not reported yet"] = None
 
     @property
@@ -155,8 +155,8 @@ class EverySteps(_Grid):
     """The earliest checkpoint in each of the cells [k * steps, (k + 1) * steps), k >= 1, and step 0."""
 
     steps: Annotated[int, WholeNumber(1), "width of the grid"]
-    until: Annotated[int | None, WholeNumber(0), "the last step that the rule speaks of"] = None
-    last: Annotated[int | None, WholeNumber(1), "keep those of the highest cells only"] = None
+    until: Annotated[int | None, WholeNumber(0), "the last step that the rule covers"] = None
+    last: Annotated[int | None, WholeNumber(1), "keep only those of the highest cells"] = None
     thin: Thin = None
 
     @property
@@ -186,7 +186,7 @@ class EveryHours(_Grid):
     """The earliest checkpoint in each cell of a grid of hours, which begins at the epoch in UTC."""
 
     hours: Annotated[int, WholeNumber(1), "width of the grid; 24 begins at midnight UTC"]
-    last: Annotated[int | None, WholeNumber(1), "keep those of the newest cells only"] = None
+    last: Annotated[int | None, WholeNumber(1), "keep only those of the newest cells"] = None
     thin: Thin = None
 
     @property
