@@ -380,5 +380,5 @@ class Snapshot:
 def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
     if one.created == youngest.created:
         return True
-    # Equal times, too: S3 reports whole seconds.
+    # `>=` and not `>`, because S3 reports whole seconds.
     return one.written is not None and youngest.written is not None and one.written >= youngest.written

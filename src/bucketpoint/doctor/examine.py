@@ -276,7 +276,7 @@ class _Examination:
             body = [memoryview(content)]
             return not refused(PreconditionFailedError, lambda: store.put(key, body, if_none_match=True))
 
-        success = f"refused twice, and won by one of {RACERS} at once" if self._removable else "refused twice"
+        success = f"refused twice; of {RACERS} writers at once, one succeeded" if self._removable else "refused twice"
         with self.report.trial(check, success, remedy=without_conditions(store)):
             if self._removable:
                 expect(created(b"first"), "the store refused to create an object that did not exist")

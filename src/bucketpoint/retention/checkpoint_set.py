@@ -97,7 +97,7 @@ class RuleDecision:
 
     Attributes:
         kept: the positions that the rule keeps.
-        explain: makes the explanation on demand: most plans are made by pruners, without readers.
+        explain: makes the explanation on demand: most plans are made by pruners, and not shown.
     """
 
     kept: AbstractSet[int]

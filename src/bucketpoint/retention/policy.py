@@ -97,9 +97,7 @@ class MaxDelete(Checked):
     """The circuit breaker: a plan that exceeds either number makes only a few deletions without confirmation."""
 
     count: Annotated[int, WholeNumber(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
-    fraction: Annotated[
-        float, Fraction(), "share of the existing checkpoints, if more than 5 are deleted or thinned"
-    ] = 0.5
+    fraction: Annotated[float, Fraction(), "share of the existing checkpoints, if more than 5 go"] = 0.5
 
 
 LEAST_DEBRIS_AGE = (timedelta(hours=1), "a sweep could delete the data of a running save")

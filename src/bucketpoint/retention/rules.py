@@ -175,8 +175,8 @@ class EverySteps(_Grid):
 
         def outside(position: int) -> str:
             if self.until is not None and steps[position] > self.until:
-                return f"after step {self.until}, where every {width} steps ends"
-            return f"before step {width}, where every {width} steps begins"
+                return f"after step {self.until}, the end of the rule for every {width} steps"
+            return f"before step {width}, the start of the rule for every {width} steps"
 
         return _earliest(inside, [steps[position] // width for position in inside], self.last, name, outside)
 

@@ -152,9 +152,7 @@ class _Version(Shape):
         return {"const": POLICY_VERSION}
 
 
-POLICY = Fields(
-    RetentionPolicy, (Setting("version", "version", _Version(), "version of the policy's format", MISSING),)
-)
+POLICY = Fields(RetentionPolicy, (Setting("version", "version", _Version(), "version of the format", MISSING),))
 
 
 SCHEMA_FILE = "policy.schema.json"

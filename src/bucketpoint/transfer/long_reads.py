@@ -4,8 +4,8 @@ Every range of a load is received here, unless the store has a call for many ran
 one. A store without replies that can be received in pieces fills the memory of each request in one call.
 
 A request that needs leased memory is small, because every connection needs such memory at the same time. But each
-request to a store costs milliseconds of CPU time and a round trip. So neighbouring requests are sent as one: the same
-leased memory receives the first request's bytes, and once they are verified and delivered, those of the next.
+request to a store costs milliseconds of CPU time and a round trip. So neighbouring requests are sent as one. The same
+leased memory receives each request's bytes in turn, after the ones before were verified and delivered.
 """
 
 from __future__ import annotations

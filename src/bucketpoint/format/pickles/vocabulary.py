@@ -138,7 +138,7 @@ class Vocabulary:
         return decorate
 
     def function(self, *names: str) -> Callable[[Make], Make]:
-        """Decorate the function that makes calls of a function, of which these are the full names."""
+        """Decorate the maker for calls of a function with these full names."""
 
         def decorate(make: Make) -> Make:
             self.add(Function(names[0]), make, names)

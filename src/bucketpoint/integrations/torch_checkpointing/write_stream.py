@@ -42,7 +42,7 @@ class Owners:
                     found[storage.data_ptr()] = memoryview(raw.numpy())  # type: ignore[arg-type]
                     self.nbytes += storage.nbytes()
             except (RuntimeError, NotImplementedError):
-                # A subclass without memory of its own, whose tensors torch.save finds in it.
+                # A subclass without memory: torch.save finds the tensors inside it.
                 continue
         self._starts = sorted(found)
         self._views = [found[start] for start in self._starts]
