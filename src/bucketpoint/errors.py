@@ -75,7 +75,7 @@ def _rebuild(kind: type[BucketpointError], message: str, fields: dict[str, Any])
 
 
 class PeerFailedError(BucketpointError):
-    """Another rank of the same save or load failed, or was lost; this rank has no error of its own."""
+    """Another rank of the same save or load failed, or was lost; this rank had no error."""
 
 
 class InvalidURLError(BucketpointError):

@@ -1,8 +1,8 @@
 """Renewal of what a forked process inherits: its memory, locks, threads, sockets and handlers belong to its parent.
 
 A fork copies objects, but none of the threads that work on them. A lock that another thread held is never released in
-the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So whoever
-makes such an object gives a function here that replaces it in each child.
+the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So the owner
+of such an object registers a function here that replaces it in each child.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _STEP = re.compile(r"(?:.*\D)?(\d+)")
 
 @dataclass(frozen=True)
 class Catalog:
-    """One run: its checkpoints and the notes on them. Holds configuration only; every call asks the store anew.
+    """One run: its checkpoints and the notes on them. Holds configuration only; every call reads the store again.
 
     `docs/catalog.md` lists the keys, who writes them and when.
 

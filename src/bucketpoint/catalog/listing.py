@@ -124,7 +124,7 @@ def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
     due = catalog_keys.seconds(moment)
     if due is None or action not in (DELETE, THIN):
         return None
-    # A claimed tombstone has at least `BEGUN_BYTES`: the size in a listing tells the state.
+    # A claimed tombstone has at least `BEGUN_BYTES`: the size in a listing shows the state.
     begun = info.size >= BEGUN_BYTES
     return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, begun, bool(author))
 

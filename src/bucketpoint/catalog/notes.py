@@ -1,4 +1,4 @@
-"""Notes of people and jobs on a step: metrics, pins, leases, resumes. Each note is an object of its own.
+"""Notes of people and jobs on a step: metrics, pins, leases, resumes. Each note is a separate object.
 
 No note is read and rewritten: when several processes write notes at once, none is lost.
 """

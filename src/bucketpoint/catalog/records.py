@@ -62,7 +62,7 @@ def absent(
     """Return the checkpoints whose commit no longer exists, and True if a record was written again.
 
     One HEAD for each. A run that another tool has copied or moved has other ETags than its records say: if `.metadata`
-    is still that of the recorded attempt, the record is written anew, once.
+    is still that of the recorded attempt, the record is written again, once.
     """
     gone: list[Checkpoint] = []
     moved: list[tuple[Checkpoint, CommitRecord]] = []
@@ -82,7 +82,7 @@ def absent(
     if dry_run:
         return gone, False
     for checkpoint, record in moved:
-        # With the time of the old record, so that no rule decides anew because of the move.
+        # With the time of the old record, so that the move changes no rule's decision.
         write_record(catalog, checkpoint.folder, checkpoint.step, replace(record, created=checkpoint.created))
     catalog.store.delete([checkpoint.key for checkpoint, _ in moved if checkpoint.key is not None])
     return gone, bool(moved)

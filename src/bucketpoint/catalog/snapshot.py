@@ -189,7 +189,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The catalog at the time `taken`, by the store's clock; None if the store tells no times.
+    """The catalog at the time `taken`, by the store's clock; None if the store returns no times.
 
     Attributes:
         checkpoints: in order, one for each folder. Those without a record are there only if they were looked for.

@@ -152,7 +152,7 @@ class _Run:
     # -- the metadata -------------------------------------------------------------------------------------------------
 
     def check_metadata(self) -> None:
-        """Compare the metadata with its record, which holds a checksum of the metadata and one of its own.
+        """Compare the metadata with its record, which holds a checksum of the metadata and one of itself.
 
         The record is a cache: a missing one is not damage.
         """
@@ -370,7 +370,7 @@ class _Run:
         size = max(min(piece_bytes(self.options), info.length), 1)
         raw = RangeFile(self._read_of(plan.info), key, info.offset, stop)
         try:
-            # The reader has a buffer of its own; the lease only keeps all such buffers within the budget.
+            # The reader has its own buffer; the lease only keeps all such buffers within the budget.
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
                 transformed = bool(info.transform_descriptors)
                 verdict, reason = (ZipVerdict.NO_ARCHIVE, "") if transformed else check_archive(file)

@@ -180,7 +180,7 @@ class SaveMark:
     """A save in a chart of saves.
 
     Attributes:
-        amount: what the height of its bar stands for: bytes, or seconds.
+        amount: value shown by the height of its bar: bytes, or seconds.
         kind: class of the mark: `kept`, `going`, `live` or `dead`.
         words: tooltip.
     """

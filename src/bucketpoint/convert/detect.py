@@ -37,7 +37,7 @@ from bucketpoint.transfer import TransferOptions
 AUTO = "auto"
 
 _EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile stands for"}
-"""Schemes of other packages' filesystems, which fsspec does not list by itself: the remedy if a scheme is unknown."""
+"""Schemes of other packages' filesystems, which fsspec does not list: the remedy if a scheme is unknown."""
 
 
 def open_place(place: Location) -> tuple[Store, str]:

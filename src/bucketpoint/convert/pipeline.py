@@ -44,7 +44,7 @@ from bucketpoint.version import __version__
 logger = logging.getLogger(__name__)
 
 CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
-"""Default options. All bytes pass through memory of our own, so the budget decides the size of parts: about 5 MiB."""
+"""Default options. All bytes pass through leased memory, so the budget decides the size of parts: about 5 MiB."""
 
 OBJECT_BYTES = 1 << 30
 """Bytes of one object of a checkpoint: the most that an interruption costs, yet large enough for few objects."""

@@ -83,7 +83,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held in memory: an item other than a tensor, serialized anew from the source."""
+    """Bytes held in memory: an item other than a tensor, serialized again."""
 
     data: bytes = field(repr=False)
     opaque = False

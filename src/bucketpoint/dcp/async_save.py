@@ -263,7 +263,7 @@ def async_save(
         async_checkpointer_type: a thread of this process (the default), or a process of torch's own.
         async_stager: a `Stager` of yours; by default the writer stages.
         no_dist: save in this process alone, without a process group.
-        use_collectives: let the ranks plan together; without, each rank saves a checkpoint of its own data.
+        use_collectives: let the ranks plan together; without, each rank saves its data as a separate checkpoint.
         process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The save runs on a
             separate gloo group over the same ranks, so that its collectives never mix with those of training. The first
             call for these ranks makes that group, so all of them must make the call; the group is kept for as long as

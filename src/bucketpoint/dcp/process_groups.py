@@ -40,7 +40,7 @@ def this_rank() -> int:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group. None stands for all ranks of the job, or for this process alone.
+    """Return the global ranks of a process group. None means all ranks of the job, or this process alone.
 
     Raises:
         BucketpointError: this rank is not in the group.

@@ -346,7 +346,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def close(self) -> None:
         """Wait for the saves under way, free the staging memory and end the process that uploads.
 
-        A later save on this writer allocates and starts them anew.
+        A later save on this writer allocates and starts them again.
         """
         stager, self._stager = self._stager, None
         if stager is not None:

@@ -14,7 +14,7 @@ from bucketpoint.transfer.checksum import crc32c
 
 _CHECK = "service"
 _OPTIONS = {"conditional_put": "conditional_puts", "checksums": "checksums"}
-"""Probed features that have an option of their own: the feature's name and the option's name."""
+"""Probed features that have their own option: the feature's name and the option's name."""
 
 # Differences from the options that need no remedy, by whether the store has the feature. A feature that the store has
 # but the options do not rely on costs one more request; a checksum that the store ignores costs no request.

@@ -46,7 +46,7 @@ MAX_FOLDER_BYTES = 64
 """Limit on a folder's name: one of this length still fits `MAX_NAME_BYTES` with all other fields at their longest."""
 
 UNKNOWN = "00000000"
-"""The mark that stands for an object without an ETag."""
+"""The mark of an object without an ETag."""
 
 _SEPARATOR = "__"
 _PLAIN = frozenset(string.ascii_letters + string.digits + ".-")

@@ -73,7 +73,7 @@ def data_paths(metadata: Any) -> set[str]:
 
 
 def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
-    """Return the checked content of an untrusted `_StorageInfo`: DCP's own class, or the plain one that stands for it.
+    """Return the checked content of an untrusted `_StorageInfo`: DCP's own class, or the plain one in its place.
 
     Raises:
         MetadataError: `info` is of another type, or its values have wrong types or do not fit each other.

@@ -12,7 +12,7 @@ from math import prod
 class Runs:
     """Contiguous byte runs of one length at regular distances, in the row-major order of the slice that they form.
 
-    One instance stands for a column slice of a million rows: no object is made for each run.
+    One instance represents a column slice of a million rows: there is no object for each run.
 
     Attributes:
         start: offset of the first run, which is also the lowest.
@@ -50,7 +50,7 @@ class Runs:
         """Yield the offsets of the runs, in order."""
         if not self.run_nbytes:
             return
-        # The innermost dimension is a range of its own, so that only the outer ones cost Python work per step.
+        # The innermost dimension is a separate range, so that only the outer ones cost Python work per step.
         *rest, (count, stride) = self.outer or ((1, 0),)
         inner = range(0, count * stride, stride) if stride else (0,) * count
         for steps in product(*(range(n) for n, _ in rest)):

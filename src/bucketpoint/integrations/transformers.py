@@ -57,7 +57,7 @@ class BucketTrainerMixin:
         manager_options: as for `CheckpointManager`, such as `storage_options` and `on_commit`.
 
     Raises:
-        BucketpointError: the trainer uses DeepSpeed, which has a format of its own; or the class lists the mixin after
+        BucketpointError: the trainer uses DeepSpeed, which has its own format; or the class lists the mixin after
             `Trainer`, which then makes its own saves.
     """
 
@@ -311,8 +311,7 @@ class BucketTrainerMixin:
     def export_pretrained(self: Any, url: str | os.PathLike[str], checkpoint: str | None = None) -> None:
         """Write a checkpoint's weights to a URL as `save_pretrained` does: safetensors, configuration and tokenizer.
 
-        The process of rank 0 streams them from bucket to bucket; others return at once. Weights that are there are
-        replaced.
+        The process of rank 0 streams them from bucket to bucket; others return at once. Existing weights are replaced.
 
         Args:
             url: URL of the folder to write to.

@@ -64,7 +64,7 @@ class CheckpointManager:
         keep, best, every: a small policy, in place of `policy`: number of the latest checkpoints to keep; the metric
             whose lowest value is kept besides, or a `Best` rule; and the steps between saves, of which `should_save`
             also saves the last.
-        process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
+        process_group: the ranks; None for all ranks of the job. The manager makes its own gloo group.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.
         on_commit: as for `async_save`.

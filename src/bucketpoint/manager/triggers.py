@@ -45,7 +45,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._listeners += [_Listener(name, self.seen) for name in names if name in SIGNALS]
-        # A manager may be dropped without `close`, after an error: then SIGTERM would have no effect any more.
+        # A manager may be dropped without `close`, after an error: then SIGTERM would no longer have an effect.
         weakref.finalize(self, _restore, self._listeners).atexit = False
         if self._listeners:
             renew_in_child(self, Signals._in_child, before=Signals._hold_back, in_parent=Signals._let_in)

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def can_be_thinned(self) -> bool:
-        """True if the weights are in objects of their own, and there are other objects beside them."""
+        """True if the weights are in separate objects, and there are other objects beside them."""
         return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1
 
     def thinned(self) -> Row:

@@ -148,7 +148,7 @@ def run_copies(
     non_blocking: bool,
     beside: bool,
 ) -> list[torch.Tensor]:
-    """Copy everything that the layout names to an arena and wait until it is there.
+    """Copy everything that the layout names to an arena, and wait for the copies.
 
     Args:
         non_blocking: issue a device's copies without waiting for each.

@@ -55,8 +55,7 @@ class LayoutMemory:
     def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
         """Lay out the sources as `lay_out` does, or reuse the last layout. Keeps no tensor."""
         facts: list[_Facts] = [(source.data_ptr(), source.shape, source.stride(), source.dtype) for source in sources]
-        # Lazy negation and conjugation change the values without changing these facts, so such states are laid out
-        # anew.
+        # Lazy negation and conjugation change the values without changing these facts, so such states get a new layout.
         lazy = any(map(torch.Tensor.is_neg, sources)) or any(map(torch.Tensor.is_conj, sources))
         # Read the attribute once: another thread that shares the stager may replace it.
         last = self._last

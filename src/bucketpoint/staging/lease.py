@@ -119,7 +119,7 @@ class Lease:
         return 0.0 if self.begun or self._copied_at is None else time.monotonic() - self._copied_at
 
     def end(self) -> None:
-        """End the lease: nobody reads the memory any more."""
+        """End the lease: the memory is no longer read."""
         self.memory = None
         # A handle that the program keeps would keep the spans of the program, and all else that it put into a context.
         self.context = None

@@ -12,7 +12,7 @@ import torch
 
 
 def set_apart(copies: list[torch.Tensor], leaves: Iterable[Sequence[int]], memory: torch.Tensor) -> None:
-    """Replace the tensors of leaves by tensors over the same bytes, with storages of their own.
+    """Replace the tensors of leaves by tensors over the same bytes, with separate storages.
 
     Tensors of one leaf that overlap share a storage, as long as that is smaller than copies of them.
 

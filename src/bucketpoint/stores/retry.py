@@ -339,7 +339,7 @@ def run(
 
 
 def retry_transient(attempt: Callable[[], T], *, attempts: int = READ_ATTEMPTS) -> T:
-    """Call `attempt` again after failures that a store does not retry by itself, such as a body that broke off.
+    """Call `attempt` again after failures that a store does not retry, such as a body that broke off.
 
     Throttled attempts are not counted. After a `CorruptDataError` the attempt is made once more before the error is
     raised: this distinguishes a bit that flipped on the way from one that flipped in the store.

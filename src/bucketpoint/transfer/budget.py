@@ -71,7 +71,7 @@ class BufferPool:
         return memoryview(buffer)[:nbytes]
 
     def give(self, view: memoryview) -> None:
-        """Return a buffer from `take` to the pool, once nobody reads or writes it any more."""
+        """Return a buffer from `take` to the pool, once it is no longer read or written."""
         buffer = view.obj
         if not isinstance(buffer, mmap.mmap):
             return

@@ -59,7 +59,7 @@ def copy_objects(
     """Copy all objects in parallel. Memory stays within `max_inflight_bytes` if the target has multipart uploads.
 
     Returns:
-        The target's description of each object, and True if the service copied them by itself.
+        The target's description of each object, and True if the service copied them.
 
     Raises:
         CorruptDataError: a copy has another size than its source.

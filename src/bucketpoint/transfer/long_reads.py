@@ -94,7 +94,7 @@ def fetch_long(
 
 
 class _Reception:
-    """The reply from which a long read is received, opened anew after each failure."""
+    """The reply from which a long read is received, requested again after each failure."""
 
     def __init__(self, store: Store, read: LongRead, spare: memoryview, limit: StallLimit) -> None:
         self._store = store

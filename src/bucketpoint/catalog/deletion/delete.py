@@ -135,8 +135,8 @@ def _uncommit(
     tokens: set[str] = {one.id}
     paths: tuple[str, ...] = ()
     # If all data in the folder carries the commit's own token, no other token can belong to it. If several ranks saved,
-    # the other ranks have tokens of their own. Only the metadata distinguishes them from the tokens of a save under
-    # way, which may have as many objects of the same size.
+    # the other ranks have other tokens. Only the metadata distinguishes them from the tokens of a save under way, which
+    # may have as many objects of the same size.
     if not same or {token for path in listed if (token := keys.token_of(path)) is not None} != tokens:
         try:
             data = get_metadata(catalog.store, committed.key)[0]
@@ -168,7 +168,7 @@ def _uncommit(
         if tokens == {one.id} and committed.etag is not None and able.conditional_delete:
             catalog.store.delete_if(committed.key, committed.etag)
         else:
-            # If this pruner dies, the marker tells the next one which objects to delete.
+            # If this pruner dies, the marker lists the objects to delete for the next one.
             at = catalog.now if catalog.now is not None else catalog.clock()
             marker = DeletionMarker(one.id, at, by, tuple(sorted(tokens)), paths)
             remove = put_marker(catalog, able, committed, marker)

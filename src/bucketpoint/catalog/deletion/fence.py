@@ -37,7 +37,7 @@ ATTEMPTS = 3
 class AttemptFence:
     """The fences of one attempt to save, on the rank that commits it.
 
-    Each rank names its objects by a token of its own, and has a fence by that token.
+    Each rank names its objects and its fence by its own token.
 
     Args:
         since: started before any rank of the attempt sent data.

@@ -88,7 +88,8 @@ def held_by(catalog: Catalog) -> str:
 
 
 def give_back(lock: Lock) -> None:
-    """Remove the lock, unless it has expired and may belong to another pruner by now. Or overwrite it as nobody's."""
+    """Remove the lock, unless it has expired and may belong to another pruner by now. Or overwrite it without a
+    holder."""
     if not lock.holds:
         return
     key = lock.catalog.own_key(catalog_keys.LOCK)

@@ -137,7 +137,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
         holder: name of the pruner, for the lock. A pruner of the same name takes over the lock.
 
     Raises:
-        StoreError: a request failed for good. The next round finishes what was begun.
+        StoreError: a request failed, after all retries. The next round finishes what was begun.
     """
     return under_lock(catalog, holder, lambda lock: _round(lock, decide, grace))
 

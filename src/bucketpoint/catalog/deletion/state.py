@@ -81,7 +81,7 @@ CHANGES = {
 
 
 _WAITING_BYTES = BEGUN_BYTES // 2
-"""Most bytes of a waiting tombstone, so that the size of a tombstone tells its state: the reason is cut."""
+"""Limit on a waiting tombstone, so that a tombstone's size shows its state: the reason is cut."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Pruned:
     Attributes:
         buried: got a tombstone.
         deleted, thinned: checkpoints that were deleted, and those that were reduced to their weights.
-        withdrawn: had a tombstone that is now void: the policy keeps them, they are held, or they were saved anew.
+        withdrawn: had a tombstone that is now void: the policy keeps them, they are held, or they were saved again.
         refused: were ordered to be deleted or thinned but stay, with the reason.
         freed: bytes of data that were removed with each deleted or thinned checkpoint.
         metrics: names of all metrics with values in the run.

@@ -91,7 +91,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     if deep:
         folders |= {*catalog.folders(), *snapshot.folders}
     elif not catalog.store.capabilities.conditional_delete:
-        # If the pruner cannot remove its markers, they stay in folders that have no record any more.
+        # If the pruner cannot remove its markers, they stay in folders without a record.
         folders |= set(catalog.folders()) - snapshot.folders
     swept = Swept(oldest=oldest)
     clean, uncommitted = set(), set()
@@ -311,8 +311,8 @@ def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> No
         if able.conditional_delete and marker.etag is not None:
             store.delete_if(marker.key, marker.etag)
         elif able.expiring_delete:
-            # The marker is put anew with the present time, so that a save that finds it waits until the signed deletion
-            # has expired.
+            # The marker is written again with the present time, so that a save that finds it waits until the signed
+            # deletion has expired.
             old = parse_marker(get_metadata(store, marker.key)[0]) or DeletionMarker("", 0.0)
             remove = put_marker(catalog, able, marker, old.again(catalog.clock()))
             if remove is not None:

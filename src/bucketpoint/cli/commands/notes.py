@@ -53,7 +53,7 @@ def pin(
 def undo(catalog: Catalog, step: int) -> CommandResult:
     """Withdraw the tombstone of a step during its grace period.
 
-    The next prune decides anew about the step: pin it to keep it. Exits with 1 if there is no tombstone.
+    The next prune decides again about the step: pin it to keep it. Exits with 1 if there is no tombstone.
     """
     from bucketpoint.catalog.deletion import state
 

@@ -1,4 +1,4 @@
-"""`bucketpoint watch`: command around the observer of a run, with a screen that is drawn anew."""
+"""`bucketpoint watch`: command around the observer of a run, with a live screen."""
 
 from __future__ import annotations
 

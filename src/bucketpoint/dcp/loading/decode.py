@@ -109,7 +109,7 @@ def load_bytes(
 ) -> bytes:
     """Return the bytes of an item for the planner.
 
-    The planner's `torch.load` is unrestricted, so unless trusted the item is parsed safely and its pickle written anew.
+    The planner's `torch.load` is unrestricted, so unless trusted the item is parsed safely and pickled again.
 
     Raises:
         UnsafeDataError: the pickle names something outside the allow-list; nothing was run. Also if the item becomes

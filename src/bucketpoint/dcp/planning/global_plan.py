@@ -113,7 +113,8 @@ class PlanCache:
         self.agreed = dict([*others, (content, plan)][-KEPT_PLANS:])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A checkpoint process receives planner and writer anew for each save, and keeps the plans that it has made.
+        # A checkpoint process receives new copies of planner and writer for each save, and keeps the plans that it has
+        # made.
         return _cache_of, (self.identity,)
 
 

@@ -18,7 +18,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for a tensor that is certainly no shard: it has neither another class nor attributes of its own.
+    """Return True for a tensor that is certainly no shard: it is of torch's own class, without further attributes.
 
     From torch 2.15 on DCP asks each tensor by a `Protocol` whether it is a shard, which takes most of the time of
     planning, under the interpreter's lock.

@@ -87,7 +87,7 @@ def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
     try:
         data = planner.resolve_data(item)
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-        # The error of pickle names a type, but not the key in the state, so it is raised anew with the key.
+        # The error of pickle names a type, but not the key in the state, so it is raised again with the key.
         if item.type != WriteItemType.BYTE_IO:
             raise
         raise BucketpointError(

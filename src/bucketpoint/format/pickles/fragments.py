@@ -44,7 +44,7 @@ def recall(number: int) -> bytes:
 
 
 def text_header(size: int) -> bytes:
-    """Return the opcode and the length of a text of so many bytes."""
+    """Return the opcode and the length for a text of `size` bytes."""
     if size < 256:
         return pickle.SHORT_BINUNICODE + bytes((size,))
     return pickle.BINUNICODE + size.to_bytes(4, "little")

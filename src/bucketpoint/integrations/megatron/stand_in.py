@@ -29,7 +29,7 @@ def let_stand(folder: str | os.PathLike[str], url: str) -> None:
 
 @contextmanager
 def stand_in(url: str) -> Iterator[str]:
-    """Make an empty folder that stands for a URL, and delete it at the end."""
+    """Make an empty folder that represents a URL, and delete it at the end."""
     with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
         let_stand(folder, url)
         try:
@@ -39,7 +39,7 @@ def stand_in(url: str) -> Iterator[str]:
 
 
 def url_of(checkpoint_dir: Any) -> str:
-    """Return the URL for which a folder stands; the folder itself if it stands for none."""
+    """Return the URL that a folder represents; the folder itself if it represents none."""
     folder: str = os.fspath(checkpoint_dir)
     if "://" in folder:
         return folder

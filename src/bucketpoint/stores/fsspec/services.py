@@ -207,7 +207,7 @@ def driver_of(fs: AbstractFileSystem) -> Driver:
     """Return the driver for a filesystem: that of its library, or the common one."""
     if isinstance(fs, MemoryFileSystem):
         return _MEMORY
-    # Chosen by the library, not by the protocol: other libraries serve s3:// too, with methods of their own.
+    # Chosen by the library, not by the protocol: other libraries serve s3:// too, with other methods.
     libraries = [kind.__module__.partition(".")[0] for kind in type(fs).__mro__]
     return next((_LIBRARIES[name] for name in libraries if name in _LIBRARIES), _PLAIN)
 

@@ -112,7 +112,7 @@ class _S3Clients(ClientCache[S3Client]):
         """Replace a client by one with newly fetched credentials.
 
         Raises:
-            CredentialRetrievalError: the source of the credentials is away. The stale client stays.
+            CredentialRetrievalError: the source of the credentials does not answer. The stale client stays.
         """
         key = self.key(options, pin)
         with self._lock:

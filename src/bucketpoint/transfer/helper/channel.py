@@ -54,7 +54,7 @@ class Channel:
         Raises:
             Exception: the message cannot be unpickled. Further messages can be received.
         """
-        # Messages of a process that has ended are of no use any more.
+        # Messages of an ended process are useless.
         if until_end_of is not None and until_end_of in self._wait(until_end_of, None):
             return None
         try:

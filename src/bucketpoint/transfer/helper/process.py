@@ -190,7 +190,7 @@ class UploadHelper:
             return self._running
 
     def _drop(self, running: _Running) -> None:
-        # First: if the program is interrupted below, nobody may use the closed channel.
+        # First: if the program is interrupted below, the closed channel must not be used.
         with self._lock:
             if self._running is running:
                 self._running = None

@@ -138,6 +138,6 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _paths() -> list[str]:
-    """Return `sys.path`: a program may have found bucketpoint by a path of its own."""
+    """Return `sys.path`: a program may have found bucketpoint by its own path."""
     entries: Sequence[object] = sys.path
     return [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]

@@ -103,8 +103,8 @@ def pack_items(items: Sequence[WriteItem]) -> PackedItems | None:
         if item.tensor_data is not None:
             offsets.extend(item.tensor_data.chunk.offsets)
             sizes.extend(item.tensor_data.chunk.sizes)
-    # One table for each top-level name: items that only one rank has are under a name of their own, so that the tables
-    # of all other names stay the same on all ranks.
+    # One table for each top-level name: items of only one rank have their own name, so that the tables of all other
+    # names are the same on all ranks.
     sections = _sections(items, lambda item: item.index.fqn.partition(".")[0])
     try:
         tables = tuple([_pack_table(section) for section in sections])
