@@ -45,7 +45,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "bucketpoint.throttled": Metric("counter", "{request}", "Answers of a store that asked for fewer requests"),
     "bucketpoint.checkpoint.committed": Metric(
-        "gauge", "s", "Unix time of the last commit of a run; the age is the time now less this"
+        "gauge", "s", "Unix time of the last commit of a run; now minus this is its age"
     ),
     "bucketpoint.checkpoint.size": Metric("gauge", "By", "Bytes of the checkpoint that was committed last"),
     "bucketpoint.kept.size": Metric("gauge", "By", "Bytes of the checkpoints that the policy keeps"),

@@ -188,7 +188,7 @@ def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[
     """Parse storage options from `name=value`: booleans, numbers and JSON as such, everything else as text.
 
     Args:
-        name: of the command's option that has these pairs, for errors.
+        name: name of the command's option with these pairs, for errors.
 
     Raises:
         BadParameter: an option is no such pair. The value may be a secret, and is not in the message.

@@ -37,8 +37,8 @@ class Journal:
     """Journal of one conversion to one place.
 
     Attributes:
-        digest: of everything that decides the target's bytes. Notes under another digest are of no use.
-        token: of the attempt; the names of its objects may contain it.
+        digest: digest of everything that decides the target's bytes. Notes under another digest are of no use.
+        token: token of the attempt; the names of its objects may contain it.
         notes: for the path of each written object, its ETag and checksums.
         planned: for the path of each object to be written, its size, and the ETag of an object that was there before.
         stale: the same entries, with the noted ETag, for objects of earlier conversions that did not finish.

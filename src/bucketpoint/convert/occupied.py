@@ -20,7 +20,7 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) ->
     """Return True if the conversion replaces a checkpoint or file at the target.
 
     Args:
-        name: of the file to write; empty for a folder.
+        name: name of the file to write; empty for a folder.
 
     Raises:
         CheckpointExistsError: the target has content that must not, or cannot safely, be replaced.

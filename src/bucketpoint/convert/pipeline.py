@@ -83,7 +83,7 @@ class ConvertPlan:
 
     Attributes:
         source: the opened source.
-        format: of the target.
+        format: format of the target.
         place: the store and the keys of the target.
         layout: the objects of the target, with the bytes of each.
         filling: conversion of the source's bytes to those of the target's objects.

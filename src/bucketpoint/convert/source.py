@@ -49,7 +49,7 @@ class Stretch:
     """Bytes of an item within one object: a tensor's elements in C order, or a torch.save archive.
 
     Attributes:
-        checksum: of all the bytes, if their writer recorded one.
+        checksum: checksum of all the bytes, if their writer recorded one.
         opaque: True if the item is a tensor that is stored as a torch.save archive (sparse, quantised, subclass), not
         as raw elements. Only DCP formats can hold it.
     """
@@ -71,7 +71,7 @@ class Decoded:
     """A tensor that has to be decoded whole, because its elements are not stored in C order or not as raw values.
 
     Attributes:
-        nbytes: of the elements.
+        nbytes: bytes of the elements.
         place: key of the object, and offset of the stored tensor in it.
     """
 
@@ -104,7 +104,7 @@ class Source:
     Attributes:
         format: one of `FORMATS`.
         metadata: as DCP has it, without storage data. Every chunk of every tensor, and every other item, has a payload.
-        fingerprint: of the keys, sizes and ETags of the source's objects; differs if the source differs.
+        fingerprint: digest of the keys, sizes and ETags of the source's objects.
         recorded_kind, metrics: of the record, if the source has one.
         excluded: keys of the source that the caller leaves out. Metadata and payloads do not have them.
         int_keys: dictionaries with integer keys, as far as the source says so; in the metadata every key is text.

@@ -16,7 +16,7 @@ def matching(patterns: str | Iterable[str], names: Collection[str], *, url: str 
     """Return the names that match at least one pattern.
 
     Args:
-        patterns: of `fnmatch`, such as `model.*`; a pattern without wildcards also matches every name below it.
+        patterns: `fnmatch` patterns, such as `model.*`; one without wildcards also matches every name below it.
 
     Raises:
         MismatchError: a pattern matches no name.

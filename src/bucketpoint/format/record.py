@@ -22,11 +22,11 @@ class CommitRecord:
     """Summary of a committed checkpoint.
 
     Attributes:
-        version: of the format of the record and of the metadata extension.
-        token: of the attempt that committed; None if another writer did.
+        version: format version of the record and of the metadata extension.
+        token: token of the attempt that committed; None if another writer did.
         created: seconds since the epoch at the coordinator's commit; None if not recorded.
         seconds: from the call of the save to its commit, at the coordinator; None if not recorded.
-        bytes, objects: of the data, without the metadata.
+        bytes, objects: size and number of the data objects, without the metadata.
         items, tensors: stored items (chunks and bytes); distinct tensors.
         world_size: number of ranks that saved; None if not recorded.
         torch, bucketpoint: versions of the writer.

@@ -78,10 +78,10 @@ def slice_runs(
     """Return the byte runs of a slice of a tensor, in the slice's row-major order.
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         offsets, lengths: of the slice, one for each dimension.
         itemsize: bytes of one element.
-        strides: of the tensor in elements, none negative; C-contiguous if None.
+        strides: strides of the tensor in elements, none negative; C-contiguous if None.
         storage_offset: of the tensor's first element within the payload, in elements.
 
     Raises:

@@ -52,8 +52,7 @@ def _share(
     for index, address in members:
         copied = copies[index]
         if gaps or copied.dtype != dtype:
-            # The pickler refuses two dtypes at one address.
-            # As bytes, because torch cannot copy all dtypes of one byte.
+            # The pickler refuses two dtypes at one address. As bytes, because torch cannot copy all dtypes of one byte.
             bits = copied.view(torch.uint8) if copied.element_size() == 1 else copied
             copies[index] = bits.clone().view(copied.dtype)
         else:

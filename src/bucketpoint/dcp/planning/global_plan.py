@@ -85,8 +85,8 @@ class PlanCache:
     """Plans of earlier saves, the last used one last.
 
     Attributes:
-        kept: of this rank.
-        agreed: of all ranks, on the coordinator, by a digest of all that they had sent.
+        kept: plans of this rank.
+        agreed: plans of all ranks, on the coordinator, by a digest of all that they had sent.
         warned: names that were in a warning.
     """
 

@@ -186,7 +186,7 @@ def _sample(value: Any) -> bytes:
         return bytes(_SAMPLE_BYTES)
     nbytes = value.numel() * value.element_size()
     if is_viewable(value):
-        # Copies of few bytes, as a view of the whole tensor takes longer to make.
+        # Few bytes are copied, because a view of the whole tensor takes longer to make.
         begin, crc = value.data_ptr(), 0
         for start in (0, nbytes // 2, nbytes - _COMPARED_BYTES):
             crc = zlib.crc32(ctypes.string_at(begin + start, _COMPARED_BYTES), crc)

@@ -59,7 +59,7 @@ class RankUpload:
     """The upload of one rank's items in one save.
 
     Attributes:
-        options: of this process's own transfers: reading what is compared, and copies.
+        options: options of this process's own transfers: reads for the comparison, and copies.
         open_url: opens the store of any URL with the writer's options.
         announced: notes the uploads to these paths while they run: see `announce_uploads`.
         digests: compute digests of the items, for the comparison at the next save.

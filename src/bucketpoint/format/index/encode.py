@@ -83,7 +83,7 @@ class IndexTemplate:
 
         Args:
             checksums: 4 bytes each, in the order of the storage data.
-            paths: of the objects, in the order in which the storage data names them.
+            paths: paths of the objects, in the order in which the storage data names them.
             bucketpoint: the attribute of that name in `.metadata`.
             version: the attribute of that name, as a tuple of one; empty if the metadata has no such attribute.
         """

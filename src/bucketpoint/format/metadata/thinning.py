@@ -38,7 +38,7 @@ class Outline:
 
     Attributes:
         facts: that bucketpoint wrote beside DCP's fields.
-        paths: of the objects that hold the items.
+        paths: paths of the objects that hold the items.
         items: number of items.
 
     Raises:

@@ -85,7 +85,7 @@ class Channel:
     def close(self) -> None:
         """Close this end. The other end then receives None."""
         with contextlib.suppress(OSError):
-            # Wakes a thread of this process that receives, too.
+            # This also wakes a receiving thread of this process.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

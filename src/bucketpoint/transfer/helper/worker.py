@@ -224,8 +224,7 @@ class _Job:
             options = pickle.loads(order.store.storage_options)
             store, _ = open_store(order.store.url, storage_options=options)
         except Exception as error:
-            # A class of the program's own may fail in any way here.
-            # Its text may quote an option.
+            # A class of the program's own may fail in any way here. Its text may quote an option.
             raise HelperUnavailableError(
                 f"the store cannot be made again in another process ({type(error).__name__})"
             ) from error
