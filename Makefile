@@ -220,7 +220,7 @@ dist-test:
 constraints: ## write the versions and hashes that CI and the release install: tools/constraints.txt, tools/uv.txt
 	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
 	compile="$$uv pip compile --quiet --upgrade --universal --generate-hashes --no-annotate --custom-compile-command"; \
-	$$compile "make constraints" --python-version 3.10 --extra dev --extra all pyproject.toml tools/release.in -o tools/constraints.txt; \
+	$$compile "make constraints" --python-version 3.10 --extra dev,all,site pyproject.toml tools/release.in -o tools/constraints.txt; \
 	echo uv | $$compile "make constraints" --python-version 3.10 - -o tools/uv.txt
 
 .PHONY: soak
