@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows
 
 
 def jobs(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / name).read_text(encoding="utf-8"))["jobs"]
-    return found
+    return dict(yaml.safe_load((ROOT / ".github/workflows" / name).read_text(encoding="utf-8"))["jobs"])
 
 
 def pinned(name: str) -> dict[str, list[str]]:
@@ -42,7 +41,6 @@ def test_pins_every_action_by_commit() -> None:
 
 def test_publishes_in_a_job_that_runs_no_command() -> None:
     release = jobs("release.yml")
-    assert list(release) == ["build", "test", "publish"]
     assert release["publish"]["needs"] == ["build", "test"]
     assert not any("run" in step or "checkout" in step["uses"] for step in release["publish"]["steps"])
     for job in ("build", "test"):
