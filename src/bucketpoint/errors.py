@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ def first_of(names: Sequence[object], most: int, between: str = ", ", last: str 
     listed = between.join(map(str, names[:most]))
     return f"{listed}{last}{len(names) - most} more" if len(names) > most else listed
 
+
+_OWN_OBJECT = re.compile("/_bucketpoint/([^/]*N[^/]*/.*)?$")
 
 LISTED = (
     "`bucketpoint ls ROOT` lists a run's checkpoints, bucketpoint.latest_checkpoint(root) names the newest whole one"
@@ -51,7 +54,8 @@ class BucketpointError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.url = url
+        # A catalog's own object is nothing that the user has named: its run is.
+        self.url = _OWN_OBJECT.sub("", url) if url is not None else None
         self.key = key
         self.rank = rank
         self.remedy = remedy if remedy is not None else self.remedy_default

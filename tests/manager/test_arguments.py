@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import bucketpoint
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery
+from bucketpoint.stores.local import LocalStore
 from manager.manager_scenarios import policy, state, value_of
 
 pytestmark = pytest.mark.contract
@@ -144,3 +148,39 @@ def test_makes_the_policy_of_three_keywords_and_loads_its_checkpoints_by_name(tm
     for given, why in (({}, "no policy"), ({"best": "loss"}, "no policy"), ({"keep": 1, "policy": "p.yaml"}, "both")):
         with pytest.raises(BucketpointError, match=f"There (is|are) {why}.*Pass keep=3"):
             CheckpointManager(root, **given)  # type: ignore[arg-type]
+
+
+def test_raises_errors_that_can_be_read(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, small = ({"m": {f"l{number}": torch.ones(size) for number in range(9)}} for size in (8, 4))
+    misfit = r"m\.l2 is .*; and 6 more; 9 of 9 have 8 in .* the state has 4"
+    denied = AccessDeniedError("no", url=f"{root}/step-2/data/1")
+    raised: list[BaseException] = []
+
+    def raises(message: str, call: Callable[[], object]) -> None:
+        with pytest.raises(BucketpointError, match=message) as caught:
+            call()
+        raised.append(caught.value)
+
+    with CheckpointManager(root, keep=1) as manager:
+        manager.save(1, saved)
+        assert manager.wait()
+        raises(misfit, lambda: manager.restore(small))
+        raises(misfit, lambda: bucketpoint.load(small, f"{root}/step-1"))
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "put", mock.Mock(side_effect=denied))
+            raises("no ", lambda: bucketpoint.async_save(saved, f"{root}/step-2").result())
+            manager.save(2, saved)
+            raises("no ", manager.wait)
+    for error in raised:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        assert len(lines) < 60
+        assert not [line for line in lines if "CheckpointException" in line or "(RANK 0)" in line]
+
+
+@pytest.mark.parametrize("place", ["", "step-N/notes/", "step-N/steps/0001", "N/pruner.json"])
+def test_names_the_run_in_place_of_its_catalogs_objects(place: str) -> None:
+    assert StoreError("denied", url=f"s3://bucket/run/_bucketpoint/{place}").url == "s3://bucket/run"
+    assert (
+        StoreError("denied", url=f"s3://bucket/_bucketpoint/run/{place}x").url
+        == f"s3://bucket/_bucketpoint/run/{place}x"
+    )

@@ -279,8 +279,7 @@ def async_save(
 
     Returns:
         A handle whose `result()` is the checkpoint's `Metadata` on the coordinator, and on other ranks an object that
-        names where to read it. The errors it raises are `BucketpointError`s, which `except Exception` catches; DCP's
-        `CheckpointException` is their cause.
+        names where to read it. The errors it raises are `BucketpointError`s, which `except Exception` catches.
 
     Raises:
         StagingError: the state cannot be copied. On other ranks the handle raises it: no rank waits for this one.

@@ -97,7 +97,10 @@ def errors_of_dcp(
     try:
         yield
     except CheckpointException as raised:
-        raise interrupt_in(raised, ranks) or as_ours(raised, url, what, ranks, before=before) from raised
+        error = interrupt_in(raised, ranks) or as_ours(raised, url, what, ranks, before=before)
+    else:
+        return
+    raise error
 
 
 def interrupt_in(error: CheckpointException, ranks: Sequence[int] = ()) -> BaseException | None:
@@ -136,8 +139,10 @@ def as_ours(
     else:
         dead = None if isinstance(error, BucketpointError) else dead_checkpoint_process(_DYING_S)
         ours = as_failure(dead or error, process_groups.this_rank(), url, what)
-    if ours is not error:
-        ours.__cause__ = error
+    if ours is not error and ours.__cause__ is None:
+        # It says all that DCP's error says, in 20 to 60 lines with the traceback of each rank.
+        ours.__suppress_context__ = True
+        ours.__traceback__ = None
     return ours
 
 

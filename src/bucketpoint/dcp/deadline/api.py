@@ -77,8 +77,8 @@ def save(
 
     Raises:
         BucketpointError: on every rank, the error of the rank that failed, or one that names the missing ranks. Never
-            DCP's `CheckpointException`, which can only be the cause. An error of the state's own `state_dict()` is
-            raised unchanged on the rank where it occurs.
+            DCP's `CheckpointException`. An error of the state's own `state_dict()` is raised unchanged on the rank
+            where it occurs.
     """
     check_types(state=state, url=url, transfer=transfer)
     where = str(as_url(url))

@@ -85,7 +85,7 @@ def collective_call(
         _clear_frames(error)
         _clear_frames(reason)
         try:
-            raise reason from reason.__cause__ or error
+            raise reason.with_traceback(None) from reason.__cause__
         finally:
             # Otherwise the error and its traceback, which holds this frame, keep each other alive.
             del reason

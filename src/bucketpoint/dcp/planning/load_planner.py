@@ -34,7 +34,7 @@ from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.index.view import Chunks
 
-_NAMED_AT_MOST = 20
+_NAMED_AT_MOST = 3
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -195,11 +195,26 @@ class LoadPlanner(DefaultLoadPlanner):
         unused = [fqn for fqn in saved if fqn not in self.state_dict]
         remedy = _remedy(misfits, self.metadata)
         if not lacking or not unused:
-            return "", remedy
+            return self._other_sizes(misfits), remedy
         renaming = find_renaming(lacking, unused)
         if renaming is None:
             return f"; {nearest_keys(lacking, unused)}", remedy
         return f"; {renaming}", f"{renaming.remedy}. {remedy}"
+
+    def _other_sizes(self, misfits: list[str]) -> str:
+        """Return, for an error, words on the size by which most of the tensors differ; empty if it is of one alone."""
+        assert self.metadata is not None
+        sizes: Counter[tuple[int, int]] = Counter()
+        for fqn in misfits:
+            entry, value = self.metadata.state_dict_metadata.get(fqn), self.state_dict[fqn]
+            if isinstance(entry, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+                sizes.update(
+                    {(there, here) for there, here in zip(entry.size, value.shape, strict=False) if there != here}
+                )
+        for (there, here), count in sizes.most_common(1):
+            if count > 1:
+                return f"; {count} of {len(misfits)} have {there} in the checkpoint where the state has {here}"
+        return ""
 
     @contextmanager
     def _original_flattened(self) -> Iterator[None]:
