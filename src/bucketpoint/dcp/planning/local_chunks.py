@@ -1,4 +1,4 @@
-"""Local tensors that hold several chunks of a larger tensor, or none.
+"""Local tensors that hold several chunks of a larger tensor, or none, and chunks in tensors of their own.
 
 Several: tensors with the attributes of torch 2.15's `CheckpointableTensor`, described here in the protocol that every
 version of DCP understands. None: partial sums.
@@ -20,13 +20,13 @@ from bucketpoint.staging.flatten import SHARD_OF_A_WHOLE
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """The chunks in one local tensor.
+    """The chunks of one saved tensor in one local tensor, or each in another one.
 
-    Each chunk is a box of `sizes`, at `local_offsets` in the local tensor and at `global_offsets` in the whole tensor,
+    Each chunk is a box of `sizes`, at `local_offsets` in its local tensor and at `global_offsets` in the whole tensor,
     which has `shape`.
     """
 
-    tensor: torch.Tensor
+    tensors: torch.Tensor | Sequence[torch.Tensor]
     shape: tuple[int, ...]
     global_offsets: Sequence[Sequence[int]]
     local_offsets: Sequence[Sequence[int]]
@@ -45,7 +45,7 @@ class LocalChunks:
         for number, (there, here, size) in enumerate(boxes):
             for name, offsets, bounds in (
                 ("global_shape", there, self.shape),
-                ("its tensor's", here, tuple(self.tensor.shape)),
+                ("its tensor's", here, tuple(self._tensor(number).shape)),
             ):
                 if not len(offsets) == len(size) == len(bounds) or any(
                     at < 0 or extent < 0 or at + extent > bound
@@ -73,15 +73,20 @@ class LocalChunks:
         hinted = [index.index] if index.index is not None and index.index < len(self.sizes) else []
         for number in (*hinted, *range(len(self.sizes))):
             if tuple(self.global_offsets[number]) == offset:
-                view = self.tensor
+                view = self._tensor(number)
                 for axis, (at, size) in enumerate(zip(self.local_offsets[number], self.sizes[number], strict=True)):
                     view = view.narrow(axis, at, size)
                 return view
         raise BucketpointError(f"There is no chunk at {list(offset)} in the tensor to load into", key=index.fqn)
 
+    def _tensor(self, number: int) -> torch.Tensor:
+        return self.tensors if isinstance(self.tensors, torch.Tensor) else self.tensors[number]
+
 
 def chunks_in(value: Any) -> LocalChunks | None:
     """Return the chunks of a tensor that has the attributes of `CheckpointableTensor`; None for any other value."""
+    if isinstance(value, LocalChunks):
+        return value
     if not isinstance(value, torch.Tensor):
         return None
     attributes: list[Any] = [getattr(value, name, None) for name in SHARD_OF_A_WHOLE]

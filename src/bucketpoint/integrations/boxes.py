@@ -1,0 +1,126 @@
+"""Loads of boxes of saved tensors into tensors of the caller; several loads read one commit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import LoadPlan, Metadata
+
+from bucketpoint.dcp.error_boundary import errors_of_dcp
+from bucketpoint.dcp.planning.load_planner import LoadPlanner
+from bucketpoint.dcp.planning.local_chunks import LocalChunks
+from bucketpoint.dcp.process_groups import ranks_of
+from bucketpoint.dcp.reader import BucketReader
+
+
+@dataclass(frozen=True)
+class SavedBox:
+    """A box of a saved tensor: the part at `offsets` that has the shape of `target`, into which it is read."""
+
+    key: str
+    offsets: tuple[int, ...]
+    target: torch.Tensor
+
+
+class BoxReader(BucketReader):
+    """Reader of boxes. It reads the metadata once, so that all its loads are of one commit.
+
+    A load after another job has saved over the URL, or deleted the checkpoint, raises an error.
+    """
+
+    _first: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata in the first call, as `BucketReader` does, and return the same in the next ones."""
+        if self._first is None:
+            metadata: Metadata = super().read_metadata(*args, **kwargs)
+            if self._commit is not None:
+                self._first = metadata, self._commit
+            return metadata
+        self._in_load = False
+        if self._cooperation is not None:
+            self._cooperation.connect(self._url)
+        self._commit = self._first[1]
+        return cast(Metadata, self._first[0])
+
+    def load(
+        self,
+        boxes: Iterable[SavedBox],
+        metadata: Metadata,
+        *,
+        process_group: Any = None,
+        alone: bool = False,
+        failure: BaseException | None = None,
+    ) -> None:
+        """Read the boxes into their targets; the order in which the targets are filled is not defined.
+
+        Args:
+            metadata: result of `read_metadata`.
+            alone: make no collective; otherwise all ranks of the group call at once.
+            failure: error of this rank, with which the load fails on all ranks before anything is read.
+        """
+        reader = self
+        if alone:
+            reader = copy.copy(self)
+            reader._cooperation = None
+        state, copies = _state_of(boxes, metadata)
+        # A default device or dtype of the caller, as engines set while they make a model, is not ours.
+        with torch.device("cpu"), errors_of_dcp(self.url, "The load", ranks_of(process_group) if not alone else ()):
+            dcp.load(
+                state,
+                storage_reader=reader,
+                planner=_BoxPlanner(failure),
+                process_group=process_group,
+                no_dist=alone,
+            )
+            with torch.no_grad():
+                for target, source in copies:
+                    target.copy_(source)
+
+
+class _BoxPlanner(LoadPlanner):
+    """Load planner for boxes: the keys that nobody asks for are no mistake."""
+
+    def __init__(self, failure: BaseException | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._failure = failure
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._failure is not None:
+            raise self._failure
+        return super().create_local_plan()
+
+    def _compare(self, plans: list[LoadPlan]) -> None:
+        """Do nothing."""
+
+
+def _state_of(
+    boxes: Iterable[SavedBox], metadata: Metadata
+) -> tuple[dict[str, LocalChunks], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the state to load into, and the copies to make after the load: each box is read once for each dtype."""
+    read: dict[Any, torch.Tensor] = {}
+    targets: dict[str, list[SavedBox]] = {}
+    copies = []
+    for box in boxes:
+        source = read.setdefault((box.key, box.offsets, box.target.shape, box.target.dtype), box.target)
+        if source is box.target:
+            targets.setdefault(box.key, []).append(box)
+        else:
+            copies.append((box.target, source))
+    entries: Mapping[str, Any] = metadata.state_dict_metadata
+    return {key: _chunks(entries[key].size, own) for key, own in targets.items()}, copies
+
+
+def _chunks(shape: Iterable[int], boxes: list[SavedBox]) -> LocalChunks:
+    return LocalChunks(
+        [box.target for box in boxes],
+        tuple(shape),
+        [box.offsets for box in boxes],
+        [(0,) * len(box.offsets) for box in boxes],
+        [tuple(box.target.shape) for box in boxes],
+    )

@@ -1,0 +1,128 @@
+"""Geometry of strided views: the box of a saved tensor that a view of it is, and views that overlap in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from bucketpoint.integrations.boxes import SavedBox
+
+
+def box_of(key: str, whole: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> SavedBox | None:
+    """Return the box of the saved tensor `key` that a view of it is, with the target in the order of the saved axes.
+
+    None if the view is no box: it repeats elements, leaves some out, or ends within a row.
+
+    Args:
+        whole: a contiguous tensor of the saved shape.
+        source: the view of `whole`.
+        target: tensor of the view's shape, to read it into.
+    """
+    shape, steps, left = whole.shape, whole.stride(), int(source.storage_offset())
+    offsets = []
+    for step in steps:
+        at, left = divmod(left, step)
+        offsets.append(at)
+    lengths, strides = [1] * len(shape), [1] * len(shape)
+    axes = [axis for axis in reversed(range(len(shape))) if shape[axis] > 1]
+    for size, step, stride in _joined_axes(source, target):
+        below = [axis for axis in axes if steps[axis] >= step]
+        if not below or steps[below[0]] != step:
+            return None
+        for axis in below:
+            if size == 1:
+                break
+            fits = offsets[axis] + size <= shape[axis]
+            part = size if fits else shape[axis]
+            if lengths[axis] != 1 or (not fits and (offsets[axis] or size % part)):
+                return None
+            lengths[axis], strides[axis] = part, stride
+            size, stride = size // part, stride * part
+        if size > 1:
+            return None
+    return SavedBox(key, tuple(offsets), target.as_strided(lengths, strides, target.storage_offset()))
+
+
+def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return size, stride in the source and stride in the target of each axis, the largest stride in the source first.
+
+    Axes that are one run in both tensors are joined.
+    """
+    rows = zip(source.shape, source.stride(), target.stride(), strict=True)
+    joined: list[tuple[int, int, int]] = []
+    for size, step, stride in sorted((row for row in rows if row[0] != 1), key=lambda row: -row[1]):
+        if joined and joined[-1][1:] == (step * size, stride * size):
+            joined[-1] = (joined[-1][0] * size, step, stride)
+        else:
+            joined.append((size, step, stride))
+    return joined
+
+
+# -- copies that overlap ----------------------------------------------------------------------------------------------
+
+
+def in_rounds(boxes: Sequence[SavedBox]) -> list[list[SavedBox]]:
+    """Group boxes, given in the order of their copies, into loads: of two that overlap, the later is loaded later.
+
+    A box whose target is overwritten as a whole is left out. The last group may be empty.
+    """
+    targets = [box.target for box in boxes]
+    later: dict[int, list[int]] = {}
+    hidden: set[int] = set()
+    spans = []
+    for number, target in enumerate(targets):
+        reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
+        begin = target.data_ptr()
+        spans.append((str(target.device), begin, begin + reach * target.element_size(), number))
+    active: list[tuple[str, int, int, int]] = []
+    for span in sorted(spans):
+        active = [other for other in active if other[0] == span[0] and other[2] > span[1]]
+        for other in active:
+            first, second = sorted((other[3], span[3]))
+            if _same(targets[first], targets[second]):
+                hidden.add(first)
+            elif _overlap(targets[first], targets[second]):
+                later.setdefault(first, []).append(second)
+        active.append(span)
+    rounds: dict[int, list[SavedBox]] = {0: []}
+    depth = [0] * len(targets)
+    for number in reversed(range(len(targets))):
+        depth[number] = max((depth[other] + 1 for other in later.get(number, ())), default=0)
+        if number not in hidden:
+            rounds.setdefault(depth[number], []).append(boxes[number])
+    return [rounds[depth] for depth in sorted(rounds, reverse=True)]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True for two views of the same elements."""
+    views = [(view.data_ptr(), view.dtype, view.shape, view.stride()) for view in (one, other)]
+    return views[0] == views[1]
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return False if two views of one memory have no byte in common; True may be wrong for odd strides."""
+    itemsize = one.element_size()
+    sizes = [
+        {step: size for size, step in zip(view.shape, view.stride(), strict=True) if size > 1} for view in (one, other)
+    ]
+    steps = sorted({1, *sizes[0], *sizes[1]}, reverse=True)
+    nested = not any(step % below for step, below in pairwise(steps))
+    if other.element_size() != itemsize or not nested:
+        return True
+    # Every address is one cell of a grid with these steps, and each view a box there, if it stays within its cells.
+    begin = min(one.data_ptr(), other.data_ptr())
+    boxes = []
+    for view, size in zip((one, other), sizes, strict=True):
+        at, odd = divmod(view.data_ptr() - begin, itemsize)
+        if odd or len(size) != sum(extent > 1 for extent in view.shape):
+            return True
+        box = []
+        for place, step in enumerate(steps):
+            low, at = divmod(at, step)
+            box.append((low, low + size.get(step, 1)))
+            if place and box[-1][1] * step > steps[place - 1]:
+                return True
+        boxes.append(box)
+    return all(low < stop and start < high for (low, high), (start, stop) in zip(*boxes, strict=True))
