@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
-from bucketpoint.dcp import GCSReader, GCSWriter
+from bucketpoint.dcp.s3_and_gcs import GCSReader, GCSWriter
 from gcs_server import GCSServer
 from kit import FaultProxy
 from kit.plugin import MakeProxy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bucketpoint.location import Location
-from bucketpoint.stores import S3Store
+from bucketpoint.stores.s3 import S3Store
 
 
 def test_keeps_one_form_of_the_url_and_makes_one_store(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import bucketpoint
 from bucketpoint.cli.app import COMMANDS
-from bucketpoint.stores.s3.options import S3Options
+from bucketpoint.stores.s3 import S3Options
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET, DECISIONS = "tools/budget.json", "docs/decisions.md"

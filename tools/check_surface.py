@@ -20,8 +20,8 @@ import click
 import bucketpoint
 from bucketpoint.cli import exits
 from bucketpoint.cli.app import app
-from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.s3.options import S3Options
+from bucketpoint.stores.gcs import GCSOptions
+from bucketpoint.stores.s3 import S3Options
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE = "0.2"

@@ -26,30 +26,23 @@ from bucketpoint.errors import (
 from bucketpoint.version import __version__
 
 if TYPE_CHECKING:
-    from bucketpoint.catalog import latest_checkpoint
-    from bucketpoint.dcp import (
-        BucketReader,
-        BucketWriter,
-        CommitInfo,
-        GCSReader,
-        GCSWriter,
-        LoadPlanner,
-        LoadStats,
-        S3Reader,
-        S3Writer,
-        SaveHandle,
-        SavePlanner,
-        SaveStats,
-        async_save,
-        load,
-        rank_state,
-        save,
-        saved_ranks,
-    )
+    from bucketpoint.catalog.catalog import latest_checkpoint
+    from bucketpoint.dcp.async_save import SaveHandle, async_save
+    from bucketpoint.dcp.deadline.api import load, save
+    from bucketpoint.dcp.planning.load_planner import LoadPlanner
+    from bucketpoint.dcp.planning.rank_state import rank_state, saved_ranks
+    from bucketpoint.dcp.planning.save_planner import SavePlanner
+    from bucketpoint.dcp.reader import BucketReader
+    from bucketpoint.dcp.s3_and_gcs import GCSReader, GCSWriter, S3Reader, S3Writer
+    from bucketpoint.dcp.saving.commit_info import CommitInfo
+    from bucketpoint.dcp.stats import LoadStats, SaveStats
+    from bucketpoint.dcp.writer import BucketWriter
     from bucketpoint.manager import CheckpointManager
     from bucketpoint.retention import RetentionPolicy
-    from bucketpoint.staging import Stager, StagingOptions
-    from bucketpoint.transfer import Progress, TransferOptions
+    from bucketpoint.staging.options import StagingOptions
+    from bucketpoint.staging.stager import Stager
+    from bucketpoint.transfer.options import TransferOptions
+    from bucketpoint.transfer.progress import Progress
 
 __all__ = [
     "AccessDeniedError",
@@ -94,22 +87,22 @@ __all__ = [
     "saved_ranks",
 ]
 
-_ROOMS = {
-    "CheckpointManager": "bucketpoint.manager",
-    "Progress": "bucketpoint.transfer",
-    "RetentionPolicy": "bucketpoint.retention",
-    "Stager": "bucketpoint.staging",
-    "StagingOptions": "bucketpoint.staging",
-    "TransferOptions": "bucketpoint.transfer",
-    "latest_checkpoint": "bucketpoint.catalog",
-}
-"""Packages of the names that are imported on first use, where it is not `bucketpoint.dcp`."""
+_MODULES = {name: module for module, *names in map(str.split, (
+    "catalog.catalog latest_checkpoint", "dcp.async_save SaveHandle async_save", "dcp.deadline.api load save",
+    "dcp.planning.load_planner LoadPlanner", "dcp.planning.rank_state rank_state saved_ranks",
+    "dcp.planning.save_planner SavePlanner", "dcp.reader BucketReader", "dcp.stats LoadStats SaveStats",
+    "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer", "dcp.saving.commit_info CommitInfo",
+    "dcp.writer BucketWriter", "manager CheckpointManager", "retention RetentionPolicy",
+    "staging.options StagingOptions", "staging.stager Stager", "transfer.options TransferOptions",
+    "transfer.progress Progress",
+)) for name in names}  # fmt: skip
+"""Modules of the names that are imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_ROOMS.get(name, "bucketpoint.dcp")), name)
+    value = globals()[name] = getattr(import_module(f"bucketpoint.{_MODULES[name]}"), name)
     return value
 
 

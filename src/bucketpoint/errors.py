@@ -29,6 +29,10 @@ LISTED = (
 )
 """The end of a remedy: the ways to find a checkpoint, from a shell and from Python."""
 
+# The command names the package, not `bucketpoint[extra]`, which could replace a bucketpoint from a checkout by the
+# index's.
+INSTALL_GCS = "pip install 'google-cloud-storage>=3', or install bucketpoint with its extra gcs"
+
 
 class BucketpointError(Exception):
     """Base class of all errors that bucketpoint raises on purpose.

@@ -48,3 +48,12 @@ class Location:
 
 Place = str | os.PathLike[str] | Location
 """A URL or path, or a `Location`."""
+
+
+def parent_and_name(url: str) -> tuple[str, str] | None:
+    """Split a checkpoint's URL into root and folder; None if nothing above the folder could be a root."""
+    above, slash, name = (as_url(url) or "").rpartition("/")
+    if not name or name in (".", "..") or above.endswith((":", "/")) or (slash and not above):
+        return None
+    # A bucket is not a folder: in `s3://bucket` the scheme's slash stands above it, which is refused as well.
+    return above or ".", name

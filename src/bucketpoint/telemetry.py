@@ -64,6 +64,11 @@ _BOUNDS: Mapping[str, tuple[float, ...]] = {
 """Bounds of histograms by unit: OpenTelemetry's own, for milliseconds, would put all saves into one bucket."""
 
 
+def is_loaded() -> bool:
+    """Return True if the program has imported OpenTelemetry. Otherwise spans and figures need not be made."""
+    return "opentelemetry" in sys.modules
+
+
 def _loaded(module: str) -> Any:
     return sys.modules.get(f"opentelemetry.{module}")
 

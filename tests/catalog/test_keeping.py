@@ -24,11 +24,11 @@ from bucketpoint.catalog.deletion import worker as pruning
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.deletion.worker import PruneWorker, worker_of
 from bucketpoint.catalog.records import read_record
-from bucketpoint.catalog.run import open_run, parent_and_name
+from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError
 from bucketpoint.format import catalog_keys
-from bucketpoint.location import Location
+from bucketpoint.location import Location, parent_and_name
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
@@ -337,7 +337,8 @@ def test_finds_open_uploads_of_a_killed_save_by_its_policys_writer(
         import os, torch
         import torch.distributed.checkpoint as dcp
         from bucketpoint import BucketWriter, TransferOptions
-        from bucketpoint.stores import GCSStore, S3Store
+        from bucketpoint.stores.gcs import GCSStore
+        from bucketpoint.stores.s3 import S3Store
         S3Store.complete_multipart = GCSStore.complete_multipart = lambda *args, **more: os._exit(9)
         writer = BucketWriter(
             retention={str(tmp_path / "policy.yaml")!r},

@@ -22,7 +22,8 @@ from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
 from bucketpoint.errors import CommitConflictError, StoreError
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.stores import S3Store, open_store
+from bucketpoint.stores import open_store
+from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
 from cli.conftest import Program, save, state
 from cli.test_verify import flip, place, replaced

@@ -18,7 +18,8 @@ from botocore.exceptions import ClientError
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.throughput import LEVELS, Level, Speed, probe
 from bucketpoint.errors import AccessDeniedError, StoreError
-from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store
+from bucketpoint.stores import LocalStore, open_store
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import inspect as s3_bucket
 from bucketpoint.stores.s3.inspect import LifecycleRule
 from cli.conftest import Program

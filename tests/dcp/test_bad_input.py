@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer, errors
-from bucketpoint.dcp import GCSReader, GCSWriter
+from bucketpoint.dcp.s3_and_gcs import GCSReader, GCSWriter
 from kit.servers import S3Server, free_port
 from services import Service
 

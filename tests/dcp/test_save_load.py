@@ -14,13 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
-from bucketpoint import (
-    BucketReader,
-    BucketWriter,
-    CorruptDataError,
-    UnsafeDataError,
-    latest_checkpoint,
-)
+from bucketpoint import BucketReader, BucketWriter, CorruptDataError, UnsafeDataError, latest_checkpoint
 from bucketpoint.format.metadata.codec import record_from_metadata
 from dcp.states import DTYPES, assert_same, blank, filled, same_bits, varied  # noqa: F401
 from services import Service

@@ -10,7 +10,8 @@ import pytest
 from bucketpoint.doctor.bucket import bucket_findings
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.report import Finding
-from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from kit.servers import S3Server
 from stores.scripted import Answer, Seen, error, scripted

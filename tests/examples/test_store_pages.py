@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from bucketpoint.doctor.bucket import bucket_findings
-from bucketpoint.stores import GCSStore, LocalStore, S3Options, S3Store
-from bucketpoint.stores.base import Capabilities
+from bucketpoint.stores import Capabilities, LocalStore
+from bucketpoint.stores.gcs import GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
 from gcs_server import GCSServer

@@ -23,19 +23,7 @@ from bucketpoint.errors import (
     TransientStoreError,
 )
 from dcp.ranks import Ranks
-from kit import (
-    CutReply,
-    ExpireCredentials,
-    Fault,
-    FaultProxy,
-    FlipReply,
-    Refuse,
-    Reset,
-    Script,
-    Stale,
-    Stall,
-    always,
-)
+from kit import CutReply, ExpireCredentials, Fault, FaultProxy, FlipReply, Refuse, Reset, Script, Stale, Stall, always
 from kit.servers import s3_attempts
 from kit.tally import Tally
 from services import Server, Service

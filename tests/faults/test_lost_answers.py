@@ -14,17 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint.errors import CredentialsError
 from faults.saves import Place
-from kit import (
-    CutRequest,
-    ErrorInBody,
-    ExpireCredentials,
-    Fault,
-    FaultProxy,
-    Refuse,
-    Reset,
-    Script,
-    always,
-)
+from kit import CutRequest, ErrorInBody, ExpireCredentials, Fault, FaultProxy, Refuse, Reset, Script, always
 from kit.tally import Tally
 from services import Server
 

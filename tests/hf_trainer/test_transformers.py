@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.hf_trainer.trainer import dataset, small_model
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import bucketpoint
 from bucketpoint.integrations.transformers import BucketTrainerMixin

@@ -26,7 +26,9 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "torch.utils.serialization.config",
-    "bucketpoint.dcp",
+    "bucketpoint.dcp.async_save",
+    "bucketpoint.dcp.deadline.api",
+    "bucketpoint.dcp.reader",
     "bucketpoint.catalog.save_log",
 )
 """Modules that the server imports once for all ranks.

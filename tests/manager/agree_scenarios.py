@@ -19,9 +19,8 @@ import bucketpoint
 from bucketpoint import BucketWriter, LoadPlanner, StagingOptions
 from bucketpoint.dcp import meeting
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
+from bucketpoint.manager import CheckpointManager, ranks
 from bucketpoint.manager import manager as managing
-from bucketpoint.manager import ranks
-from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention import InFlight, Save, SaveEvery
 from bucketpoint.staging import stager

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.manager import CheckpointManager
 from bucketpoint.manager import manager as managing
-from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, Save, SaveEvery, SaveEveryMinutes
 from bucketpoint.staging import StagingOptions
 from bucketpoint.stores.local import LocalStore

@@ -24,17 +24,11 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.prune import Order, prune
 from bucketpoint.catalog.deletion.remove import roll_back
 from bucketpoint.catalog.deletion.state import undo
-from bucketpoint.errors import (
-    BucketpointError,
-    CheckpointExistsError,
-    EndpointError,
-    NewerFormatError,
-    UnsafeDataError,
-)
+from bucketpoint.errors import BucketpointError, CheckpointExistsError, EndpointError, NewerFormatError, UnsafeDataError
 from bucketpoint.format.metadata import codec as metadata
 from bucketpoint.format.metadata import facts as metadata_facts
+from bucketpoint.manager import CheckpointManager
 from bucketpoint.manager import manager as managing
-from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, InFlight, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bucketpoint import CheckpointManager, RetentionPolicy
-from bucketpoint.retention import Keep
-from bucketpoint.retention.policy import InFlight, Prune, Save
+from bucketpoint.retention import InFlight, Keep, Prune, Save
 from dcp.saving.async_scenarios import GatedFileSystem
 
 STATE = {"weight": torch.ones(10)}

@@ -16,7 +16,7 @@ import torch
 
 import bucketpoint
 from bucketpoint import BucketpointError
-from bucketpoint.dcp import rank_state
+from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.integrations.ray import checkpoint_url, report, restore
 from kit.servers import S3Server
 from ray_train import trainer

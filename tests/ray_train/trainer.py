@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bucketpoint
 from bucketpoint.integrations.ray import report, restore
-from bucketpoint.stores.s3.store import S3Store
+from bucketpoint.stores.s3 import S3Store
 
 EPOCHS, SAMPLES, BATCH, SAVE_EVERY = 3, 72, 8, 6
 

@@ -13,17 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from bucketpoint.retention import (
-    Await,
-    Best,
-    EveryHours,
-    EverySteps,
-    Keep,
-    Plan,
-    RetentionPolicy,
-    Row,
-    plan,
-)
+from bucketpoint.retention import Await, Best, EveryHours, EverySteps, Keep, Plan, RetentionPolicy, Row, plan
 from bucketpoint.retention.row import KINDS
 
 QUICK, FULL = 150, 2000

@@ -15,17 +15,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import assume
 
-from bucketpoint.retention import (
-    Await,
-    Best,
-    EverySteps,
-    Keep,
-    Plan,
-    RetentionPolicy,
-    Row,
-    circuit_breaker,
-    plan,
-)
+from bucketpoint.retention import Await, Best, EverySteps, Keep, Plan, RetentionPolicy, Row, circuit_breaker, plan
 from bucketpoint.retention.plans import ALWAYS_ALLOWED
 from retention.cases import (
     HOUR,

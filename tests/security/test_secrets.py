@@ -15,7 +15,8 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.location import Location
-from bucketpoint.stores import S3Options, S3Store, open_store, retry
+from bucketpoint.stores import open_store, retry
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from kit.servers import KMS_KEY, S3Server, free_port, s3_attempts
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 import bucketpoint as bp
 from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, CredentialsError, InvalidURLError
-from bucketpoint.stores import GCSOptions, open_store, retry
+from bucketpoint.stores import open_store, retry
+from bucketpoint.stores.gcs import GCSOptions
 from bucketpoint.stores.redact import HIDDEN, clean, hide, holds_password
 from kit.servers import free_port
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean

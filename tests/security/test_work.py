@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.errors import CheckpointDeletedError, MetadataError
 from bucketpoint.format import keys
+from bucketpoint.format.index.decode import HEAD
 from bucketpoint.format.index.derived import fits
-from bucketpoint.format.index.encode import HEAD, MAGIC
+from bucketpoint.format.index.ref import MAGIC
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata import codec, plain
 from bucketpoint.format.pickles.items import refused_globals

@@ -16,8 +16,8 @@ from tests.simulation.ranks import CollectiveError, Meeting, load_on_rank, save_
 from tests.simulation.scheduler import KilledError, Process, Scheduler, here
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint.catalog import latest_checkpoint, notes
-from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog import notes
+from bucketpoint.catalog.catalog import Catalog, latest_checkpoint, open_catalog
 from bucketpoint.catalog.deletion.prune import prune_by
 from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.deletion.sweep import sweep
@@ -26,9 +26,11 @@ from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.convert.pipeline import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
+from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.dcp.error_boundary import as_ours
+from bucketpoint.dcp.reader import BucketReader
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy

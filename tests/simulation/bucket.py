@@ -10,12 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import botocore.exceptions as boto
 from tests.simulation.scheduler import here
 
-from bucketpoint.errors import (
-    CorruptDataError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    UploadNotFoundError,
-)
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, UploadNotFoundError
 from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, retry
 from bucketpoint.stores.s3 import errors
 

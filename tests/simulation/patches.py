@@ -20,8 +20,7 @@ from tests.simulation.scheduler import START, here
 from bucketpoint.catalog import catalog
 from bucketpoint.catalog.deletion import lock
 from bucketpoint.catalog.deletion import worker as pruning
-from bucketpoint.stores import registry as opening
-from bucketpoint.stores import retry
+from bucketpoint.stores import retry, s3
 from bucketpoint.transfer import pieces, upload
 
 # The packages have a function, or a class, of that name.
@@ -228,8 +227,8 @@ def simulated() -> Iterator[None]:
         put(os, "urandom", _urandom(os.urandom))
         put(retry, "pause", _pause)
         put(retry, "random", _Random)
-        put(opening, "S3Store", _store)
-        put(opening, "S3Options", _Options)
+        put(s3, "S3Store", _store)
+        put(s3, "S3Options", _Options)
         for module in (upload, pieces, fetch):
             put(module, "TaskGroup", InlineGroup)
         put(pruning.Throttle, "rest", lambda self: None)

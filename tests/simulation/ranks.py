@@ -11,7 +11,8 @@ from tests.simulation.oracle import OPTIM_ADDS
 from tests.simulation.scheduler import Process, here
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from bucketpoint.dcp import BucketReader, BucketWriter
+from bucketpoint.dcp.reader import BucketReader
+from bucketpoint.dcp.writer import BucketWriter
 
 COLLECTIVE_S = 5 * 86400.0
 """After which a rank gives up waiting for the others: torch's process groups may be told to wait for days."""

@@ -12,9 +12,7 @@ from typing import Any
 from tests.simulation.actors import Actor, Step
 from tests.simulation.scheduler import Chances
 
-from bucketpoint.retention import RetentionPolicy
-from bucketpoint.retention.policy import Keep, MaxDelete, Prune
-from bucketpoint.retention.rules import Best, EverySteps
+from bucketpoint.retention import Best, EverySteps, Keep, MaxDelete, Prune, RetentionPolicy
 
 RUN = "run"
 INNER = "run/step-100/finetune"

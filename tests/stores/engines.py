@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from kit.servers import s3_attempts
 from stores.scripted import Answer, ScriptedServer, Seen

@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 from awscrt import checksums
 
-from bucketpoint.errors import (
-    StoreError,
-    TransientStoreError,
-)
+from bucketpoint.errors import StoreError, TransientStoreError
 from bucketpoint.stores import Store, open_store, retry
 from kit.buffers import views
 from services import Service

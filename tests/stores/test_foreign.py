@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from bucketpoint.errors import EndpointError, StoreError
-from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, S3Options, S3Store, retry
+from bucketpoint.stores import ObjectInfo, Part, retry
 from bucketpoint.stores.foreign import ERROR_BYTES
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.http_store import HttpStore
+from bucketpoint.stores.s3 import S3Options, S3Store
 from kit.buffers import views
 from stores.scripted import Answer, scripted
 

@@ -20,15 +20,17 @@ from hypothesis import strategies as st
 import bucketpoint
 from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.run import parent_and_name
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.cli.app import run
 from bucketpoint.convert import plan_conversion
 from bucketpoint.errors import BucketpointError, InvalidURLError, StoreError
+from bucketpoint.location import parent_and_name
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.stores import FsspecStore, LocalStore, ObjectInfo, S3Store, accepts_url, as_url, open_store, parse_url
+from bucketpoint.stores import LocalStore, ObjectInfo, accepts_url, as_url, open_store, parse_url
+from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.http_store import HttpStore
 from bucketpoint.stores.registry import GCS_SCHEMES
+from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3.client import client_for
 from kit.servers import s3_attempts
 

@@ -13,12 +13,12 @@ import fsspec
 import pytest
 
 from bucketpoint.errors import StoreError, ThrottledError
-from bucketpoint.stores import S3Options, S3Store, retry
-from bucketpoint.stores.fsspec.store import FsspecStore
-from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.gcs.store import GCSStore
+from bucketpoint.stores import retry
+from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.outage import REPEAT_S, SILENT_S
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.stores.s3 import S3Options, S3Store
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
 

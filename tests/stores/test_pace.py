@@ -11,9 +11,11 @@ from contextlib import contextmanager
 import pytest
 
 from bucketpoint.errors import StoreError
-from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store, pace
+from bucketpoint.stores import pace
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.http_store import HttpStore
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.stores.s3 import S3Options, S3Store
 
 
 @pytest.fixture(autouse=True)

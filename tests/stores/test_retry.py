@@ -26,10 +26,12 @@ from bucketpoint.errors import (
     TransientStoreError,
     WrongRegionError,
 )
-from bucketpoint.stores import S3Options, S3Store, retry
+from bucketpoint.stores import retry
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3.errors import RULE_BY_TYPE, RULES
-from bucketpoint.transfer import TaskGroup, retry_transient
+from bucketpoint.transfer import TaskGroup
 from kit.servers import S3Server, s3_attempts
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 

@@ -22,7 +22,8 @@ from bucketpoint.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from bucketpoint.stores import ObjectInfo, S3Options, S3Store
+from bucketpoint.stores import ObjectInfo
+from bucketpoint.stores.s3 import S3Options, S3Store
 from kit import (
     CutReply,
     CutRequest,

@@ -14,8 +14,7 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CredentialsError, StoreError, ThrottledError, TransientStoreError
 from bucketpoint.location import Location
-from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.gcs.store import GCSStore
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from gcs_server import GCSServer
 from kit import (
     CutReply,

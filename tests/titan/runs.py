@@ -117,7 +117,7 @@ def _rank(env: Mapping[str, str], command: Sequence[str], log: Path, dies: bool,
 
 
 def _die_before_commit() -> None:
-    from bucketpoint.dcp import BucketWriter
+    from bucketpoint.dcp.writer import BucketWriter
 
     BucketWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
 

@@ -445,7 +445,7 @@ KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
 from bucketpoint.integrations.torch_checkpointing import BucketStorageConfig
-from bucketpoint.stores import S3Store
+from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
 send = S3Store.put_part
 def put_part(self, key, upload, number, *args, **more):

@@ -31,7 +31,7 @@ from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.staging import CheckpointStagerConfig
 
 from bucketpoint.integrations.torch_checkpointing import BucketStorageConfig
-from bucketpoint.stores import S3Store
+from bucketpoint.stores.s3 import S3Store
 
 STEPS, SAMPLES, BATCH, SAVE_EVERY = 36, 96, 8, 6
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

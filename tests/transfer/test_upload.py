@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 
 from bucketpoint.errors import BucketpointError, TransientStoreError, UploadNotFoundError
 from bucketpoint.stores import Store, open_store
-from bucketpoint.transfer import (
-    BufferPool,
-    Meter,
-    ObjectSource,
-    Segment,
-    StreamUpload,
-    TransferOptions,
-    Uploaded,
-    upload_objects,
-)
+from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Segment, TransferOptions, Uploaded, upload_objects
+from bucketpoint.transfer.stream import StreamUpload
 from services import Service, in_parts
 from transfer.wrappers import CountingStore, FailingStore
 

@@ -122,7 +122,7 @@ def _integrations(package: Path) -> Iterator[ReferencePage]:
 def _page_of(name: str, module: str) -> str:
     if name.endswith(_READERS_AND_WRITERS):
         return "writers"
-    return "planners" if name in _PLANNERS else _ROOMS.get(module, "saving")
+    return "planners" if name in _PLANNERS else _ROOMS.get(".".join(module.split(".")[:2]), "saving")
 
 
 def _identifier(package: Path, module: str, name: str) -> str:

@@ -9,7 +9,6 @@ from bucketpoint.catalog.snapshot import (
     BEGUN_BYTES,
     BY_STEP,
     DELETE,
-    FUTURE_S,
     THIN,
     Attempt,
     Checkpoint,
@@ -23,6 +22,7 @@ from bucketpoint.catalog.snapshot import (
 )
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey, StepTemplate
+from bucketpoint.format.record import FUTURE_S
 from bucketpoint.retention.row import FULL
 from bucketpoint.stores import ObjectInfo
 

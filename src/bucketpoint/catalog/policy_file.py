@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from bucketpoint.errors import BucketpointError, InvalidURLError, PolicyError, PolicyFault
 from bucketpoint.format.catalog_keys import StepTemplate
@@ -12,17 +13,22 @@ from bucketpoint.retention.yaml_text import MAX_BYTES
 
 
 def policy_of(
-    policy: RetentionPolicy | str | os.PathLike[str] | None,
+    policy: RetentionPolicy | str | os.PathLike[str] | Any,
     keep: int | None = None,
     best: str | Best | None = None,
     every: int | None = None,
 ) -> RetentionPolicy:
     """Return a policy that is given as such, read it from its file, or make it of a manager's keywords.
 
-    Raises as `read_policy`, and BucketpointError if there are both or neither.
+    Raises as `read_policy`, and BucketpointError for another type, and if there are both or neither.
     """
     if policy is not None and (keep, best, every) == (None, None, None):
-        return policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
+        if isinstance(policy, str | os.PathLike):
+            return read_policy(policy)
+        if not isinstance(policy, RetentionPolicy):
+            wanted = "a RetentionPolicy or the path of its YAML file"
+            raise BucketpointError(f"The argument policy must be {wanted}, not {type(policy).__name__}")
+        return policy
     if policy is not None or keep is None:
         raise BucketpointError(
             "There are both policy= and keywords that make a policy" if policy is not None else "There is no policy",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
-from bucketpoint.catalog.snapshot import FUTURE_S, Checkpoint, Snapshot
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CorruptDataError,
@@ -22,7 +22,7 @@ from bucketpoint.format.catalog_keys import CommitKey
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
-from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
+from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord, dated
 from bucketpoint.stores import ObjectInfo
 
 
@@ -162,18 +162,9 @@ def metadata_record(catalog: Catalog, folder: str, *, new: bool = False) -> Comm
         metadata = read_metadata(data)
         record = named(record_of(metadata, data, metadata_etag=info.etag), data, info)
         # A copy has the time of its source.
-        return dated(record, info) if new and "copied_from" not in extra(metadata) else record
+        return dated(record, info.modified) if new and "copied_from" not in extra(metadata) else record
     except (ObjectNotFoundError, CheckpointDeletedError, MetadataError, UnsafeDataError):
         return None
-
-
-def dated(record: CommitRecord, committed: ObjectInfo) -> CommitRecord:
-    """Give a record the store's time of the commit if the clock of the machine that saved is behind.
-
-    Otherwise rules by time would treat the checkpoint as an old one.
-    """
-    behind = (committed.modified or 0.0) - (record.created or 0.0) > FUTURE_S
-    return replace(record, created=committed.modified) if behind else record
 
 
 def named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:

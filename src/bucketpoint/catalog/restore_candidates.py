@@ -10,9 +10,8 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.catalog.survey import at_checkpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError, first_of
-from bucketpoint.retention.policy import RetentionPolicy
+from bucketpoint.retention import Best, RetentionPolicy
 from bucketpoint.retention.row import FULL
-from bucketpoint.retention.rules import Best
 
 logger = logging.getLogger(__name__)
 

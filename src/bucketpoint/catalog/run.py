@@ -11,9 +11,8 @@ from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.location import Location, Place
+from bucketpoint.location import Location, Place, parent_and_name
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.stores import as_url
 
 
 def open_run(policy: RetentionPolicy, root: Place | None = None) -> Catalog:
@@ -50,15 +49,6 @@ def refuse_other_root(policy: RetentionPolicy, catalog: Catalog, place: Location
             url=catalog.url,
             remedy="Leave out one of the two, or make them the same",
         )
-
-
-def parent_and_name(url: str) -> tuple[str, str] | None:
-    """Split a checkpoint's URL into root and folder; None if nothing above the folder could be a root."""
-    above, slash, name = (as_url(url) or "").rpartition("/")
-    if not name or name in (".", "..") or above.endswith((":", "/")) or (slash and not above):
-        return None
-    # A bucket is not a folder: in `s3://bucket` the scheme's slash stands above it, which is refused as well.
-    return above or ".", name
 
 
 def catalog_above(place: Location) -> tuple[Catalog, str] | None:

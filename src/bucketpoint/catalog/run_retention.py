@@ -11,10 +11,10 @@ from typing import Any
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.worker import PruneWorker, worker_of
 from bucketpoint.catalog.policy_file import policy_of
-from bucketpoint.catalog.run import open_run, parent_and_name
+from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.forks import ProcessLock
-from bucketpoint.location import Location
+from bucketpoint.location import Location, parent_and_name
 from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,6 @@ BEGUN_BYTES = 4096
 SAFETY_AGE_S = 48 * 3600.0
 """Age at which an attempt counts as dead. Far above the longest save."""
 
-
-FUTURE_S = 300.0
-"""Limit on the seconds by which a record may claim to be younger than it is. Synchronised clocks differ by less."""
-
 BY_STEP = attrgetter("step", "created", "id")
 _BY_TIME = attrgetter("created", "step", "id")
 

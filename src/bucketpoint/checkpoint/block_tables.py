@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.stores import Store
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import fold_blocks
 
 

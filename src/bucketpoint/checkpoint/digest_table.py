@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 
 from bucketpoint.stores import Store
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.digest import DIGEST_BYTES
 
 _MAGIC = b"b\xbe\x1a\xb1\x00F\xc6\x9c\x02u\xc2G\xc2\x85\xd9\x1c"

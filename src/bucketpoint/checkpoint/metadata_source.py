@@ -5,14 +5,13 @@ One or two small requests.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bucketpoint.catalog.catalog import get_metadata, newest_folder
-from bucketpoint.catalog.survey import LOOKED_AT, names_below, other_files
 from bucketpoint.errors import (
     LISTED,
     AccessDeniedError,
@@ -65,10 +64,7 @@ class MetadataSource:
         if index is not None:
             return index
         data = head if whole else self.get(keys.METADATA)[0]
-        # Imported here: tools that only inspect metadata use this module too, and need not wait for torch.
-        from bucketpoint.format.index.decode import is_index
-
-        if is_index(data):
+        if index_ref.is_index(data):
             raise MetadataError("The metadata object holds an index of bucketpoint, not DCP metadata", url=self.url)
         return data
 
@@ -84,15 +80,13 @@ class MetadataSource:
 
     def _first(self, name: str, first: int | None) -> tuple[bytes, ObjectInfo]:
         key = keys.join(self.prefix, name)
+        get = functools.partial(self.store.get, key, first=first)
+        if first is None:
+            from bucketpoint.catalog.catalog import get_metadata
+
+            get = functools.partial(get_metadata, self.store, key, max_bytes=self.max_bytes)
         try:
-            data, info = retry_transient(
-                lambda: (
-                    self.store.get(key, first=first)
-                    if first is not None
-                    else get_metadata(self.store, key, max_bytes=self.max_bytes)
-                ),
-                attempts=self.attempts,
-            )
+            data, info = retry_transient(get, attempts=self.attempts)
             if info.size > self.max_bytes:
                 raise MetadataError(
                     f"The {name} object has {info.size} bytes, and at most {self.max_bytes} are read",
@@ -127,6 +121,8 @@ class MetadataSource:
 
     def names_here(self) -> list[str]:
         """List the first 1,000 names that lie here; empty if the caller may not list. A successful load never lists."""
+        from bucketpoint.catalog.survey import names_below
+
         try:
             return names_below(self.store, self.prefix)
         except StoreError as error:
@@ -135,6 +131,8 @@ class MetadataSource:
 
     def nothing_here(self) -> CheckpointNotFoundError:
         """Return the error that explains, by the objects here, why there is no checkpoint."""
+        from bucketpoint.catalog.survey import LOOKED_AT, other_files
+
         names = self.names_here()
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(
@@ -171,6 +169,8 @@ class MetadataSource:
 
         The newest has the highest number, or else it is the last by name.
         """
+        from bucketpoint.catalog.catalog import newest_folder
+
         inside = {name.removesuffix("/" + keys.METADATA) for name in names if name.endswith("/" + keys.METADATA)}
         try:
             # The names that were listed may all be of the oldest checkpoint.

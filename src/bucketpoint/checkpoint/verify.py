@@ -36,7 +36,8 @@ from bucketpoint.format.metadata.coverage import lacking_ranks, uncovered
 from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import RangeFile, Read, for_each, piece_bytes
 

@@ -17,7 +17,8 @@ from typing import Any
 from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded, retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
 

@@ -27,6 +27,7 @@ from bucketpoint.convert.writers.to_torch import plan_torch
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError
 from bucketpoint.format.keys import METADATA
 from bucketpoint.location import Location, Place
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import (
     BufferPool,
     Meter,
@@ -34,7 +35,6 @@ from bucketpoint.transfer import (
     ProgressCallback,
     TransferOptions,
     Uploaded,
-    retry_transient,
     upload_objects,
 )
 from bucketpoint.transfer.checksum import CrcAccumulator, combine, fold_blocks

@@ -11,7 +11,8 @@ import threading
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import TransferOptions, retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import BlockCache, RangeFile, for_each
 
 BLOCK_BYTES = 256 << 10

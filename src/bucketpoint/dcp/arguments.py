@@ -10,13 +10,11 @@ from typing import Any
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.catalog_keys import MAX_STEP
-from bucketpoint.retention import RetentionPolicy
 from bucketpoint.transfer import TransferOptions
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "state": ((Mapping,), 'a dict, such as {"model": model.state_dict()}'),
     "url": ((str, os.PathLike), "a URL or a path"),
-    "policy": ((RetentionPolicy, str, os.PathLike, NoneType), "a RetentionPolicy or the path of its YAML file"),
     "transfer": ((TransferOptions, NoneType), "a TransferOptions"),
 }
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException, Metadata, StorageW
 from torch.distributed.checkpoint import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bucketpoint.dcp import meshes, process_groups, program_end
+from bucketpoint.dcp import process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.planning.global_plan import PlanCache
@@ -173,6 +173,8 @@ class SaveHandle(Future[Metadata]):
             # DCP raises its own error on all ranks, unless it found no group any more and saved alone.
             together = isinstance(error, CheckpointException) and process_groups.is_known(self._group)
             if self._group is not None and not together:
+                from bucketpoint.dcp import meshes
+
                 # Wake the ranks that wait for this one, on connections that are not used again.
                 error = meshes.given_up(self._group, error, self.url)
             error = as_ours(error, self.url, ranks=self._ranks)
@@ -186,7 +188,13 @@ class SaveHandle(Future[Metadata]):
         if error is None:
             try:
                 # Before the result is set: a program that ends after `result()` knows of the commit.
-                self._tell_of_commit(upload.result())
+                committed = getattr(upload.result(), "committed", None)
+                # Only the committing rank has `on_commit`.
+                if self._on_commit is not None and committed is not None:
+                    nbytes, step, metrics, _ = committed
+                    commit_s = time.monotonic() - self.begun_s
+                    info = CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics, self._stats)
+                    tell(self._on_commit, info)
             finally:
                 # Otherwise waits for the handle would never end.
                 self.set_result(upload.result())
@@ -213,15 +221,6 @@ class SaveHandle(Future[Metadata]):
         except Exception:
             # After an error here, waits for the handle would never end.
             logger.exception("the figures of the save of %s are not known", self.url)
-
-    def _tell_of_commit(self, metadata: Any) -> None:
-        """Call `on_commit`, which only the committing rank has."""
-        committed = getattr(metadata, "committed", None)
-        if self._on_commit is not None and committed is not None:
-            nbytes, step, metrics, _ = committed
-            commit_s = time.monotonic() - self.begun_s
-            info = CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics, self._stats)
-            tell(self._on_commit, info)
 
 
 def _raising(begin: Callable[P, SaveHandle]) -> Callable[P, SaveHandle]:
@@ -309,8 +308,12 @@ def async_save(
     handle._parent_group, handle.begun_s = process_group, begun_s
     handle._stager = stager._own_stager() if isinstance(stager, BucketWriter) else stager
     plans = writer.plans if isinstance(writer, BucketWriter) else PlanCache()
-    group = None if no_dist else meshes.group_beside(process_group)
-    handle._ranks = process_groups.ranks_of(process_group) if group is not None else ()
+    group = None
+    if not no_dist and process_groups.is_initialized():
+        from bucketpoint.dcp import meshes
+
+        group = meshes.group_beside(process_group)
+        handle._ranks = process_groups.ranks_of(process_group)
     if async_checkpointer_type is AsyncCheckpointerType.THREAD:
         handle._group = group
     together = dist.get_world_size(group) if group is not None else 1

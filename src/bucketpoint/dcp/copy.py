@@ -43,7 +43,8 @@ from bucketpoint.format.metadata.facts import make_record
 from bucketpoint.location import Location, Place
 from bucketpoint.stopwatch import LONG_AGO, Stopwatch
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
 
 COPY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)

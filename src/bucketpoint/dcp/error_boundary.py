@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import process_groups, program_end
 from bucketpoint.errors import BucketpointError, PeerFailedError
-from bucketpoint.staging import dead_checkpoint_process
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +136,8 @@ def as_ours(
         rank = min(failed, key=order)
         ours = as_failure(failed[rank], rank, url)
     else:
+        from bucketpoint.staging.process import dead_checkpoint_process
+
         dead = None if isinstance(error, BucketpointError) else dead_checkpoint_process(_DYING_S)
         ours = as_failure(dead or error, process_groups.this_rank(), url, what)
     if ours is not error and ours.__cause__ is None:

@@ -170,7 +170,7 @@ def mesh_of(parent: Any) -> Mesh | None:
 
 
 def group_beside(parent: Any) -> Any:
-    """Return the gloo group on which background saves run instead of `parent`; None if there is no process group.
+    """Return the gloo group on which background saves run instead of `parent`.
 
     The group is made once and kept: the first call for these ranks is a collective one, and so is the first call after
     a save on it has failed.
@@ -178,8 +178,6 @@ def group_beside(parent: Any) -> Any:
     Raises:
         BucketpointError: some ranks have not joined to make the group.
     """
-    if not process_groups.is_initialized():
-        return None
     with _making:
         mesh = mesh_of(parent)
         if mesh is None:
@@ -234,7 +232,7 @@ def leave_default_group() -> None:
     writer is not given the group. It is in DCP's wrapper, a local variable of the functions that call the writer. A
     checkpoint process saves on its main thread, and nothing else uses its default group.
     """
-    if not process_groups.is_initialized() or threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():
         return
     wrapper = _dcp_wrapper()
     if wrapper is not None:

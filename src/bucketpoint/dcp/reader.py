@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry
@@ -18,11 +18,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.dcp.cooperative.load import OFF, Cooperation
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
-from bucketpoint.dcp.loading.unread import Unread
 from bucketpoint.dcp.planning.agreement import CommitRead, agree_on_commit, commit_read
 from bucketpoint.dcp.planning.unused_keys import compare_keys, find_unmatched
 from bucketpoint.dcp.progress_bar import describe, progress_callback
@@ -39,7 +37,7 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.index.decode import is_index
+from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
@@ -56,6 +54,9 @@ from bucketpoint.transfer import (
     fetch,
     plan_requests,
 )
+
+if TYPE_CHECKING:
+    from bucketpoint.dcp.cooperative.load import Cooperation
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class BucketReader(Located, StorageReader):
         transfer: TransferOptions | None = None,
         trusted: bool = False,
         progress: ProgressCallback | bool | None = None,
-        cooperative: str = OFF,
+        cooperative: str = "off",
         process_group: Any = None,
     ) -> None:
         super().__init__(path, storage_options, fs)
@@ -99,8 +100,11 @@ class BucketReader(Located, StorageReader):
         self.trusted = trusted
         self.progress = progress
         self.rank: int | None = None
-        # None if each rank reads for itself: a plain load runs no code of cooperative loading.
-        self._cooperation = None if cooperative == OFF else Cooperation(cooperative, process_group)
+        self._cooperation: Cooperation | None = None
+        if cooperative != "off":
+            from bucketpoint.dcp.cooperative.load import Cooperation
+
+            self._cooperation = Cooperation(cooperative, process_group)
         self._registry = ExtensionRegistry() if _extension_registry is None else _extension_registry
         self._metadata: Metadata | None = None
         self._commit: CommitRead | None = None
@@ -218,7 +222,7 @@ class BucketReader(Located, StorageReader):
         """Take the metadata, on all ranks. Raises the error of `read_metadata` if there was one."""
         self.rank = int(kwargs.get("rank") or 0)
         if isinstance(metadata, Unread):
-            metadata.fail()
+            raise metadata.__dict__["_reason"]
         self._metadata = metadata
         self._read_metadata_at = time.monotonic()
 
@@ -363,3 +367,15 @@ class BucketReader(Located, StorageReader):
             fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
 
         return plan_requests(load_extents(reads, plan.items, read_now, url=self._url), self.transfer)
+
+
+class Unread(Metadata):
+    """Stand-in for metadata that could not be read: raises the reason once DCP looks into it."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.__dict__["_reason"] = reason
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
+            raise object.__getattribute__(self, "__dict__")["_reason"]
+        return object.__getattribute__(self, name)

@@ -10,7 +10,7 @@ from bucketpoint.dcp.saving.earlier_saves import run_of
 from bucketpoint.dcp.stats import LoadStats, SaveStats, SaveTimes
 from bucketpoint.stores import retry
 from bucketpoint.stores.redact import without_credentials
-from bucketpoint.telemetry import begin_span, current_context, end_span, record, reference
+from bucketpoint.telemetry import begin_span, current_context, end_span, is_loaded, record, reference
 
 
 def begin_save(times: SaveTimes, url: str) -> str | None:
@@ -18,6 +18,8 @@ def begin_save(times: SaveTimes, url: str) -> str | None:
 
     It begins at the call of the save, and `end_save` ends it.
     """
+    if not is_loaded():
+        return None
     times.span = _begin(times, url)
     return reference(times.span)
 
@@ -26,6 +28,8 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
     """End the span of a save on this rank, with those of its steps, and record its metrics."""
     # Later requests of this thread do not belong to this save, but `BucketWriter.stats` would count them.
     retry.count_into(None)
+    if not is_loaded():
+        return
     run, ended = _run(url), time.monotonic()
     span = times.span if times.span is not None else _begin(times, url)
     if span is not None:
@@ -72,6 +76,8 @@ def note_failure(url: str, error: BaseException) -> None:
 
 def note_load(stats: LoadStats, url: str) -> None:
     """Make the span of a load that has just ended, with those of its steps, and record its metrics."""
+    if not is_loaded():
+        return
     run, ended = _run(url), time.monotonic()
     began = ended - stats.total_s
     span = begin_span("bucketpoint.load", began, parent=current_context(), attributes=_of(url, stats.rank))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -19,10 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from bucketpoint.catalog.deletion.fence import AttemptFence
-from bucketpoint.catalog.deletion.worker import PruneWorker
-from bucketpoint.catalog.run_retention import RunRetention
-from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import meshes, process_groups
+from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
 from bucketpoint.dcp.planning.global_plan import PlanCache
@@ -43,7 +40,6 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.location import Location
-from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import (
     SavingRanks,
     StagedState,
@@ -54,6 +50,12 @@ from bucketpoint.staging import (
     take_turn,
 )
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.deletion.worker import PruneWorker
+    from bucketpoint.catalog.run_retention import RunRetention
+    from bucketpoint.catalog.save_log import SaveLog
+    from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +149,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:
+            from bucketpoint.catalog.run_retention import RunRetention
+
             self._keeping = RunRetention(retention, storage_options=self._storage_options, fs=fs)
             if self._keeping.policy.root is not None:
                 self._open(self._keeping.policy.root)
@@ -202,8 +206,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.ranks = self._ranks()
         process_groups.refuse_other_ranks(session.ranks, session.url)
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
-        # Only now: earlier saves use the same mesh, and its ranks are still there.
-        meshes.leave_default_group()
+        if process_groups.is_initialized():
+            from bucketpoint.dcp import meshes
+
+            # Only now: earlier saves use the same mesh, and its ranks are still there.
+            meshes.leave_default_group()
         # The process starts while the ranks plan, if this writer has not staged the state.
         self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
@@ -237,9 +244,12 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             RanksDisagreeError: the ranks save to different places, or different states.
         """
         session = self._session()
-        said_alone = self._may_be_partial(session, len(plans))
+        # DCP does not pass `no_dist` to a writer. A single plan in a job of several ranks means `no_dist` or a group of
+        # one rank; without a process group it may mean that the group is gone.
+        known = session.use_collectives and (session.ranks.together is not None or len(plans) > 1)
+        alone = session.ranks.alone or (not known and world_size() > 1)
         session.count_ranks(len(plans))
-        session.ranks = replace(session.ranks, alone=said_alone)
+        session.ranks = replace(session.ranks, alone=alone)
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:
@@ -418,15 +428,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """Return the ranks that save on this thread, as the call noted them."""
         lease = current_lease()
         return lease.ranks if lease is not None else SavingRanks.of_job()
-
-    def _may_be_partial(self, session: SaveSession, plans: int) -> bool:
-        """Return True if the caller has said that this rank saves its part alone.
-
-        DCP does not pass `no_dist` to a writer. A single plan in a job of several ranks means `no_dist` or a group of
-        one rank; without a process group it may mean that the group is gone.
-        """
-        known = session.use_collectives and (session.ranks.together is not None or plans > 1)
-        return session.ranks.alone or (not known and world_size() > 1)
 
     # -- one save -----------------------------------------------------------------------------------------------------
 

@@ -9,16 +9,11 @@ from urllib.parse import urlsplit
 
 from bucketpoint.doctor.report import Finding, counted
 from bucketpoint.errors import AccessDeniedError, StoreError, UnsupportedRequestError
-from bucketpoint.stores import GCSStore, S3Store, Store
+from bucketpoint.stores import Store
+from bucketpoint.stores.gcs import GCSStore
 from bucketpoint.stores.gcs.inspect import bucket_configuration
-from bucketpoint.stores.s3.inspect import (
-    LifecycleRule,
-    clock,
-    default_retention,
-    lifecycle,
-    server_header,
-    versioning,
-)
+from bucketpoint.stores.s3 import S3Store
+from bucketpoint.stores.s3.inspect import LifecycleRule, clock, default_retention, lifecycle, server_header, versioning
 from bucketpoint.stores.s3.services import by_header
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed.

@@ -28,7 +28,9 @@ from bucketpoint.errors import (
     StoreError,
     first_of,
 )
-from bucketpoint.stores import FsspecStore, LocalStore, Part, S3Store, Store
+from bucketpoint.stores import LocalStore, Part, Store
+from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.tasks import TaskGroup
 

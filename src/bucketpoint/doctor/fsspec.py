@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from bucketpoint.doctor.report import Finding
 from bucketpoint.errors import StoreError
-from bucketpoint.stores import FsspecStore, LocalStore, proven
+from bucketpoint.stores import LocalStore, proven
+from bucketpoint.stores.fsspec import FsspecStore
 
 _LOCKED = (
     "a checkpoint is replaced and deleted under the lock of its file: safe on one machine, and between machines unless "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bucketpoint.stores import GCSStore, S3Store, Store
+from bucketpoint.stores import Store
+from bucketpoint.stores.gcs import GCSStore
+from bucketpoint.stores.s3 import S3Store
 
 _NEEDED = {
     "put": "Saves need the right to write below this URL",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from bucketpoint.doctor.report import Finding, refused
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, PreconditionFailedError, StoreError
-from bucketpoint.stores import S3Store
+from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3.inspect import server_header
 from bucketpoint.stores.s3.services import SERVICES, S3Service, by_header
 from bucketpoint.transfer.checksum import crc32c

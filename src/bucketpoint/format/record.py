@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from bucketpoint.errors import MetadataError, NewerFormatError
@@ -15,6 +15,9 @@ RECORD_VERSION = 1
 
 MAX_RECORD_BYTES = 1 << 20
 """Limit far above the size of any record; a reader need not fetch more."""
+
+FUTURE_S = 300.0
+"""Limit on the seconds by which a record may claim to be younger than it is. Synchronised clocks differ by less."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,12 @@ def _is_metric(content: Any) -> bool:
 
 def _is_count(content: Any) -> bool:
     return type(content) is int and 0 <= content < 1 << 62
+
+
+def dated(record: CommitRecord, modified: float | None) -> CommitRecord:
+    """Give a record the store's time of the commit if the clock of the machine that saved is behind.
+
+    Otherwise rules by time would treat the checkpoint as an old one.
+    """
+    behind = (modified or 0.0) - (record.created or 0.0) > FUTURE_S
+    return replace(record, created=modified) if behind else record

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from bucketpoint.dcp import BucketWriter, SaveHandle
+from bucketpoint.dcp.async_save import SaveHandle
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState, model_of
 from bucketpoint.integrations.saves import Saves, checkpoint_at

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from bucketpoint.dcp import rank_state
+from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.errors import BucketpointError, MismatchError, UnsafeDataError
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketWriter, SaveHandle, load, rank_state
+from bucketpoint.catalog.catalog import latest_checkpoint
+from bucketpoint.dcp.async_save import SaveHandle
+from bucketpoint.dcp.deadline.api import load
+from bucketpoint.dcp.planning.rank_state import rank_state
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
 from bucketpoint.integrations.saves import Saves, job_ranks
 from bucketpoint.integrations.training_state import TrainingState, with_parts

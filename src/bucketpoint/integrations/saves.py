@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.catalog.catalog import committed_info
-from bucketpoint.dcp import BucketWriter, SaveHandle
+from bucketpoint.catalog.catalog import committed_info, latest_checkpoint
+from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.process_groups import is_initialized
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.location import Location

@@ -28,9 +28,11 @@ from bucketpoint.catalog.deletion.worker import worker_of
 from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
+from bucketpoint.dcp.async_save import SaveHandle
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import LoadOutcome, attempt, with_states
 from bucketpoint.manager.ranks import Ranks

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import LoadPlan, Metadata
 
-from bucketpoint.dcp import LoadPlanner, SaveHandle, load, saved_ranks
-from bucketpoint.dcp.planning.load_planner import url_of
+from bucketpoint.dcp.async_save import SaveHandle
+from bucketpoint.dcp.deadline.api import load
+from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
 from bucketpoint.dcp.planning.nested_state import put
+from bucketpoint.dcp.planning.rank_state import saved_ranks
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import MismatchError, first_of
 from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, model_of
 from bucketpoint.integrations.saves import Saves, job_ranks
-from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.manager.restoring import Restored
+from bucketpoint.manager import CheckpointManager, Restored
 
 
 class TrainingState:

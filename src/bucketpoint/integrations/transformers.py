@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.dcp import load
+from bucketpoint.dcp.deadline.api import load
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
 from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, policy_for
@@ -324,7 +324,7 @@ class BucketTrainerMixin:
             return
         chosen = checkpoint or (self.args.load_best_model_at_end and self.state.best_model_checkpoint) or None
         if chosen is None:
-            from bucketpoint.catalog import latest_checkpoint
+            from bucketpoint.catalog.catalog import latest_checkpoint
 
             chosen = latest_checkpoint(self._checkpoint_url, **self._reading())
         if chosen is None:

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from bucketpoint.dcp import BucketReader, LoadPlanner
+from bucketpoint.dcp.planning.load_planner import LoadPlanner
+from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,

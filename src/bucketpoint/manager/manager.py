@@ -25,11 +25,13 @@ from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner
 from bucketpoint.dcp.arguments import check_types, whole_step
+from bucketpoint.dcp.async_save import SaveHandle
+from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.saving.commit_info import OnCommit
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
-from bucketpoint.dcp.writer import Unchanged
+from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.location import Location
@@ -99,7 +101,7 @@ class CheckpointManager:
         on_commit: OnCommit | None = None,
     ) -> None:
         def prepared() -> tuple[RetentionPolicy, Catalog, Stager, Uploads]:
-            check_types(policy=policy, transfer=transfer)
+            check_types(transfer=transfer)
             read = policy_of(policy, keep, best, every)
             place = Location.of(read.root if root is None else root, storage_options, fs)
             catalog = open_run(read, place)

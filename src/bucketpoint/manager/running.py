@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.dcp import SaveHandle
-from bucketpoint.dcp.async_save import begin_save
+from bucketpoint.dcp.async_save import SaveHandle, begin_save
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,

@@ -2,7 +2,6 @@
 
 from bucketpoint.staging.lease import Lease, SavingRanks, current_lease, staged_for, take_turn
 from bucketpoint.staging.options import StagingOptions, as_staging_options
-from bucketpoint.staging.process import dead_checkpoint_process
 from bucketpoint.staging.staged import StagedState
 from bucketpoint.staging.stager import Stager
 
@@ -14,7 +13,6 @@ __all__ = [
     "StagingOptions",
     "as_staging_options",
     "current_lease",
-    "dead_checkpoint_process",
     "staged_for",
     "take_turn",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from bucketpoint.staging.lease import Lease, SavingRanks, StateHold
-from bucketpoint.staging.process import crossing, dead_checkpoint_process
 
 
 class StagedState(dict[Any, Any]):
@@ -40,6 +39,8 @@ class StagedState(dict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the state for DCP's checkpoint process. The save takes its turn before that process sees it."""
+        from bucketpoint.staging.process import crossing, dead_checkpoint_process
+
         self._lease.enter()
         self._lease.wait_for_turn()
         dead = dead_checkpoint_process()

@@ -14,16 +14,11 @@ from bucketpoint.stores.base import (
     Range,
     RangeReply,
     Store,
+    proven,
+    proven_deletes,
 )
-from bucketpoint.stores.fsspec.conditions import proven
-from bucketpoint.stores.fsspec.store import FsspecStore
-from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.gcs.store import GCSStore
 from bucketpoint.stores.local import LocalStore, this_url
 from bucketpoint.stores.registry import FOLLOW_LINKS, accepts_url, as_url, check_url, open_store, parse_url
-from bucketpoint.stores.s3.deletes import proven_deletes
-from bucketpoint.stores.s3.options import S3Options
-from bucketpoint.stores.s3.store import S3Store
 
 __all__ = [
     "FOLLOW_LINKS",
@@ -32,9 +27,6 @@ __all__ = [
     "CopiesInside",
     "DeleteFailure",
     "ExpiringDeletes",
-    "FsspecStore",
-    "GCSOptions",
-    "GCSStore",
     "LocalStore",
     "ManyRanges",
     "ObjectInfo",
@@ -43,8 +35,6 @@ __all__ = [
     "Part",
     "Range",
     "RangeReply",
-    "S3Options",
-    "S3Store",
     "Store",
     "accepts_url",
     "as_url",

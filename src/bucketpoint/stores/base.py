@@ -321,3 +321,28 @@ class ManyRanges(Protocol):
             For each range, exactly the bytes that it names, or the error with which reading them failed.
         """
         ...
+
+
+def proven(store: Store, prefix: str) -> Capabilities:
+    """Return the capabilities of a store, for callers that rely on conditions, after a trial if only a trial tells.
+
+    Raises:
+        StoreError: the trial was undecided.
+    """
+    # Not by isinstance: from Python 3.12 on a protocol does not see methods that a wrapper, such as a paced store,
+    # forwards.
+    prove: Callable[[str], Capabilities] | None = getattr(store, "prove_conditions", None)
+    return store.capabilities if prove is None else prove(prefix)
+
+
+def proven_deletes(store: Store, prefix: str) -> Capabilities:
+    """Return the capabilities of a store, with `conditional_delete` and `expiring_delete` found by trial if necessary.
+
+    The trial is made once per process for each bucket, with a scratch object below `prefix`, where the caller must be
+    allowed to write and delete.
+
+    Raises:
+        StoreError: the trial was undecided.
+    """
+    prove: Callable[[str], Capabilities] | None = getattr(store, "prove_deletes", None)
+    return store.capabilities if prove is None else prove(prefix)

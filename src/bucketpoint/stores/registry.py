@@ -9,25 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import fsspec
-import fsspec.core
-from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.local import LocalFileSystem
-
 from bucketpoint.descriptors import occupy_standard_descriptors
-from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.errors import INSTALL_GCS, BucketpointError, InvalidURLError
 from bucketpoint.stores.base import Store
 from bucketpoint.stores.cancellation import give_up_when_cut
-from bucketpoint.stores.fsspec.errors import translate
-from bucketpoint.stores.fsspec.services import driver_of
-from bucketpoint.stores.fsspec.store import FsspecStore
-from bucketpoint.stores.gcs.client import INSTALL
-from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.gcs.store import GCSStore
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.redact import clean, hide, holds_password, without_password
-from bucketpoint.stores.s3.options import S3Options
-from bucketpoint.stores.s3.store import S3Store
 
 S3_SCHEMES = ("s3", "s3a")
 GCS_SCHEMES = ("gs", "gcs")
@@ -37,7 +24,7 @@ FOLLOW_LINKS = "follow_links"
 
 # Commands that install the library for a scheme: fsspec knows the scheme, but does not depend on the library.
 _INSTALL = {
-    **dict.fromkeys(GCS_SCHEMES, INSTALL),
+    **dict.fromkeys(GCS_SCHEMES, INSTALL_GCS),
     **dict.fromkeys(
         ("az", "abfs", "abfss", "adl"), "pip install 'adlfs>=2026.4', or install bucketpoint with its extra azure"
     ),
@@ -191,15 +178,25 @@ def open_store(
         path = fs._strip_protocol(root if scheme in _LOCAL_SCHEMES else url)
         return _store_on(fs, path, _follows_links(dict(storage_options or {}))), ""
     scheme, root, prefix = _check_scheme(url, schemes)
+    # Each provider is imported here, so that a program waits only for the libraries of stores that it opens.
     if scheme in S3_SCHEMES:
+        from bucketpoint.stores.s3 import S3Options, S3Store
+
         return S3Store(root, S3Options.from_storage_options(storage_options)), prefix
     if scheme in GCS_SCHEMES and _has_gcs():
+        from bucketpoint.stores.gcs import GCSOptions, GCSStore
+
         return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
     options = dict(storage_options or {})
     local = scheme in ("", *_LOCAL_SCHEMES) and "::" not in root
     follows = local and _follows_links(options)
     if local and not options:
         return LocalStore(_absolute(root), follows), ""
+    import fsspec.core
+
+    from bucketpoint.stores.fsspec.errors import translate
+    from bucketpoint.stores.fsspec.services import driver_of
+
     failure: BucketpointError
     try:
         # fsspec knows the schemes of folders in lower case only, and no hosts in their URLs.
@@ -262,7 +259,11 @@ def _in_one_form(url: str) -> str:
 
 
 def _is_known(scheme: str) -> bool:
-    return scheme.lower() in {*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL, *fsspec.available_protocols()}
+    if scheme.lower() in {*S3_SCHEMES, *_INSTALL}:
+        return True
+    import fsspec
+
+    return scheme.lower() in fsspec.available_protocols()
 
 
 def _without_bucket(url: str, scheme: str) -> InvalidURLError:
@@ -325,6 +326,11 @@ def _has_gcs() -> bool:
 
 
 def _store_on(fs: Any, path: str, follow_links: bool) -> Store:
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    from bucketpoint.stores.fsspec import FsspecStore
+
     # Exactly these classes: a subclass may keep its files elsewhere.
     inner, inner_path = fs, path
     while type(inner) is DirFileSystem:

@@ -2,13 +2,7 @@
 
 import secrets
 
-from bucketpoint.errors import (
-    BucketNotFoundError,
-    CredentialsError,
-    EndpointError,
-    ThrottledError,
-    TransientStoreError,
-)
+from bucketpoint.errors import BucketNotFoundError, CredentialsError, EndpointError, ThrottledError, TransientStoreError
 
 SCRATCH = ".bucketpoint-probe-"
 """Prefix of the names of scratch objects; random characters follow."""

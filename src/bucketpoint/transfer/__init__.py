@@ -1,12 +1,10 @@
 """Uploads, downloads and copies of objects, in parallel and within one memory budget."""
 
-from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests
 from bucketpoint.transfer.fetch import fetch
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
-from bucketpoint.transfer.stream import StreamUpload
 from bucketpoint.transfer.tasks import TaskGroup
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
 
@@ -20,13 +18,11 @@ __all__ = [
     "ProgressCallback",
     "Request",
     "Segment",
-    "StreamUpload",
     "TaskGroup",
     "TransferOptions",
     "Uploaded",
     "Whole",
     "fetch",
     "plan_requests",
-    "retry_transient",
     "upload_objects",
 ]

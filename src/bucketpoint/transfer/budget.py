@@ -37,8 +37,9 @@ class BufferPool:
 
         The buffer's content is undefined.
         """
+        size = self._rounded(nbytes)
         with self._state:
-            self._state.wait_for(lambda: self._taken == 0 or self._has_room(nbytes))
+            self._state.wait_for(lambda: not nbytes or not self._taken or self._taken + size <= self._limit)
             view = self.take(nbytes)
         try:
             yield view
@@ -85,9 +86,6 @@ class BufferPool:
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._grain) * self._grain if nbytes >= self._grain else nbytes
-
-    def _has_room(self, nbytes: int) -> bool:
-        return not nbytes or self._taken + self._rounded(nbytes) <= self._limit
 
     def _let_go(self, nbytes: int) -> None:
         """Drop kept buffers until `nbytes` more fit the limit, or none is left."""

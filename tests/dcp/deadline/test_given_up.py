@@ -15,8 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 import bucketpoint as bp
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.s3 import S3Options
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.stores.s3.options import S3Options
 
 
 @pytest.fixture

@@ -11,15 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-import bucketpoint.dcp.planning.results as planned
-import bucketpoint.dcp.saving.commit as commit
 import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.groups import GroupRule
+from bucketpoint.format.index import encode
 from bucketpoint.format.index import ref as index_ref
-from bucketpoint.format.index.encode import MAGIC
-from bucketpoint.format.index.ref import find_ref
+from bucketpoint.format.index.ref import MAGIC, find_ref
 from bucketpoint.format.index.view import Entries, decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, record_from_metadata
 from bucketpoint.format.record import CommitRecord
@@ -37,6 +35,8 @@ ITEMS, HEAD = 12, 600
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Indexes for checkpoints of a dozen items."""
     monkeypatch.setattr(index_ref, "INDEX_ITEMS", ITEMS)
+    # The size of the first read of a reader, and not that of `get_metadata`.
+    monkeypatch.setattr("bucketpoint.catalog.catalog.HEAD_BYTES", index_ref.HEAD_BYTES)
     monkeypatch.setattr(index_ref, "HEAD_BYTES", HEAD)
 
 
@@ -218,9 +218,9 @@ def test_deletes_the_index_that_an_overwrite_replaces(tmp_path: Path) -> None:
 def test_fills_the_index_before_in_anew_for_an_unchanged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, planner = BucketWriter(), SavePlanner()
     made = []
-    for module, name in ((commit, "encode_index"), (planned, "make_index")):
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, call=original, **k: made.append(1) or call(*a, **k))
+    for name in ("encode_index", "make_index"):
+        original = getattr(encode, name)
+        monkeypatch.setattr(encode, name, lambda *a, call=original, **k: made.append(1) or call(*a, **k))
     for step in range(3):
         save(tmp_path / str(step), float(step), writer=writer, planner=planner)
         assert load(tmp_path / str(step), float(step)) is Entries

@@ -12,13 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint.dcp.session as session
-from bucketpoint import (
-    BucketpointError,
-    BucketWriter,
-    CheckpointExistsError,
-    CommitConflictError,
-    TransferOptions,
-)
+from bucketpoint import BucketpointError, BucketWriter, CheckpointExistsError, CommitConflictError, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError

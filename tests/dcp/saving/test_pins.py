@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import TransferOptions
 from bucketpoint.errors import CorruptDataError
-from bucketpoint.stores import GCSStore, S3Store
+from bucketpoint.stores.gcs import GCSStore
+from bucketpoint.stores.s3 import S3Store
 from dcp.test_compat import SlicePlanner
 from services import Service
 

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
 from bucketpoint.format.columns import Columns, pack
-from bucketpoint.format.index.decode import is_index
-from bucketpoint.format.index.encode import HEAD, MAGIC, encode_index, make_index
+from bucketpoint.format.index.decode import HEAD
+from bucketpoint.format.index.encode import encode_index, make_index
 from bucketpoint.format.index.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
-from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, find_ref, index_path, make_ref, ref_of
+from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC, find_ref, index_path, is_index, make_ref, ref_of
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.facts import extra

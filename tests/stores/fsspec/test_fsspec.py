@@ -16,14 +16,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from bucketpoint.doctor.examine import examine
-from bucketpoint.errors import (
-    CorruptDataError,
-    EndpointError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreError,
-)
-from bucketpoint.stores import FsspecStore, ObjectInfo, Range, proven
+from bucketpoint.errors import CorruptDataError, EndpointError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from bucketpoint.stores import ObjectInfo, Range, proven
+from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.fsspec import services as fsspec_services
 from bucketpoint.stores.trials import SCRATCH
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests

@@ -32,7 +32,8 @@ from bucketpoint.errors import (
     EndpointError,
     InvalidURLError,
 )
-from bucketpoint.stores import FsspecStore, open_store
+from bucketpoint.stores import open_store
+from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.fsspec.services import driver_of
 from fsspec_backends import SERVED, Backend, backend
 from kit.servers import free_port

@@ -24,7 +24,7 @@ from bucketpoint import (
     TransferOptions,
     latest_checkpoint,
 )
-from bucketpoint.stores import FsspecStore
+from bucketpoint.stores.fsspec import FsspecStore
 from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
 from kit import kills
 

@@ -19,7 +19,8 @@ from bucketpoint.errors import (
     StoreError,
     TransientStoreError,
 )
-from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
+from bucketpoint.stores import ObjectInfo, Part, retry
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
 from gcs_server import GCSServer
 from kit.buffers import views

@@ -19,7 +19,8 @@ pytest.importorskip("google.cloud.storage")
 
 import bucketpoint
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
-from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
+from bucketpoint.stores import ObjectInfo, Part, retry
+from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.gcs import multipart as gcs_multipart
 from gcs_server import GCSServer

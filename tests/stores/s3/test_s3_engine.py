@@ -22,7 +22,8 @@ from bucketpoint.errors import (
     StoreError,
     TransientStoreError,
 )
-from bucketpoint.stores import ObjectInfo, S3Options, S3Store, http_body
+from bucketpoint.stores import ObjectInfo, http_body
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import body as s3_body
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import store as s3_store

@@ -13,7 +13,8 @@ import pytest
 from botocore.config import Config
 
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
-from bucketpoint.stores import ObjectInfo, S3Options, S3Store
+from bucketpoint.stores import ObjectInfo
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from kit.buffers import views
 from kit.servers import S3Server, s3_attempts

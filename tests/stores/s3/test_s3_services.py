@@ -10,12 +10,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 from bucketpoint.doctor.policies import role_policies
-from bucketpoint.errors import (
-    AccessDeniedError,
-    BucketpointError,
-    StoreError,
-)
-from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.errors import AccessDeniedError, BucketpointError, StoreError
+from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
 from bucketpoint.stores.s3.errors import translate

@@ -22,15 +22,7 @@ from hypothesis import strategies as st
 from bucketpoint.errors import AccessDeniedError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer import (
-    BufferPool,
-    Meter,
-    ObjectSource,
-    Progress,
-    Segment,
-    TransferOptions,
-    upload_objects,
-)
+from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, TransferOptions, upload_objects
 from bucketpoint.transfer.helper import process, start
 from bucketpoint.transfer.helper.process import UploadHelper
 from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described

@@ -36,7 +36,7 @@ from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention.row import FULL
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
 
 SIGNED_S = 300
 """Seconds for which a signed deletion of a marker is valid. More than deleting some thousand objects takes."""

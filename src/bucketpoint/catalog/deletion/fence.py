@@ -16,13 +16,12 @@ import json
 import os
 from collections.abc import Mapping
 
-from bucketpoint.catalog.deletion.state import CHANGES
 from bucketpoint.errors import AccessDeniedError, IncompleteSaveError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import content_of
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import crc32c
 
 MIN_SWEEP_AGE_S = 3600.0
@@ -32,6 +31,9 @@ FENCE_AGE_S = MIN_SWEEP_AGE_S / 2
 """Seconds without a sign of life after which a save writes its fence before it commits."""
 
 ATTEMPTS = 3
+
+SAVE, SWEEP = "save", "sweep"
+"""Holders of a fence."""
 
 
 class AttemptFence:
@@ -84,7 +86,7 @@ class AttemptFence:
         self._etags = {}
 
     def _write(self, key: str) -> ObjectInfo:
-        body, taken, etag = memoryview(_body("fence")), key in self._etags, self._etags.get(key)
+        body, taken, etag = memoryview(_body(SAVE)), key in self._etags, self._etags.get(key)
         for _ in range(ATTEMPTS):
             try:
                 return retry_transient(
@@ -102,7 +104,7 @@ class AttemptFence:
             if data == body:
                 # The fence is this save's own: the answer to its PUT was lost.
                 return info
-            if _held_by(data) != CHANGES["fence"].after:
+            if _held_by(data) != SAVE:
                 break
             # The fence is of another copy of the same checkpoint, and is taken over.
             taken, etag = True, info.etag
@@ -140,21 +142,21 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
     Args:
         there: the fence as it was listed, if it is old enough; None if there was none.
     """
-    key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body("condemn"))
+    key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body(SWEEP))
     etag = there.etag if there is not None else None
     try:
         store.put(key, [body], crc32c=crc32c(body), if_none_match=there is None, if_match=etag)
         return True
     except PreconditionFailedError:
         try:
-            return _held_by(store.get(key, first=1 << 16)[0]) == CHANGES["condemn"].after
+            return _held_by(store.get(key, first=1 << 16)[0]) == SWEEP
         except ObjectNotFoundError:
             return False
 
 
-def _body(change: str) -> bytes:
+def _body(holder: str) -> bytes:
     # S3 makes an ETag of the bytes alone: the nonce gives a renewed fence another ETag than a sweep has listed.
-    return json.dumps({"held_by": CHANGES[change].after, "nonce": os.urandom(8).hex()}).encode()
+    return json.dumps({"held_by": holder, "nonce": os.urandom(8).hex()}).encode()
 
 
 def _held_by(data: bytes) -> object:

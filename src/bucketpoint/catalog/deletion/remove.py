@@ -19,14 +19,14 @@ from bucketpoint.catalog.deletion.prune import carry_out
 from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion, undo
 from bucketpoint.catalog.deletion.wholeness import look_for_damage
 from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write_missing
-from bucketpoint.catalog.run import catalog_above, parent_and_name
+from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import size_of
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
-from bucketpoint.location import Location, Place
+from bucketpoint.location import Location, Place, parent_and_name
 from bucketpoint.retention.row import FULL
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import this_url

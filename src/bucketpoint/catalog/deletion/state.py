@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.fence import SAVE, SWEEP
 from bucketpoint.catalog.listing import read_steps
 from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone
 from bucketpoint.errors import CommitConflictError, ObjectNotFoundError, PreconditionFailedError
@@ -38,7 +39,6 @@ class Change(NamedTuple):
 
 
 WAITING, BEGUN, VOID = "waiting", "begun", "void"
-SAVE, SWEEP = "save", "sweep"
 
 # fmt: off
 CHANGES = {

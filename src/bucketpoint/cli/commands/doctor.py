@@ -60,7 +60,7 @@ def doctor(url: str, size: int, role: str, iam: bool, access: Access) -> Command
 
 def _policy(url: str, role: str, access: Access) -> CommandResult:
     from bucketpoint.doctor.policies import role_policies
-    from bucketpoint.stores import S3Store
+    from bucketpoint.stores.s3 import S3Store
     from bucketpoint.stores.s3.inspect import partition
 
     store, prefix = access.at(url).opened

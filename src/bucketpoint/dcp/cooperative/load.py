@@ -23,8 +23,7 @@ from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
 
-OFF = "off"
-_MODES = (OFF, "node", "group")
+_MODES = ("off", "node", "group")
 
 _PLANNED, _REFUSED = 0, 1
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint.checkpoint.block_tables import with_blocks
 from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.format.item_info import ItemInfo
@@ -69,6 +68,8 @@ def _with_blocks(items: list[PlannedItem], read_now: ReadNow, url: str | None) -
     wanted = {item.place: item for item in items if item.needs_table}
     if not wanted:
         return items
+    from bucketpoint.checkpoint.block_tables import with_blocks
+
     infos: dict[tuple[str, int], ItemInfo] = {}
 
     def table(item: PlannedItem) -> Extent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -19,11 +19,12 @@ from bucketpoint.dcp.planning.columnar.assign import Assignment, assign_items
 from bucketpoint.dcp.planning.columnar.encoding import Table, unpack_table
 from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItems, assigned_items, packed_items
 from bucketpoint.dcp.planning.nested_state import IntKeys
-from bucketpoint.dcp.planning.rank_state import Compared
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.columns import ItemColumns
-from bucketpoint.format.index.encode import IndexTemplate
 from bucketpoint.format.metadata.template import MetadataTemplate
+
+if TYPE_CHECKING:
+    from bucketpoint.format.index.encode import IndexTemplate
 
 KEPT_PLANS = 4
 """Limit on the plans in a cache, one for each structure: two models and two optimizers, saved separately."""
@@ -128,15 +129,6 @@ def _cache_of(identity: str) -> PlanCache:
     for old in list(_caches)[:-KEPT_CACHES]:
         _caches.pop(old, None)
     return cache
-
-
-def compared_by_rank(plans: Sequence[SavePlan], tables: Mapping[bytes, Table]) -> list[Compared]:
-    """Return for each rank the names of the items that are compared between ranks."""
-    of_table = {blob: Compared.of_table(table) for blob, table in tables.items()}
-    return [
-        Compared.of(plan.items) if packed is None else sum((of_table[blob] for blob in packed.tables), Compared())
-        for plan, packed in ((plan, packed_items(plan.items)) for plan in plans)
-    ]
 
 
 def unpack_tables(plans: Sequence[SavePlan]) -> dict[bytes, Table]:

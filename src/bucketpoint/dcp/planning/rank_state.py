@@ -16,11 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.balance import MIN_SLICE_BYTES
 from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, TENSOR, Table
+from bucketpoint.dcp.planning.columnar.plan_items import packed_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.coverage import RANK
@@ -130,35 +131,32 @@ def compared_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> by
     return b"".join(values + samples)
 
 
-def differing(compared: Sequence[Compared], digests: Sequence[bytes]) -> list[str]:
-    """Return the names of the values that differ between ranks, sorted.
+def differences(
+    plans: Sequence[SavePlan], tables: Mapping[bytes, Table], digests: Sequence[bytes]
+) -> tuple[list[str], list[str]]:
+    """Return the names of the values that differ between ranks, and of the tensors of one shape that do, sorted.
 
     Args:
-        compared: for each rank, the names that it compares.
+        tables: of all ranks, decoded.
         digests: for each rank, the result of `compared_digests`; of another length if it sent none.
     """
-    return _differing([names.values for names in compared], _parts(compared, digests, replicas=False))
+    of_table = {blob: Compared.of_table(table) for blob, table in tables.items()}
+    values, replicas = [], []
+    for plan, joined in zip(plans, digests, strict=True):
+        packed = packed_items(plan.items)
+        parts = [Compared.of(plan.items)] if packed is None else [of_table[blob] for blob in packed.tables]
+        names = sum(parts, Compared())
+        cut = DIGEST_BYTES * len(names.values)
+        values.append((names.values, joined[:cut]))
+        replicas.append((names.replicas, joined[cut:]))
+    return _differing(values), _differing(replicas)
 
 
-def differing_replicas(compared: Sequence[Compared], digests: Sequence[bytes]) -> list[str]:
-    """Return the names under which ranks hold different tensors of one shape, sorted.
-
-    Args:
-        compared, digests: as for `differing`.
-    """
-    return _differing([names.replicas for names in compared], _parts(compared, digests, replicas=True))
-
-
-def _parts(compared: Sequence[Compared], digests: Sequence[bytes], *, replicas: bool) -> list[bytes]:
-    cuts = [DIGEST_BYTES * len(names.values) for names in compared]
-    return [joined[cut:] if replicas else joined[:cut] for joined, cut in zip(digests, cuts, strict=True)]
-
-
-def _differing(names: Sequence[tuple[str, ...]], digests: Sequence[bytes]) -> list[str]:
+def _differing(sent: Sequence[tuple[tuple[str, ...], bytes]]) -> list[str]:
     """Return the names that have more than one digest, of those that are not zeros."""
     seen: dict[str, set[bytes]] = defaultdict(set)
     # Each distinct pair once, as most ranks send the same.
-    for mine, joined in dict.fromkeys(zip(names, digests, strict=True)):
+    for mine, joined in dict.fromkeys(sent):
         width = len(joined) // max(len(mine), 1)
         if width and len(joined) == width * len(mine):
             for at, name in enumerate(mine):

@@ -26,7 +26,6 @@ from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
 from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, ItemColumns, pack, unpack
-from bucketpoint.format.index.encode import make_index
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.facts import without_gc
@@ -177,11 +176,13 @@ class RankResults:
     def uncovered(self) -> list[tuple[str, str]]:
         """Return the first tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
         plan = self.plan
-        if plan is None or self.metadata.state_dict_metadata is not plan.metadata.state_dict_metadata:
-            return _first_uncovered(self.metadata)
-        if plan.uncovered is None:
-            plan.uncovered = _first_uncovered(self.metadata)
-        return plan.uncovered
+        planned = plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata
+        if plan is not None and planned and plan.uncovered is not None:
+            return plan.uncovered
+        first = list(itertools.islice(uncovered(self.metadata, {}), _NAMED_AT_MOST))
+        if plan is not None and planned:
+            plan.uncovered = first
+        return first
 
     def results(self) -> list[list[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""
@@ -220,14 +221,14 @@ class RankResults:
             expected, items = plan.assignment.nbytes, plan.assignment.index
             if ((stored >= 0) & (expected >= 0) & (stored != expected)).any():
                 return None
-            index = make_index(planned, items, self.known) if indexed else None
+            index = None
+            if indexed:
+                from bucketpoint.format.index.encode import make_index
+
+                index = make_index(planned, items, self.known)
             metadata = make_template(planned, items, self.known, indexed=index is not None)
             plan.templates = Templates(layouts, indexed, metadata, index)
         return plan.templates
-
-
-def _first_uncovered(metadata: Metadata) -> list[tuple[str, str]]:
-    return list(itertools.islice(uncovered(metadata, {}), _NAMED_AT_MOST))
 
 
 def _results_of(assigned: AssignedItems, columns: Columns) -> list[WriteResult]:

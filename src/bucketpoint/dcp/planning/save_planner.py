@@ -28,18 +28,11 @@ from bucketpoint.dcp.planning.columnar.plan_items import (
     items_of,
     packed_items,
 )
-from bucketpoint.dcp.planning.global_plan import (
-    GlobalPlan,
-    KeptPlan,
-    PlanCache,
-    compared_by_rank,
-    plan_globally,
-    unpack_tables,
-)
+from bucketpoint.dcp.planning.global_plan import GlobalPlan, KeptPlan, PlanCache, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
 from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata, WriterMeta, stock
-from bucketpoint.dcp.planning.rank_state import compared_digests, differing, differing_replicas
+from bucketpoint.dcp.planning.rank_state import compared_digests, differences
 from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_fault, first_of
@@ -219,10 +212,9 @@ class SavePlanner(DefaultSavePlanner):
         """Return the plan for the ranks' items: a kept one, or a new one."""
         every: list[_Local] = [plan.planner_data for plan in plans]
         tables = unpack_tables(plans)
-        compared, digests = compared_by_rank(plans, tables), [local.digests for local in every]
-        self._warn_of_lost_values(differing(compared, digests), "values for these keys")
         # A tensor is never composed of several ranks' tensors. All from one rank, so that they fit each other.
-        apart = differing_replicas(compared, digests)
+        values, apart = differences(plans, tables, [local.digests for local in every]) if len(plans) > 1 else ([], [])
+        self._warn_of_lost_values(values, "values for these keys")
         self._warn_of_lost_values(apart, "tensors under these names")
         # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
         whole = type(self).finish_plan is not SavePlanner.finish_plan

@@ -18,28 +18,21 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.catalog.records import dated
 from bucketpoint.dcp.planning.planned_metadata import stock
 from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commit
-from bucketpoint.errors import (
-    BucketpointError,
-    IncompleteSaveError,
-    first_of,
-)
+from bucketpoint.errors import BucketpointError, IncompleteSaveError, first_of
 from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
-from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.ref import IndexRef, index_path, make_ref, ref_of
 from bucketpoint.format.item_info import data_paths, read_item
 from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.metadata.coverage import PARTIAL, lacking_ranks
 from bucketpoint.format.metadata.facts import make_record
-from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.record import CommitRecord, dated
 from bucketpoint.format.storage_info import pop_object_facts
 from bucketpoint.stores import ObjectInfo
-from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import process_budget, retry_transient
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.version import __version__
 
@@ -136,7 +129,7 @@ def commit(
         etag = info.etag
         record = make_record(metadata, known, data, sizes, items=items, metadata_etag=etag, covers=True)
         # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
-        _write_record(request, dated(record, info), again=again)
+        _write_record(request, dated(record, info.modified), again=again)
     return Committed(items, len(objects), sum(sizes.values()), facts.get("step"), facts.get("metrics", {}))
 
 
@@ -197,8 +190,11 @@ def _encoded(
             return data, index, results.count, objects
     whole, objects = complete_metadata(metadata, results.results(), storage_meta=storage_meta)
     (bucketpoint,) = extension({**facts, "objects": objects}).values()
-    items = len(whole.storage_data or ())
-    index = encode_index(whole, bucketpoint=bucketpoint) if _wants_index(request, items, objects) else None
+    items, index = len(whole.storage_data or ()), None
+    if _wants_index(request, items, objects):
+        from bucketpoint.format.index.encode import encode_index
+
+        index = encode_index(whole, bucketpoint=bucketpoint)
     data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=_ref_to(request, index))
     return data, index, items, objects
 

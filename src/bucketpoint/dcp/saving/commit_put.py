@@ -9,15 +9,11 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import Metadata
 
-from bucketpoint.catalog.catalog import get_metadata
-from bucketpoint.catalog.deletion.delete import SIGNED_S
 from bucketpoint.catalog.deletion.fence import AttemptFence
-from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.snapshot import CLOCKS_S
 from bucketpoint.dcp.session import PriorCommit
 from bucketpoint.errors import (
     AccessDeniedError,
@@ -34,8 +30,11 @@ from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_ma
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo, Store, proven, retry
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import crc32c
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.save_log import SaveLog
 
 logger = logging.getLogger(__name__)
 
@@ -168,9 +167,16 @@ class _GoneError(Exception):
         self.reason = reason
 
 
+def _metadata_at(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
+    # Imported here: most saves replace nothing.
+    from bucketpoint.catalog.catalog import get_metadata
+
+    return get_metadata(store, key)
+
+
 def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
     try:
-        return retry_transient(lambda: get_metadata(store, key), attempts=COMMIT_ATTEMPTS)
+        return retry_transient(lambda: _metadata_at(store, key), attempts=COMMIT_ATTEMPTS)
     except (ObjectNotFoundError, AccessDeniedError) as error:
         # It was deleted in between, by a pruner or a person. S3 answers 403 instead of 404 if the caller may not list.
         raise _GoneError(error) from None
@@ -242,6 +248,9 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
     # passes on.
     if store.capabilities.conditional_delete or getattr(store, "expiring_delete", None) is None:
         return True
+    from bucketpoint.catalog.deletion.delete import SIGNED_S
+    from bucketpoint.catalog.snapshot import CLOCKS_S
+
     watch, longest = Stopwatch(), SIGNED_S + CLOCKS_S
     while watch.seconds() < longest and (marker.modified is None or time.time() < marker.modified + longest + CLOCKS_S):
         logger.info("the commit to %s waits until the deletion of the previous checkpoint has ended", request.url)
@@ -283,7 +292,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     """Commit to a store without conditional writes: read, write, and read again. Two jobs at once may still collide."""
     replaced = None
     try:
-        there, info = get_metadata(request.store, key)
+        there, info = _metadata_at(request.store, key)
         if not is_marker(there):
             replaced = _to_be_replaced(request, info, there)
     except ObjectNotFoundError:
@@ -295,7 +304,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
 
 
 def _check_ours(request: Commit, key: str, data: bytes) -> None:
-    if get_metadata(request.store, key)[0] != data:
+    if _metadata_at(request.store, key)[0] != data:
         raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
 
 

@@ -16,20 +16,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.catalog.catalog import latest_checkpoint
-from bucketpoint.catalog.run import parent_and_name
-from bucketpoint.checkpoint.digest_table import read_digests
-from bucketpoint.checkpoint.metadata_source import MetadataSource
 from bucketpoint.dcp.saving.moments import MomentsWatch
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format import keys
-from bucketpoint.format.index.decode import is_index
+from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.location import Location
+from bucketpoint.location import Location, parent_and_name
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
@@ -207,6 +203,8 @@ def newest_commit(place: Location) -> str | None:
 
     As many requests as `latest_checkpoint`.
     """
+    from bucketpoint.catalog.catalog import latest_checkpoint
+
     split = parent_and_name(place.url)
     try:
         return None if split is None else latest_checkpoint(place.at(split[0]))
@@ -240,6 +238,9 @@ def _read(
     options: TransferOptions,
     open_url: Callable[[str], tuple[Store, str]],
 ) -> EarlierSave:
+    from bucketpoint.checkpoint.digest_table import read_digests
+    from bucketpoint.checkpoint.metadata_source import MetadataSource
+
     store, prefix = open_url(url)
     data = MetadataSource(store, prefix, url).read(indexed=True)
     metadata = decode_index(data, url=url) if is_index(data) else decode_metadata(data, url=url)

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.checkpoint.digest_table import table_nbytes, table_tail
 from bucketpoint.errors import UNSAVEABLE, BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import GroupRule, group_of
@@ -219,6 +218,8 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
         segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
     digested = [item for item in placed if segments[item.payload].digest_seed is not None]
     if digested:
+        from bucketpoint.checkpoint.digest_table import table_nbytes, table_tail
+
         tail = memoryview(table_tail([item.offset for item in digested]))
         of = [item.payload for item in digested]
         segments.append(Segment(table_nbytes(len(of)), tail, digests_of=of))

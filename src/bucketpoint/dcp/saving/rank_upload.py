@@ -8,13 +8,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp.saving.earlier_saves import EarlierSave, SavedItem, Written
 from bucketpoint.dcp.saving.object_layout import (
     ItemBytes,
@@ -27,7 +26,6 @@ from bucketpoint.dcp.saving.object_layout import (
     plan_objects,
     results_of,
 )
-from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
 from bucketpoint.dcp.saving.unchanged import (
     LEAST_COPIED_BYTES,
     ObjectCopy,
@@ -44,8 +42,10 @@ from bucketpoint.errors import BucketpointError, first_fault
 from bucketpoint.format.item_info import read_item
 from bucketpoint.staging import Lease
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import Meter, TransferOptions, Uploaded
-from bucketpoint.transfer.tasks import TaskGroup
+from bucketpoint.transfer import Meter, TaskGroup, TransferOptions, Uploaded
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.save_log import SaveLog
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ class RankUpload:
     def _write_transformed(
         self, items: Sequence[WriteItem], planner: SavePlanner, extensions: Sequence[Any]
     ) -> Written:
+        from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
+
         with self.announced(transformed_paths(items, self.place)):
             results = write_transformed(
                 items, planner, extensions, self.place, store=self.to.store, options=self.options, meter=self.meter

@@ -19,7 +19,8 @@ from bucketpoint.dcp.saving.object_layout import ObjectPlace, group_items, item_
 from bucketpoint.format import keys
 from bucketpoint.format.storage_info import make_storage_info, set_object_facts
 from bucketpoint.stores import Store
-from bucketpoint.transfer import Meter, StreamUpload, TransferOptions
+from bucketpoint.transfer import Meter, TransferOptions
+from bucketpoint.transfer.stream import StreamUpload
 
 _COPY_BYTES = 1 << 20
 _GROWTH = 1.1

@@ -15,13 +15,13 @@ import xxhash
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.catalog.run import parent_and_name
 from bucketpoint.dcp.saving.earlier_saves import EarlierSave, SavedItem
 from bucketpoint.dcp.saving.object_layout import ItemBytes, ObjectNames
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.storage_info import make_storage_info, set_object_facts
+from bucketpoint.location import parent_and_name
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import Segment, TransferOptions
 from bucketpoint.transfer.checksum import crc32c

@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from bucketpoint.errors import (
     BucketpointError,
@@ -14,12 +15,14 @@ from bucketpoint.errors import (
     HelperProcessError,
     HelperUnavailableError,
 )
+from bucketpoint.forks import ProcessLock
 from bucketpoint.location import Location
 from bucketpoint.staging import Lease
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, TransferOptions, Uploaded, upload_objects
-from bucketpoint.transfer.helper.messages import StoreConfig
-from bucketpoint.transfer.helper.process import Upload, UploadHelper
+
+if TYPE_CHECKING:
+    from bucketpoint.transfer.helper.process import UploadHelper
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +53,25 @@ class Uploads:
 
     def __init__(self, options: TransferOptions) -> None:
         self._options = options
-        self._helper = UploadHelper(options.in_background(shares_lock=False).nice)
+        self._lock = ProcessLock()
+        self._made: UploadHelper | None = None
         # Permanent: set by the options, or after a process was refused.
         self._on_threads = options.background == "thread"
         self._left = False
         self._told = False
 
     @property
+    def _helper(self) -> UploadHelper:
+        from bucketpoint.transfer.helper.process import UploadHelper
+
+        with self._lock:
+            self._made = self._made or UploadHelper(self._options.in_background(shares_lock=False).nice)
+        return self._made
+
+    @property
     def process_id(self) -> int | None:
         """Process id of the process that uploads; None if none is running."""
-        return self._helper.process_id
+        return self._made.process_id if self._made is not None else None
 
     def prepare(self, staged_bytes: int) -> None:
         """Start the process on another thread, if saves of this size will use it."""
@@ -112,7 +124,7 @@ class Uploads:
         refused = isinstance(error, HelperUnavailableError)
         if refused:
             self._on_threads = True
-            self._helper.close_if_idle()
+            self._close_if_idle()
         if not self._told:
             self._told = True
             if refused:
@@ -124,11 +136,16 @@ class Uploads:
     def leave(self) -> None:
         """Record that another process saves and uploads: end the process here, and start none early."""
         self._left = True
-        self._helper.close_if_idle()
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._made is not None:
+            self._made.close_if_idle()
 
     def close(self) -> None:
         """End the process, after an upload under way."""
-        self._helper.close()
+        if self._made is not None:
+            self._made.close()
 
     def _by_process(
         self, to: Destination, sources: Sequence[ObjectSource], lease: Lease, meter: Meter
@@ -147,6 +164,9 @@ class Uploads:
         except Exception as error:
             # A class of the program may fail in any way here. The text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
+        from bucketpoint.transfer.helper.messages import StoreConfig
+        from bucketpoint.transfer.helper.process import Upload
+
         work = Upload(
             store=to.store,
             config=StoreConfig(to.place.url, storage_options),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,17 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
 from bucketpoint.format.index.derived import count_blocks, fits, payload_sizes, size_guess, table_places
-from bucketpoint.format.index.encode import HEAD, MAGIC, PARTS, largest_part
 from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow, over
+from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
+
+PARTS = ("structure", "mappings", "columns", "facts", "checksums")
+HEAD = struct.Struct("<8sQ8x" + "QQ" * len(PARTS) + "16x")
+"""Magic, number of items, then for each part its stored and its uncompressed size. The padding is zeros."""
+
+LARGEST_RATIO = 64
+"""Limit: no part is larger than this many times the index plus 1 MiB, so that a hostile index cannot exhaust memory."""
 
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
@@ -28,9 +36,9 @@ _FREE_ENTRIES = 1 << 12
 _CODES: dict[torch.dtype, Any] = {torch.int8: "b", torch.int16: "h", torch.int32: "i", torch.int64: "q"}
 
 
-def is_index(data: bytes) -> bool:
-    """Return True if these bytes begin as an index does. No pickle begins so."""
-    return data[: len(MAGIC)] == MAGIC
+def largest_part(nbytes: int) -> int:
+    """Return the size limit for a part of an index of this many bytes."""
+    return LARGEST_RATIO * nbytes + (1 << 20)
 
 
 class Index:

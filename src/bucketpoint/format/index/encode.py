@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import struct
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
+from bucketpoint.format.index.decode import HEAD, largest_part
 from bucketpoint.format.index.derived import (
     BYTES_ENTRY,
     count_blocks,
@@ -38,18 +38,9 @@ from bucketpoint.format.index.derived import (
     table_places,
 )
 from bucketpoint.format.index.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments, over
-from bucketpoint.format.index.ref import INDEX_ATTRIBUTE
+from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC
 from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
-
-MAGIC = b"BPINDEX2"
-
-PARTS = ("structure", "mappings", "columns", "facts", "checksums")
-HEAD = struct.Struct("<8sQ8x" + "QQ" * len(PARTS) + "16x")
-"""Magic, number of items, then for each part its stored and its uncompressed size. The padding is zeros."""
-
-LARGEST_RATIO = 64
-"""Limit: no part is larger than this many times the index plus 1 MiB, so that a hostile index cannot exhaust memory."""
 
 SIZE_GUESSES = 2
 
@@ -100,11 +91,6 @@ class IndexTemplate:
         head = HEAD.pack(MAGIC, len(self.slots), *sizes)
         whole = b"".join([head, *(data for data, _ in stored)])
         return whole if all(size <= largest_part(len(whole)) for _, size in stored) else None
-
-
-def largest_part(nbytes: int) -> int:
-    """Return the size limit for a part of an index of this many bytes."""
-    return LARGEST_RATIO * nbytes + (1 << 20)
 
 
 def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | None:

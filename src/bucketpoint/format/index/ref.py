@@ -13,6 +13,8 @@ from typing import Any
 
 from bucketpoint.format import keys
 
+MAGIC = b"BPINDEX2"
+
 INDEX_ATTRIBUTE = "bucketpoint_index"
 """Attribute of the pickled metadata. Stock readers ignore it."""
 
@@ -32,6 +34,11 @@ _PATTERN = re.compile(
     rb"(?P<path>data/[0-9a-f]{2}/[0-9a-f]{12}-0-index-0\.distcp) (?P<size>[0-9]{16}) (?P<digest>[0-9a-f]{64})\x94",
     re.DOTALL,
 )
+
+
+def is_index(data: bytes) -> bool:
+    """Return True if these bytes begin as an index does. No pickle begins so."""
+    return data[: len(MAGIC)] == MAGIC
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import open_store
-from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
-from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.upload import upload_objects
+from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Segment, TransferOptions, upload_objects
 
 
 class BucketCheckpointIO(CheckpointIO):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bucketpoint.dcp import BucketWriter
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.parts import Pickled
 from bucketpoint.integrations.saves import Saves, checkpoint_at

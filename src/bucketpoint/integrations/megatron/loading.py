@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from bucketpoint.dcp import BucketReader
 from bucketpoint.dcp.error_boundary import errors_of_dcp
 from bucketpoint.dcp.planning.agreement import CommitRead, refuse_two_commits
+from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
 from bucketpoint.integrations.megatron.stand_in import url_of
 from bucketpoint.integrations.saves import job_ranks

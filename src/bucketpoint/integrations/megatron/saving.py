@@ -21,7 +21,9 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner
+from bucketpoint.dcp.async_save import SaveHandle
+from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.format import keys
 from bucketpoint.integrations.megatron.stand_in import url_of
 from bucketpoint.integrations.saves import job_ranks

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketWriter
+from bucketpoint.catalog.catalog import latest_checkpoint
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.megatron.loading import COMMON, BucketLoadStrategy
 from bucketpoint.integrations.megatron.saving import BucketSaveStrategy

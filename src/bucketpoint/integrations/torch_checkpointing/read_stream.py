@@ -9,7 +9,8 @@ from bucketpoint.errors import CorruptDataError
 from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, Sums, block_sums, file_bytes
 from bucketpoint.integrations.torch_checkpointing.tree import File
 from bucketpoint.stores import Store
-from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests, retry_transient
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from bucketpoint.transfer.parts import common_part_bytes
 from bucketpoint.transfer.pieces import BlockCache, RangeFile
 

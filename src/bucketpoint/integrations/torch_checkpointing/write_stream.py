@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.torch_checkpointing import sums
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import Meter, StreamUpload, TransferOptions
+from bucketpoint.transfer import Meter, TransferOptions
 from bucketpoint.transfer.parts import abort, common_part_bytes
+from bucketpoint.transfer.stream import StreamUpload
 
 _SMALLEST_KEPT_BYTES = 64 << 10
 """Smaller pieces are copied, since a request with thousands of buffers costs more than the copy of their bytes."""

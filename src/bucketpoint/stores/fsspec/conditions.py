@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Protocol
+
+from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.errors import PreconditionFailedError, StoreError
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import Capabilities, Store
-from bucketpoint.stores.fsspec.drivers import Probed, known, remember
-from bucketpoint.stores.fsspec.store import FsspecStore
+from bucketpoint.stores.fsspec.drivers import Driver, Probed, known, remember
 from bucketpoint.stores.trials import UNDECIDED, scratch_key
 
 logger = logging.getLogger(__name__)
@@ -23,24 +25,32 @@ logger = logging.getLogger(__name__)
 _lock = ProcessLock()
 
 
-def proven(store: Store, prefix: str) -> Capabilities:
-    """Return the capabilities of a store, for callers that rely on conditions, after a trial if one is needed.
+class _FilesystemStore(Store, Protocol):
+    """A store on a filesystem, which also writes by the service's condition alone."""
 
-    The trial is made on a scratch object below `prefix`, which is deleted then: once per process and bucket, with at
-    most six small requests. Logs a warning, once, if commits to this store will have no conditional writes.
+    @property
+    def fs(self) -> AbstractFileSystem: ...
+    @property
+    def root(self) -> str: ...
+    @property
+    def driver(self) -> Driver: ...
+    def create_unseen(self, key: str, data: bytes) -> None: ...
+    def replace_unseen(self, key: str, data: bytes, etag: str) -> None: ...
 
-    Raises:
-        BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError: the trial was
-            undecided.
+
+def prove(store: _FilesystemStore, prefix: str) -> Capabilities:
+    """Return the capabilities of a store, after a trial in the first call of a process for each bucket.
+
+    The trial is made on a scratch object below `prefix`, which is deleted then, with at most six small requests. Logs a
+    warning, once, if commits to this store will have no conditional writes. Raises as `proven`.
     """
-    if isinstance(store, FsspecStore):
-        with _lock:
-            if known(store.fs, store.root) is None:
-                _probe(store, prefix)
+    with _lock:
+        if known(store.fs, store.root) is None:
+            _probe(store, prefix)
     return store.capabilities
 
 
-def _probe(store: FsspecStore, prefix: str) -> None:
+def _probe(store: _FilesystemStore, prefix: str) -> None:
     probed = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
     remember(store.fs, store.root, probed)
     if not (probed.creates or store.driver.private):
@@ -52,7 +62,7 @@ def _probe(store: FsspecStore, prefix: str) -> None:
         )
 
 
-def _tried(store: FsspecStore, prefix: str) -> Probed:
+def _tried(store: _FilesystemStore, prefix: str) -> Probed:
     key = scratch_key(prefix)
     why: list[str] = []
     try:
@@ -82,7 +92,7 @@ def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
     return False
 
 
-def _creates(store: FsspecStore, key: str) -> None:
+def _creates(store: _FilesystemStore, key: str) -> None:
     """Create an object twice. Raises PreconditionFailedError if exclusive creates work."""
     try:
         store.create_unseen(key, b"first")
@@ -96,7 +106,7 @@ def _creates(store: FsspecStore, key: str) -> None:
         raise
 
 
-def _replaces(store: FsspecStore, key: str) -> None:
+def _replaces(store: _FilesystemStore, key: str) -> None:
     """Replace an object twice, expecting the same ETag. Raises PreconditionFailedError if the condition works."""
     before = store.head(key).etag or ""
     try:
@@ -106,7 +116,7 @@ def _replaces(store: FsspecStore, key: str) -> None:
     store.replace_unseen(key, b"fourth", before)
 
 
-def _checks(store: FsspecStore, key: str) -> bool:
+def _checks(store: _FilesystemStore, key: str) -> bool:
     try:
         store.put(key, [memoryview(b"checksum")], crc32c=1)
     except UNDECIDED:

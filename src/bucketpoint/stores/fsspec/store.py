@@ -30,6 +30,7 @@ from bucketpoint.errors import (
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range
 from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.stores.fsspec.conditions import prove
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
     Probed,
@@ -122,6 +123,10 @@ class FsspecStore:
             shared=driver.shared,
             **driver.limits,
         )
+
+    def prove_conditions(self, prefix: str) -> Capabilities:
+        """Return the capabilities, after a trial below `prefix` in the first call of a process for each bucket."""
+        return prove(self, prefix)
 
     @property
     def _untried(self) -> Probed:

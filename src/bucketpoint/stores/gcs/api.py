@@ -17,12 +17,7 @@ from bucketpoint.stores.base import Buffers, DeleteFailure, ObjectInfo
 from bucketpoint.stores.client_cache import FirstEnvironment
 from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.gcs.answer import GCSReply, described
-from bucketpoint.stores.gcs.body import (
-    BINARY,
-    batch_answers,
-    batch_of_deletes,
-    with_metadata,
-)
+from bucketpoint.stores.gcs.body import BINARY, batch_answers, batch_of_deletes, with_metadata
 from bucketpoint.stores.gcs.client import GCSClient, client_for
 from bucketpoint.stores.gcs.errors import failure_of, translated
 from bucketpoint.stores.gcs.options import GCSOptions

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from bucketpoint.errors import CredentialsError, EndpointError
+from bucketpoint.errors import INSTALL_GCS, CredentialsError, EndpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
@@ -31,10 +31,6 @@ READ_TIMEOUT_S = 60
 # Completing an upload of thousands of parts can take "several minutes":
 # https://cloud.google.com/storage/docs/xml-api/post-object-complete
 COMPLETE_TIMEOUT_S = 600
-
-# The command names the package, not `bucketpoint[extra]`, which could replace a bucketpoint from a checkout by the
-# index's.
-INSTALL = "pip install 'google-cloud-storage>=3', or install bucketpoint with its extra gcs"
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ def build_client(options: GCSOptions) -> GCSClient:
         from google.auth.transport.requests import AuthorizedSession
         from google.cloud.storage import Client as Library
     except ImportError as error:
-        raise EndpointError(f"GCS needs google-cloud-storage: {error}", remedy=INSTALL) from None
+        raise EndpointError(f"GCS needs google-cloud-storage: {error}", remedy=INSTALL_GCS) from None
     endpoint = options.endpoint
     if endpoint is not None:
         _check_endpoint(endpoint, secret=not options.anonymous)

@@ -11,14 +11,7 @@ from typing import Any, TypeVar
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import http_store
-from bucketpoint.stores.base import (
-    Buffers,
-    Capabilities,
-    DeleteFailure,
-    ObjectInfo,
-    OpenUpload,
-    Part,
-)
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.client_cache import FirstEnvironment
 from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.gcs import multipart as gcs_multipart

@@ -24,7 +24,7 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import Capabilities, ExpiringDeletes, Store
+from bucketpoint.stores.base import ExpiringDeletes, Store
 from bucketpoint.stores.http_store import http_seconds
 from bucketpoint.stores.s3.client import S3Client
 from bucketpoint.stores.s3.errors import FAILURES, translate
@@ -84,21 +84,6 @@ def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: st
         raise refusal
 
     return send
-
-
-def proven_deletes(store: Store, prefix: str) -> Capabilities:
-    """Return the capabilities of a store, with `conditional_delete` and `expiring_delete` found by trial if necessary.
-
-    The trial is made once per process for each bucket, with a scratch object below `prefix`, where the caller must be
-    allowed to write and delete.
-
-    Raises:
-        StoreError: the trial was undecided.
-    """
-    # Not by isinstance: from Python 3.12 on a protocol does not see methods that a wrapper, such as a paced store,
-    # forwards.
-    prove: Callable[[str], Capabilities] | None = getattr(store, "prove_deletes", None)
-    return store.capabilities if prove is None else prove(prefix)
 
 
 class _Deletes(ExpiringDeletes, Store, Protocol):

@@ -11,21 +11,9 @@ from urllib.parse import urlsplit
 
 import botocore
 
-from bucketpoint.errors import (
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    UploadNotFoundError,
-)
+from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError, UploadNotFoundError
 from bucketpoint.stores import http_store, retry
-from bucketpoint.stores.base import (
-    Buffers,
-    Capabilities,
-    DeleteFailure,
-    ObjectInfo,
-    OpenUpload,
-    Part,
-    Store,
-)
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
 from bucketpoint.stores.client_cache import FirstEnvironment
 from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.http_body import crc_of, encoded_crc

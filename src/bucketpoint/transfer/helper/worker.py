@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import itertools
 import logging
 import mmap
@@ -71,6 +72,9 @@ def main(descriptor: int, trainer: int) -> None:
     logging.getLogger().addHandler(_Forwarder(channel))
     job: _Job | None = None
     objects: list[tuple[str, list[RemoteSegment]]] = []
+    for provider in ("gcs", "s3"):
+        # Now, while the trainer stages: the first order does not wait for a provider's library.
+        importlib.import_module(f"bucketpoint.stores.{provider}")
     with contextlib.suppress(OSError):
         channel.send(Ready.of_this_process())
     while True:
