@@ -20,11 +20,13 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
 from bucketpoint.errors import CommitConflictError, StoreError
+from bucketpoint.format import keys
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import open_store
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.checksum import crc32c
 from cli.conftest import Program, save, state
 from cli.test_verify import flip, place, replaced
 from dcp.states import assert_same, blank
@@ -185,6 +187,31 @@ def test_repairs_a_damaged_copy_and_leaves_its_objects_until_then(root: str, pro
     assert program("cp", f"{root}/a", f"{root}/b", "--overwrite", "--verify").code == 0
     loads(f"{root}/b")
     assert set(contents(f"{root}/b")) & before == {".metadata", ".bucketpoint.json"}
+
+
+def test_copies_into_a_run_a_folder_and_behind_a_slash_by_the_name_of_the_source(
+    root: str, program: Program, tmp_path: Path
+) -> None:
+    save(f"{root}/a/step-1")
+    save(f"{root}/b/step-2")
+    store, prefix = open_store(root)
+    for words, target in [
+        (["a", "1", "b"], "b/step-1"),
+        (["a/step-1", "c/"], "c/step-1"),
+        (["b", "latest", "c"], "c/step-2"),
+    ]:
+        place, *others = words
+        done = program("cp", f"{root}/{place}", *others[:-1], f"{root}/{others[-1]}")
+        assert (done.code, f"to {root}/{target}: " in done.out) == (0, True), done.err
+        loads(f"{root}/{target}")
+    assert [row["step"] for row in program("ls", f"{root}/c", "--json").json["checkpoints"]] == [1, 2]
+    for empty in {tmp_path / "empty"} if root.startswith("file") else ():
+        empty.mkdir()
+        assert f"to {empty}/step-1: " in program("cp", f"{root}/a", "1", str(empty)).out
+    store.put(keys.join(prefix, "d/notes.txt"), [memoryview(b"x")], crc32c=crc32c(b"x"))
+    refused = program("cp", f"{root}/a/step-1", f"{root}/d")
+    assert (refused.code, "a folder with other content: notes.txt" in refused.err) == (5, True)
+    assert set(contents(f"{root}/d")) == {"notes.txt"}
 
 
 def test_refuses_a_copy_onto_itself_as_a_usage_error(root: str, program: Program) -> None:

@@ -144,7 +144,7 @@ def test_refuses_a_step_that_is_no_number(program: Program, tmp_path: Path) -> N
     for name in ("pin", "undo", "rollback"):
         done = program(name, str(tmp_path), "5x")
         assert done.code == 2
-        assert "'5x' is not a valid step number" in done.err
+        assert "'5x' is not a step" in done.err
 
 
 def test_prints_nothing_but_one_document_with_json(tmp_path: Path) -> None:
@@ -172,6 +172,15 @@ def test_says_in_an_error_what_where_and_what_to_do_without_a_traceback(tmp_path
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["lss"], "Did you mean 'ls'?"), (["prune", "s3://bucket/run"], "is a URL: pass the policy's file")],
+)
+def test_names_what_was_meant_in_place_of_a_wrong_word(program: Program, arguments: list[str], said: str) -> None:
+    done = program(*arguments)
+    assert (done.code, said in done.err) == (2, True), done.err
+
+
 @pytest.mark.parametrize("name", ["model.pt", "hf"])
 @pytest.mark.parametrize("command", ["show", "ls", "cp", "verify", "watch"])
 def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Path, command: str, name: str) -> None:
@@ -179,7 +188,8 @@ def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Pa
     for file in ("model.pt", "hf/model.safetensors", "hf/config.json"):
         (tmp_path / file).write_bytes(b"a file")
     place = str(tmp_path / name)
-    done = program(command, place, *(["out"] if command == "cp" else []))
+    # The files of a model are copied.
+    done = program(command, place, *(["out", "--verify"] if command == "cp" else []))
     assert (done.code, f"`bucketpoint convert {place} TARGET`" in done.err) == (3, True), done.err
     assert name == "model.pt" or "Error: The folder holds no .metadata, but model.safetensors\n" in done.err
 

@@ -229,7 +229,7 @@ def test_names_the_key_of_a_fault_in_a_policy_that_has_no_place_in_its_text(
         (("report", "{root}", "5", "loss"), "write NAME=VALUE, such as eval/loss=1.23"),
         (("report", "{root}", "5", "loss=high"), "write NAME=VALUE, such as eval/loss=1.23"),
         (("gc", "{root}", "--older-than", "soon"), "write 20m, 48h or 7d"),
-        (("pin", "{root}", "--", "-1"), "not in the range"),
+        (("pin", "{root}", "--", "-1"), "'-1' is not a step: write ROOT STEP"),
         (("pin", "{root}", "5", "a pin"), "pass --remove"),
         (("pin", "{root}", "5", "--remove", "--expires", "7d"), "leave them out, or --remove"),
         (("gc", "{root}", "--adopt", "--name", "llama"), "pass one of them"),
@@ -239,6 +239,26 @@ def test_refuses_nonsense_as_a_matter_of_usage(program: Program, tmp_path: Path,
     failed = program(*[one.format(root=tmp_path) for one in arguments])
     assert failed.code == 2
     assert said in failed.err
+
+
+def test_takes_a_step_in_every_form_in_every_command(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 1, 2, 3)
+    for number in (1, 2, 3):
+        assert program("report", f"{root}/step-{number}", f"loss={4 - number}").code == 0
+    # Without a policy, the name of the only metric says that low values are better.
+    for words in (["2"], ["latest"], ["best"], ["best:loss:max"], ["best:loss:min"]):
+        step = {"2": 2, "best:loss:max": 1}.get(words[0], 3)
+        for command in ("show", "verify", "rm --dry-run --force"):
+            assert program(*command.split(), root, *words, "--json").json["url"] == f"{root}/step-{step}"
+        assert program("pin", root, *words, "--json").json["step"] == step
+    assert program("diff", root, "1", "latest", "--json").json["b"]["url"] == f"{root}/step-3"
+    assert program("rollback", f"{root}/step-1", "--dry-run", "--json").json["step"] == 1
+    assert program("undo", root, "1", "2").out == "step 1 has no tombstone\nstep 2 has no tombstone\n"
+    assert program("report", root, "latest", "accuracy=1").code == 0
+    refused = program("show", root, "best")
+    assert (refused.code, "the run has accuracy, loss\n" in refused.err) == (2, True), refused.err
+    assert program("show", root, "newest").code == 2
 
 
 def test_refuses_to_pin_a_step_that_is_not_there(program: Program, tmp_path: Path) -> None:
@@ -276,6 +296,9 @@ def test_gives_a_run_a_name_that_the_policy_must_say(program: Program, root: str
     for options in (["--dry-run"], []):
         taken = program("gc", root, "--name", "other", *options, "--json")
         assert (taken.code, taken.json["run"]) == (1, "llama")
+    for options, owner in (["--dry-run"], "llama"), ([], None):
+        assert " no name any more: it was llama\n" in program("gc", root, "--name", "", *options).out
+        assert program("ls", root, "--json").json["run"] == owner
 
 
 def test_deletes_nothing_behind_a_link_that_stands_where_a_checkpoint_was(program: Program, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -33,15 +35,26 @@ def mixed(tmp_path: Path) -> str:
 def test_marks_what_has_no_record_and_says_what_records_it(program: Program, mixed: str) -> None:
     listed = program("ls", mixed)
     assert listed.code == 0
-    assert listed.out.count("no record") == 2
-    assert f"`bucketpoint gc {mixed} --adopt`" in listed.out
+    said = f"2 checkpoints without a record (step 4, 5), which no policy deletes: `bucketpoint gc {mixed} --adopt`"
+    assert said in listed.out
     rows = {one["step"]: one for one in program("ls", mixed, "--json").json["checkpoints"]}
     assert {step: one["recorded"] for step, one in rows.items()} == {1: True, 2: True, 3: True, 4: False, 5: False}
-    assert (rows[5]["bytes"], rows[5]["token"], rows[5]["url"]) == (None, None, f"{mixed}/step-5")
+    sizes = [path.stat().st_size for path in Path(mixed).glob("step-5/*.distcp")]
+    assert (rows[5]["bytes"], rows[5]["token"], rows[5]["url"]) == (sum(sizes), None, f"{mixed}/step-5")
     assert program("gc", mixed, "--adopt").code == 0
-    assert "no record" not in program("ls", mixed).out
+    assert "without a record" not in program("ls", mixed).out
     # There is nothing left to adopt, which is fine.
     assert program("gc", mixed, "--adopt").code == 0
+
+
+def test_prints_commands_that_run_as_printed(program: Program, tmp_path: Path) -> None:
+    root = tmp_path / "a run"
+    save_with_torch(root / "epoch=7")
+    assert "--step-dir 'epoch={step}'" in program("ls", str(root)).err
+    listed = program("ls", str(root), "--step-dir", "epoch={step}")
+    assert "\n1 checkpoint, 1.5" in listed.out
+    (printed,) = re.findall("`bucketpoint (.*?)`", listed.out)
+    assert program(*shlex.split(printed)).out == f"{root}/epoch=7\n1 checkpoint adopted\n"
 
 
 def test_counts_what_has_no_record_in_the_cost(program: Program, mixed: str, tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def test_names_each_kind_of_difference(tmp_path: Path, program: Program) -> None
     without = program("diff", a, b, "--json")
     assert without.json["values"] is None
     text = program("diff", a, b, "--values").out.splitlines()
-    assert {line[:1] for line in text[:5]} == {"-", "+", "!", "~"}
+    assert text[2].startswith("- ")
+    assert {line[:1] for line in text[3:8]} == {"-", "+", "!", "~"}
 
 
 def test_sums_values_that_differ_by_group(tmp_path: Path, program: Program) -> None:
@@ -148,8 +149,9 @@ def test_sums_values_that_differ_by_group(tmp_path: Path, program: Program) -> N
     written(a, content(1.0))
     written(b, content(2.0))
     lines = program("diff", a, b, "--values").out.splitlines()
-    assert lines[0] == "~ model.lora  values differ"
-    assert lines[1:3] == [
+    assert lines[3] == "~ model.lora"
+    assert lines[2] == "- 0 only in A, + 0 only in B, ! 0 changed, ~ 1 with different values"
+    assert lines[4:] == [
         "model: 200 B of 4.20 kB differ, in 1 of 2 keys",
         "optim: equal, 240 B in 1 key",
     ]

@@ -176,6 +176,7 @@ def test_verifies_every_checkpoint_below_a_url(root: str, program: Program) -> N
     assert "checksum" in {one["kind"] for one in found[urls[2]]["damage"]}
     assert f"1 of 3 checkpoints below {root} is whole" in program("verify", root, "--all").out
     assert program("verify", f"{root}/nothing", "--all").code == 3
+    assert "; --all verifies every checkpoint below the URL\n" in program("verify", root).err
 
 
 def test_reports_no_damage_for_a_missing_or_older_record(root: str, program: Program) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,10 @@ def test_says_what_keeps_each_under_a_policy_and_what_the_next_prune_does(progra
     assert program("report", root, "20", "eval/loss=0.5").code == 0
     file = write(tmp_path, root, grace="1h")
     said = program("watch", root, "--policy", str(file)).out
+    assert "PROBLEM" not in said
+    shutil.copytree(root, tmp_path / "other")
+    elsewhere = f"PROBLEM: the policy is for the run at {root}; shown is what it would do here\n"
+    assert elsewhere in program("watch", str(tmp_path / "other"), "--policy", str(file)).out
     assert re.search(r"^50 .*  kept by latest: 2$", said, re.MULTILINE)
     assert re.search(r"^20 .*  kept by best: eval/loss min 1$", said, re.MULTILINE)
     assert re.search(r"^30 .*  kept by no rule$", said, re.MULTILINE)
@@ -279,8 +284,8 @@ def test_watches_a_run_without_a_catalog(program: Program, tmp_path: Path) -> No
     said = program("watch", str(root))
     assert said.code == 0
     assert "newest whole checkpoint: step 5, " in said.out
-    assert said.out.count("no record") == 2
-    assert "\n0 B in all, and more of unknown size\n" in said.out
+    size = sum(path.stat().st_size for path in root.glob("**/*.distcp"))
+    assert f"\n{text.size(size)} in all\n" in said.out
 
 
 def test_ends_with_3_at_a_place_with_nothing_but_not_at_a_run_that_has_begun(program: Program, root: str) -> None:
@@ -335,6 +340,11 @@ def test_shows_hostile_names_as_text(program: Program, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=400, color_system=None)
     console.print(picture(document, catalog.clock()))
     assert_only_text(console.file.getvalue())  # type: ignore[attr-defined]
+    # At 80 columns, too, all metrics are there.
+    narrow = Console(file=io.StringIO(), width=80, color_system=None)
+    document["checkpoints"][0]["metrics"] = {f"eval/{name}": 0.123456 for name in ("loss", "accuracy", "perplexity")}
+    narrow.print(picture(document, catalog.clock()))
+    assert narrow.file.getvalue().count("0.123456") == 3  # type: ignore[attr-defined]
     document["checkpoints"][0]["metrics"] = {"[bold]x": 1.0}
     console.print(picture(document, catalog.clock()))
     assert "[bold]x=1" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -350,8 +360,13 @@ def test_writes_lengths_of_time_with_two_units(seconds: float, said: str) -> Non
 
 
 def test_calls_a_checkpoint_late_if_it_is_older_than_saves_are_apart() -> None:
-    document = {"newest": {"created": 0.0}, "interval_s": 100.0}
-    assert [run_lines.is_late(document, now) for now in (150, 201)] == [False, True]
+    newest = {"step": 1, "created": 0.0, "bytes": 1, "objects": 1, "seconds": None}
+    document = {"newest": newest, "interval_s": 100.0, "attempts": []}
+    assert [run_lines.is_late(document, now) for now in (150, 201, 3601)] == [False, True, False]
+    # Nothing records that a run has ended: saves stopped long ago, and none is under way.
+    ended = "the last saves were 1 min 40 s apart, and none came for 1 h: the run has ended"
+    assert [*run_lines.details(document, 3601.0)][-1] == ended
+    assert run_lines.is_late({**document, "attempts": [{"live": True}]}, 3601)
     # Neither the first checkpoint nor one of a run that saves each second is late.
     assert not run_lines.is_late({**document, "interval_s": None}, 1e6)
     assert not run_lines.is_late({**document, "interval_s": 1.0}, 59)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,12 @@ class Catalog:
     def own_key(self, *parts: str) -> str:
         """Return the key of one of the catalog's own objects."""
         return self.key("/".join([catalog_keys.CATALOG, self.template.namespace, *parts]))
+
+    @property
+    def arguments(self) -> str:
+        """The run as arguments of a command: its URL, and its template if it is not the default."""
+        other = [] if self.template.text == StepTemplate().text else ["--step-dir", self.template.text]
+        return shlex.join([self.url, *other])
 
     def url_of(self, step: int) -> str:
         """Return the URL of the checkpoint of this step."""
@@ -351,9 +358,8 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
     if owner:
         remedy = f"To continue that run, set run: {owner} in the policy. Otherwise {apart}"
     else:
-        remedy = (
-            f"If it is the same run, name it once: bucketpoint gc {catalog.url} --name {catalog.run}. Otherwise {apart}"
-        )
+        name = f"bucketpoint gc {catalog.arguments} --name {catalog.run}"
+        remedy = f"If it is the same run, name it once: {name}. Otherwise {apart}"
     return OtherRunError(f"The checkpoints at this URL belong to {whose}, and {mine}", url=catalog.url, remedy=remedy)
 
 

@@ -10,6 +10,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.snapshot import BY_STEP, Attempt, Checkpoint, Notes, Snapshot
+from bucketpoint.catalog.survey import sized
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import index_path
@@ -94,7 +95,7 @@ class Observer:
         """Observe the run. No data object is read.
 
         Three LISTs for each 1,000 notes, records and folders; one LIST for each attempt; one small GET for the newest
-        checkpoint, and for each folder without a record that was not committed before.
+        checkpoint; a small GET and a LIST for each folder without a record that was not committed before.
         """
         catalog = self.catalog
         noted, listed = catalog.listed(catalog_keys.NOTES), catalog.listed(catalog_keys.STEPS)
@@ -130,7 +131,7 @@ class Observer:
         found: list[Checkpoint | None] = []
         if unknown := sorted(folders - known.keys()):
             for_each(unknown, lambda folder: found.append(self.catalog.unrecorded(folder)), TransferOptions())
-        self._commits = {**known, **{one.folder: one for one in found if one is not None}}
+        self._commits = {**known, **{one.folder: one for one in sized(self.catalog, filter(None, found))}}
         return self._commits
 
     def _newest(self, snapshot: Snapshot, problems: list[str]) -> tuple[Checkpoint | None, CommitRecord | None]:

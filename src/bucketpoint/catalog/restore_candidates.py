@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from itertools import islice
 
@@ -14,6 +15,9 @@ from bucketpoint.retention import Best, RetentionPolicy
 from bucketpoint.retention.row import FULL
 
 logger = logging.getLogger(__name__)
+
+_BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
+"""Words in the names of metrics of which low values are better, and of those of which high ones are."""
 
 TRIED_AT_MOST = 20
 """Limit on the checkpoints that one restore tries. So many damaged ones in a row are no accident of one save."""
@@ -48,6 +52,40 @@ def restore_candidates(
     if not checkpoints:
         _refuse_traces(catalog)
     return checkpoints
+
+
+def chosen(catalog: Catalog, which: str) -> Checkpoint:
+    """Return the checkpoint that a person names: a step, `latest`, `best`, or `best:METRIC:min` (or `max`).
+
+    `best` alone needs a run with one metric, whose name says which values are better.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        BucketpointError: `best` does not name one metric and its direction.
+    """
+    if which.isdecimal():
+        return _named(catalog, int(which))
+    best = which.partition(":")[2] if which != "latest" else None
+    found = catalog.latest() if best is None else _best(catalog, _spoken(catalog, best))[0]
+    if found is None:
+        raise CheckpointNotFoundError("The run has no whole checkpoint", url=catalog.url, remedy="See `bucketpoint ls`")
+    return found
+
+
+def _spoken(catalog: Catalog, text: str) -> Best:
+    """Return the rule of `METRIC:min`, of a metric alone, or of the run's only metric if `text` is empty."""
+    metric, _, mode = text.rpartition(":")
+    if not metric or mode not in ("min", "max"):
+        names = [text] if text else sorted(catalog.snapshot().metric_names())
+        metric = names[0] if len(names) == 1 else ""
+        mode = next((mode for mode, words in _BETTER.items() if re.search(words, metric.lower())), "")
+        if not metric or not mode:
+            raise BucketpointError(
+                f"`best` needs a metric and which values are better; the run has {', '.join(names) or 'no metric'}",
+                url=catalog.url,
+                remedy=f"Write best:{names[0] if names else 'eval/loss'}:min, or max",
+            )
+    return Best(metric, "min" if mode == "min" else "max")
 
 
 def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], bool]) -> list[Checkpoint]:

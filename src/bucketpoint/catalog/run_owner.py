@@ -52,6 +52,15 @@ def name_run(catalog: Catalog, name: str) -> str:
     return owner or name
 
 
+def unname(catalog: Catalog) -> str | None:
+    """Take the name of a run away, and return it; None if it has none. Jobs without a name may save there again."""
+    owner = claimed_by(catalog)
+    names = {*catalog.listed_steps().runs, *([owner] if owner else [])} - {""}
+    copies = [catalog.own_key(catalog_keys.STEPS, catalog_keys.encode([catalog_keys.RUN, name])) for name in names]
+    catalog.store.delete([catalog.own_key(catalog_keys.CLAIM), *copies] if names else [])
+    return owner or min(names, default=None)
+
+
 def _take(catalog: Catalog, name: str) -> str | None:
     there = catalog.listed_steps()
     others = sorted(there.runs - {name})

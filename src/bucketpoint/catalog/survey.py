@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog, committed_info
-from bucketpoint.catalog.snapshot import Notes, Snapshot
+from bucketpoint.catalog.run import template_of
+from bucketpoint.catalog.snapshot import BY_STEP, Checkpoint, Notes, Snapshot
 from bucketpoint.errors import CheckpointNotFoundError, first_of
 from bucketpoint.format import keys
+from bucketpoint.format.groups import OTHER
 from bucketpoint.stores import Store, check_url, this_url
+from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.pieces import for_each
 
 LOOKED_AT = 1000
 _NAMED_AT_MOST = 3
@@ -30,6 +35,17 @@ def survey(catalog: Catalog) -> Snapshot:
     if not snapshot.checkpoints and not noted and not catalog.folders():
         raise _nothing(catalog)
     return snapshot
+
+
+def sized(catalog: Catalog, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints, those without a record with the bytes in their folders. One LIST for each of these."""
+    found: list[Checkpoint] = []
+
+    def add(one: Checkpoint) -> None:
+        found.append(one if one.key is not None else replace(one, groups={OTHER: size_of(catalog, one.folder)}))
+
+    for_each(checkpoints, add, TransferOptions())
+    return sorted(found, key=BY_STEP)
 
 
 def size_of(catalog: Catalog, folder: str) -> int:
@@ -86,10 +102,12 @@ def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
     above = catalog.key("")
     names = [name[len(above) :].rstrip("/") for name in islice(catalog.store.list_folders(above), _NAMED_AT_MOST)]
     if names:
+        text = next((template.text for template in map(template_of, names) if template is not None), "NAME-{step}")
         return CheckpointNotFoundError(
             f"No folder of the run is named {catalog.template.text}; its folders are {', '.join(names)}",
             url=catalog.url,
-            remedy="Check the URL, or set the names of the run's folders (--step-dir, layout: {step_dir: ...})",
+            remedy=f"Check the URL, or set the names of the run's folders (--step-dir {shlex.quote(text)}, layout: "
+            "{step_dir: ...})",
         )
     return CheckpointNotFoundError(
         f"There is no run at {this_url(catalog.store)}: it has no objects",

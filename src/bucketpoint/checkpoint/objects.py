@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bucketpoint.catalog.survey import names_below
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    CorruptDataError,
+    ObjectNotFoundError,
+    first_of,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import CATALOG
+from bucketpoint.location import Location, parent_and_name
 from bucketpoint.stores import ObjectInfo
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
+
+_NAMED_AT_MOST = 3
 
 REMEDY = "Load another checkpoint; `bucketpoint verify` lists all damage of this one"
 
@@ -48,3 +60,32 @@ def look_at_objects(
 def damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
     """Return the error for a checkpoint that is not what was saved."""
     return CorruptDataError(f"The checkpoint is damaged: {reason}", url=saved.url, key=path, remedy=REMEDY)
+
+
+def copy_target(place: Location, saved: SavedCheckpoint, into: bool) -> Location:
+    """Return the folder of the copy: the place itself, or a folder below. One LIST.
+
+    Raises:
+        CheckpointExistsError: something else lies there.
+    """
+    (store, prefix), source = place.opened, parent_and_name(saved.url)
+    try:
+        names = names_below(store, prefix)
+    except AccessDeniedError:
+        return place
+    if keys.METADATA in names or source is None:
+        return place
+    below = f"{place.url}/{source[1]}"
+    own = [name for name in names if not name.startswith(keys.FENCE_FOLDER)]
+    if into or any(
+        name.endswith("/" + keys.METADATA) or name.startswith((f"{source[1]}/", f"{CATALOG}/")) for name in own
+    ):
+        return place.at(below)
+    strangers = [name for name in own if keys.token_of(name) is None and name not in saved.by_object]
+    if strangers:
+        raise CheckpointExistsError(
+            f"The destination is a folder with other content: {first_of(strangers, _NAMED_AT_MOST)}",
+            url=place.url,
+            remedy=f"Name a new folder in it, such as {below}",
+        )
+    return place

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, parse_options
 from bucketpoint.errors import PolicyError
 
 if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.location import Location
     from bucketpoint.retention import RetentionPolicy
 
 _POWERS = "KMGT"
 
+_WHICH = re.compile(r"[0-9]{1,16}|latest|best(:.+)?", re.ASCII)
+"""The words that name a checkpoint of a run."""
+
 _LONGEST_AGE_S = 100 * 365 * 86_400
 """Longest duration that a command accepts: times of the catalog end in the year 2286, those of Python in 9999."""
+
+
+class PolicyFile(click.Path):
+    """The file of a policy: a URL in its place is that of a run."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            self.fail(f"{value} is a URL: pass the policy's file, which names the run by `root:`", param, ctx)
+        return super().convert(value, param, ctx)
+
 
 trusted_option = click.option(
     "--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code."
@@ -26,6 +45,56 @@ trusted_option = click.option(
 progress_option = click.option(
     "--progress/--no-progress", default=None, help="Show progress on stderr. Default: only on a terminal."
 )
+
+
+def run_arguments(catalog: Catalog) -> str:
+    """Return the run as arguments of another command, with the endpoint that this command was given."""
+    context = click.get_current_context(silent=True)
+    endpoint = context.params.get("endpoint_url") if context is not None else None
+    return catalog.arguments + (f" --endpoint-url {shlex.quote(endpoint)}" if endpoint else "")
+
+
+def checkpoint_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+    """Add a checkpoint as an argument: its URL, or that of its run and a step. The function gets its `place`."""
+
+    @click.argument("words", nargs=-1, required=True, metavar="URL [STEP]")
+    @functools.wraps(function)
+    def call(words: Sequence[str], access: Access, **arguments: Any) -> CommandResult:
+        (place,) = places(words, access, [{}])
+        return function(place=place, **arguments)
+
+    return call
+
+
+def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, Any]]) -> list[Location]:
+    """Return the places that words name: each a URL, or the URL of a run and a step of it, or several steps.
+
+    Args:
+        extras: storage options of each place.
+    """
+    named: list[tuple[str, str]] = []
+    for word in words:
+        if not named or not _WHICH.fullmatch(word):
+            named.append((word, ""))
+        elif named[-1][1]:
+            named.append((named[-1][0], word))
+        else:
+            named[-1] = named[-1][0], word
+    if len(named) != len(extras):
+        how_many = text.count(len(extras), "checkpoint")
+        raise click.UsageError(f"Name {how_many}, each by its URL, or by that of its run and a step, latest or best")
+    return [_checkpoint(access.at(url, extra), which) for extra, (url, which) in zip(extras, named, strict=True)]
+
+
+def _checkpoint(place: Location, which: str) -> Location:
+    from bucketpoint.catalog.catalog import open_catalog
+    from bucketpoint.catalog.restore_candidates import chosen
+    from bucketpoint.catalog.run import fitted
+
+    if not which:
+        return place
+    catalog = fitted(open_catalog(place))
+    return place.at(catalog.url_of_folder(chosen(catalog, which).folder))
 
 
 def run_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
@@ -48,6 +117,61 @@ def run_argument(function: Callable[..., CommandResult]) -> Callable[..., Comman
     return call
 
 
+def run_and_steps(
+    metavar: str = "ROOT STEP", *, most: int | None = 1, behind: int | None = 0
+) -> Callable[[Callable[..., CommandResult]], Callable[..., CommandResult]]:
+    """Add a run and its steps as arguments: `ROOT STEP`, or the URL of a checkpoint.
+
+    The function gets the run's `catalog`, the `steps`, and the `words` behind them.
+
+    Args:
+        most, behind: limits on the number of steps, and of words behind them; None for no limit.
+    """
+
+    def wrap(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+        @click.argument("words", nargs=-1, required=True, metavar=metavar)
+        @click.option(
+            "--step-dir",
+            help="Name of a checkpoint's folder in the run, with {step} for the step.  [default: as they are named]",
+        )
+        @functools.wraps(function)
+        def call(words: Sequence[str], step_dir: str | None, access: Access, **arguments: Any) -> CommandResult:
+            place, which = access.at(words[0]), [*itertools.takewhile(_WHICH.fullmatch, words[1:][:most])]
+            rest = words[1 + len(which) :]
+            catalog, steps = _run_and_steps(place, which, step_dir, rest)
+            if behind is not None and len(rest) > behind:
+                raise click.UsageError(f"Got an unexpected argument: {rest[behind]}")
+            behind_them = {} if behind == 0 else {"words": rest}
+            return function(catalog=catalog, steps=steps, **behind_them, **arguments)
+
+        return call
+
+    return wrap
+
+
+def _run_and_steps(
+    place: Location, which: Sequence[str], step_dir: str | None, behind: Sequence[str]
+) -> tuple[Catalog, list[int]]:
+    from bucketpoint.catalog.catalog import open_catalog
+    from bucketpoint.catalog.restore_candidates import chosen
+    from bucketpoint.catalog.run import OneFolder, catalog_above, fitted, run_of
+    from bucketpoint.format.catalog_keys import StepTemplate
+
+    if which:
+        catalog = open_catalog(place, template=step_dir) if step_dir else fitted(open_catalog(place))
+        return catalog, [int(word) if word.isdecimal() else chosen(catalog, word).step for word in which]
+    known = catalog_above(place)
+    catalog, folder = known or run_of(place)
+    if step_dir:
+        catalog = replace(catalog, template=StepTemplate(step_dir))
+    step = catalog.template.step_of(folder)
+    # The folder of a run may have a number in its name, too.
+    if step is None or isinstance(catalog.template, OneFolder) or not (known or catalog.metadata_info(folder)):
+        what = f"{behind[0]!r} is not a step" if behind else "The step is missing"
+        raise click.UsageError(f"{what}: write ROOT STEP, or the URL of a checkpoint")
+    return catalog, [step]
+
+
 def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
     """Add the run as an argument, and the file of its policy as an option.
 
@@ -58,7 +182,7 @@ def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., Comm
     @click.option(
         "--policy",
         "policy_file",
-        type=click.Path(exists=True, dir_okay=False),
+        type=PolicyFile(exists=True, dir_okay=False),
         metavar="FILE",
         help="Policy file of the run: shows by which rule each checkpoint is kept, and what the next prune does.",
     )
@@ -85,7 +209,7 @@ def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., Comm
 def policy_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
     """Add a policy's file as an argument. The function gets `policy`, and `catalog` for the policy's run."""
 
-    @click.argument("policy_file", metavar="POLICY", type=click.Path(exists=True, dir_okay=False))
+    @click.argument("policy_file", metavar="POLICY", type=PolicyFile(exists=True, dir_okay=False))
     @click.option("--root", help="URL of the run, if it is not the root in the policy.")
     @functools.wraps(function)
     def call(policy_file: str, root: str | None, access: Access, **arguments: Any) -> CommandResult:
@@ -109,13 +233,17 @@ def between_stores(function: Callable[..., CommandResult]) -> Callable[..., Comm
     @click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
     @trusted_option
     @progress_option
+    @click.argument("words", nargs=-1, required=True, metavar="SOURCE [STEP] TARGET")
     @functools.wraps(function)
     def call(
-        source: str, target: str, from_option: Sequence[str], to_option: Sequence[str], access: Access, **arguments: Any
+        words: Sequence[str], from_option: Sequence[str], to_option: Sequence[str], access: Access, **arguments: Any
     ) -> CommandResult:
-        here = access.at(source, parse_options(from_option, "--from-option"))
-        there = access.at(target, parse_options(to_option, "--to-option"))
-        return function(source=here, target=there, **arguments)
+        *sources, target = words
+        if not sources:
+            raise click.UsageError("The target is missing")
+        extra = parse_options(from_option, "--from-option"), parse_options(to_option, "--to-option")
+        (here,) = places(sources, access, extra[:1])
+        return function(source=here, target=access.at(target, extra[1]), **arguments)
 
     return call
 
@@ -134,15 +262,6 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
             self.fail(f"{value!r} is not a size: write 5GB, 128MiB or a number of bytes", param, ctx)
         base = 1000 if match[3] == "B" else 1024
         return int(match[1]) * (base ** (_POWERS.index(match[2]) + 1) if match[2] else 1)
-
-
-class Step(click.IntRange):
-    """The number of a training step."""
-
-    name = "step number"
-
-    def __init__(self) -> None:
-        super().__init__(min=0)
 
 
 class Age(click.ParamType):  # type: ignore[type-arg, unused-ignore]

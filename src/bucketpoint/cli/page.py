@@ -128,7 +128,7 @@ def _changes(document: Mapping[str, Any]) -> Iterator[tuple[float, int]]:
 
 def _marks(report: RunReport) -> Iterator[SaveMark]:
     for row in report.document["checkpoints"]:
-        yield SaveMark(row["created"], row["bytes"] or 0, _kind(row), _words(report, row))
+        yield SaveMark(row["created"], row["bytes"], _kind(row), _words(report, row))
     for save in report.document["attempts"]:
         if save["started"] is not None:
             words = f"step {save['step']}, began {text.when(save['started'])}, not committed"
@@ -140,8 +140,7 @@ def _kind(row: Mapping[str, Any]) -> str:
 
 
 def _words(report: RunReport, row: Mapping[str, Any]) -> str:
-    size = text.size(row["bytes"]) if row["bytes"] is not None else "unknown size"
-    words = f"step {row['step']}, {text.when(row['created'])}, {size}"
+    words = f"step {row['step']}, {text.when(row['created'])}, {text.size(row['bytes'])}"
     if row["url"] in report.seconds:
         words += f", took {run_lines.took(report.seconds[row['url']])}"
     return words

@@ -14,6 +14,9 @@ LATE = 2.0
 LATE_S = 60.0
 """Seconds before which no checkpoint counts as late."""
 
+ENDED, ENDED_S = 10.0, 3600.0
+"""The same for a run that counts as ended: nothing in a bucket tells an ended job from one that is gone."""
+
 NAMED = 6
 """Most steps that a line names."""
 
@@ -51,18 +54,13 @@ def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
         yield from text.table([head, *(row_cells(row, now) for row in document["checkpoints"])], indent=0)
         more = document["count"] - len(document["checkpoints"])
         older = f"and {text.count(more, 'older checkpoint')}; " if more else ""
-        yield f"{older}{text.size(document['bytes'])} {in_all(document)}"
+        yield f"{older}{text.size(document['bytes'])} in all"
     if prune := list(prune_lines(document, now)):
         yield ""
         yield from prune
     if notes := list(notices(document)):
         yield ""
         yield from notes
-
-
-def in_all(document: Mapping[str, Any]) -> str:
-    """Return the words after the size of all checkpoints: the size of those without a record is not known."""
-    return "in all, and more of unknown size" if document["unrecorded"] else "in all"
 
 
 def title(document: Mapping[str, Any]) -> str:
@@ -82,21 +80,33 @@ def age(row: Mapping[str, Any], now: float) -> str:
 
 
 def is_late(document: Mapping[str, Any], now: float) -> bool:
-    """Return True if the newest checkpoint is older than saves usually are apart."""
+    """Return True if the newest checkpoint is older than saves usually are apart, and the run has not ended."""
+    return _is_older(document, now, LATE, LATE_S) and not is_ended(document, now)
+
+
+def is_ended(document: Mapping[str, Any], now: float) -> bool:
+    """Return True if saves stopped long ago, and none is under way."""
+    return _is_older(document, now, ENDED, ENDED_S) and not any(save["live"] for save in document["attempts"])
+
+
+def _is_older(document: Mapping[str, Any], now: float, times: float, least: float) -> bool:
     newest, gap = document["newest"], document["interval_s"]
-    return newest is not None and gap is not None and now - newest["created"] > max(LATE * gap, LATE_S)
+    return newest is not None and gap is not None and now - newest["created"] > max(times * gap, least)
 
 
 def details(document: Mapping[str, Any], now: float) -> Iterator[str]:
     newest, gap = document["newest"], document["interval_s"]
     if newest is None:
         return
-    amount = "of unknown size" if newest["bytes"] is None else text.size(newest["bytes"])
+    amount = text.size(newest["bytes"])
     amount += f" in {text.count(newest['objects'], 'object')}" if newest["objects"] is not None else ""
     amount += f", its save took {took(newest['seconds'])}" if newest["seconds"] is not None else ""
-    yield f"a crash now loses the training since then: committed {text.when(newest['created'])}, {amount}"
+    ended = is_ended(document, now)
+    loses = "committed" if ended else "a crash now loses the training since then: committed"
+    yield f"{loses} {text.when(newest['created'])}, {amount}"
     if gap is not None:
         late = ": the next one is late" if is_late(document, now) else ""
+        late = f", and none came for {age(newest, now)}: the run has ended" if ended else late
         yield f"the last saves were {duration(gap)} apart{late}"
 
 
@@ -112,7 +122,7 @@ def attempt_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
         what = "a save is" if len(dead) == 1 else f"{len(dead)} saves are"
         yield (
             f"{what} dead for two days or more: step {first_of(dead, NAMED)}; "
-            f"`bucketpoint gc {document['root']}` removes the remains"
+            f"`bucketpoint gc {document['arguments']}` removes the remains"
         )
 
 
@@ -144,13 +154,12 @@ def row_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
     metrics = " ".join(
         f"{name}={f'{value:.6g}' if isinstance(value, float) else value}" for name, value in row["metrics"].items()
     )
-    size = "unknown" if row["bytes"] is None else text.size(row["bytes"])
-    return str(row["step"]), age(row, now), row["kind"], size, metrics, "; ".join(fate(row, now))
+    return str(row["step"]), age(row, now), row["kind"], text.size(row["bytes"]), metrics, "; ".join(fate(row, now))
 
 
 def fate(row: Mapping[str, Any], now: float) -> list[str]:
     """Return a text about a checkpoint's future: its rules, its holds, its tombstone."""
-    words = [] if row["recorded"] else ["no record"]
+    words: list[str] = []
     rules = [rule for rule in row.get("kept_by", ()) if rule != "safety"]
     if row.get("action") == "keep":
         words.append(f"kept by {', '.join(rules)}" if rules else "kept for safety")

@@ -95,7 +95,8 @@ def _newest(document: Mapping[str, Any], now: float) -> Iterator[Text]:
         yield _words(run_lines.headline(document, now), "bold red")
         return
     yield _words(f"age of the newest whole checkpoint, step {newest['step']}:")
-    style = "bold yellow" if run_lines.is_late(document, now) else "bold green"
+    style = "dim" if run_lines.is_ended(document, now) else "bold green"
+    style = "bold yellow" if run_lines.is_late(document, now) else style
     yield from (_words("  " + row, style) for row in large(now - newest["created"]))
     yield from (_words(line, "dim") for line in run_lines.details(document, now))
 
@@ -104,16 +105,18 @@ def _checkpoints(document: Mapping[str, Any], now: float, rows: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, expand=True)
     for name in ("step", "age", "kind", "size"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("step", "size") else "left")
-    table.add_column("metrics", overflow="ellipsis", no_wrap=True, ratio=2)
-    table.add_column("", ratio=3)
     shown = document["checkpoints"][:rows]
+    # A metric is not cut: several of one checkpoint take several lines.
+    words = (word for row in shown for word in run_lines.row_cells(row, now)[4].split())
+    table.add_column("metrics", overflow="fold", ratio=2, min_width=max(map(len, words), default=0))
+    table.add_column("", ratio=3)
     for row in shown:
         style = "dim" if row["tombstone"] or row.get("action") == "delete" else ""
         table.add_row(*(_words(cell, style) for cell in run_lines.row_cells(row, now)))
     more = document["count"] - len(shown)
     if more:
         size = text.size(document["bytes"])
-        table.add_row("…", f"{more:,} more", "", size, "", run_lines.in_all(document), style="dim")
+        table.add_row("…", f"{more:,} more", "", size, "", "in all", style="dim")
     return table
 
 

@@ -22,7 +22,7 @@ from bucketpoint.catalog.records import named
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.block_tables import read_tables, with_blocks
-from bucketpoint.checkpoint.objects import damaged, look_at_objects
+from bucketpoint.checkpoint.objects import copy_target, damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saving.commit import commit_copy
@@ -100,15 +100,19 @@ class Copied:
     checked_bytes: int
 
 
-def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = False) -> CopyPlan:
+def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = False, into: bool = False) -> CopyPlan:
     """Look at source and destination, and plan the copy. Writes nothing.
+
+    Args:
+        into: copy to a folder in the destination, with the name of the source's. So is a copy to a run.
 
     Raises:
         InvalidURLError: both are the same place.
-        CheckpointExistsError: the destination has a checkpoint that must not, or cannot safely, be overwritten.
+        CheckpointExistsError: the destination has a checkpoint that must not, or cannot safely, be overwritten, or
+            other objects.
         CorruptDataError: an object of the source is missing, has another size, or was replaced.
     """
-    place = Location.of(destination)
+    place = copy_target(Location.of(destination), saved, into)
     (store, prefix), text = place.opened, place.url
     if (store.identity, prefix) == (saved.store.identity, saved.prefix):
         raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")

@@ -96,11 +96,13 @@ def _bar(console: Any) -> Iterator[ProgressCallback]:
     with RichProgress(*columns, console=console, transient=True) as shown:
         # A thread may hold the display's lock at a fork, so a child must not print through the display.
         renew_in_child(shown, lambda _: _leave_display())
-        task = shown.add_task("", total=None)
+        # A bar whose total is not known looks full.
+        task = shown.add_task("", total=None, visible=False)
 
         def update(event: Progress) -> None:
             description = f"{event.phase} {event.url}"
-            shown.update(task, completed=event.done_bytes, total=event.total_bytes, description=description)
+            known, done = event.total_bytes, event.done_bytes
+            shown.update(task, completed=done, total=known or None, description=description, visible=known + done > 0)
 
         yield update
 

@@ -109,12 +109,12 @@ def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Coll
     }
 
 
-def gone_lines(root: str, gone: Collection[int]) -> Iterator[str]:
+def gone_lines(arguments: str, gone: Collection[int]) -> Iterator[str]:
     """Yield a line about records whose checkpoints something other than bucketpoint has removed or replaced."""
     if gone:
         yield (
             f"the checkpoint that the record names is gone, or another one is in its place, so no rule counts it: step "
-            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {root}` removes such records"
+            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {arguments}` removes such records"
         )
 
 

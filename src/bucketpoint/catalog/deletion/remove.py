@@ -9,24 +9,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from bucketpoint.catalog.catalog import Catalog, get_metadata, open_catalog
+from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
 from bucketpoint.catalog.deletion.prune import carry_out
 from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion, undo
 from bucketpoint.catalog.deletion.wholeness import look_for_damage
 from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write_missing
-from bucketpoint.catalog.run import catalog_above
+from bucketpoint.catalog.run import run_of
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import size_of
-from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError, ObjectNotFoundError, first_of
+from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
-from bucketpoint.location import Location, Place, parent_and_name
+from bucketpoint.location import Location, Place
 from bucketpoint.retention.row import FULL
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import this_url
@@ -35,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 LOOKED_AT_MOST = 20
 """Limit on the checkpoints that are searched for a whole one. So many damaged ones in a row are no accident."""
-
-_NUMBERED = re.compile(r"(.*?)[0-9]{1,16}([^0-9]*)", re.ASCII | re.DOTALL)
 
 HOLDS = frozenset({"pinned", "leased"})
 """Notes that keep a given-up checkpoint. "restored from" is not among them: it ends with the next commit."""
@@ -229,19 +225,6 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
     return bury_discards(catalog, discards, due=due, dry_run=dry_run) if discards else Discarded(due)
 
 
-class OneFolder(StepTemplate):
-    """The template of a folder whose name has no number: it fits this folder alone, as step 0."""
-
-    def folder(self, step: int) -> str:
-        return self.text
-
-    def step_of(self, folder: str) -> int | None:
-        return 0 if folder == self.text else None
-
-    def _parts(self) -> tuple[str, str]:
-        return self.text, ""
-
-
 @dataclass(frozen=True)
 class Removal:
     """A checkpoint to remove.
@@ -269,7 +252,7 @@ def plan_removal(place: Place) -> Removal:
         InvalidURLError: the URL cannot be that of a checkpoint.
         CheckpointNotFoundError: there is no checkpoint at the URL.
     """
-    catalog, folder = _run_of(Location.of(place))
+    catalog, folder = run_of(Location.of(place))
     snapshot = catalog.with_unrecorded(catalog.snapshot())
     checkpoint = next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
     if checkpoint is None:
@@ -317,26 +300,6 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
         return done
 
     return under_lock(catalog, holder, work)
-
-
-def _run_of(place: Location) -> tuple[Catalog, str]:
-    """Return the run of a checkpoint, and its folder there. Without a catalog the folder's name gives the template."""
-    split = parent_and_name(place.url)
-    if split is None:
-        raise InvalidURLError(
-            "The URL names no folder: a checkpoint at the root of a bucket cannot be distinguished from other objects",
-            url=place.url,
-            remedy="Pass a URL such as s3://bucket/run/step-5, or delete .metadata, then data/, with the store's tool",
-        )
-    known = catalog_above(place)
-    if known is not None:
-        return known
-    root, folder = split
-    match = _NUMBERED.fullmatch(folder)
-    catalog = open_catalog(place.at(root))
-    fits = match is not None and not {"{", "}"} & set(folder)
-    template = StepTemplate(f"{match[1]}{{step}}{match[2]}") if match is not None and fits else OneFolder(folder)
-    return replace(catalog, template=template), folder
 
 
 def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:

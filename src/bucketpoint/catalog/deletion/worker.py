@@ -265,7 +265,7 @@ class PruneWorker:
                 discard.checkpoint.step,
                 _after(self.policy),
                 discard.reason,
-                f"`bucketpoint undo {self.catalog.url} {discard.checkpoint.step}` withdraws its tombstone"
+                f"`bucketpoint undo {self.catalog.arguments} {discard.checkpoint.step}` withdraws its tombstone"
                 if grace
                 else "",
             )
@@ -374,7 +374,7 @@ class PruneWorker:
                 done.failures[0].code,
             )
         missed = missing_metrics(self.policy, [entry.row for entry in entries], done.metrics).values()
-        for line in (*missed, *gone_lines(catalog.url, done.gone), *future_lines(done.ahead)):
+        for line in (*missed, *gone_lines(catalog.arguments, done.gone), *future_lines(done.ahead)):
             if line not in self._missed:
                 self._missed.add(line)
                 logger.warning("%s", line)

@@ -20,8 +20,6 @@ _NAMED_AT_MOST = 5
 
 
 @command("convert")
-@click.argument("source")
-@click.argument("target")
 @click.option(
     "--from",
     "from_format",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 
 @command("cp")
-@click.argument("source")
-@click.argument("target", metavar="DESTINATION")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at the destination, if there is one.")
 @click.option(
     "--verify", "verified", is_flag=True, help="Read the copy again after its commit, and check its checksums."
@@ -36,6 +35,8 @@ def cp(
     progress: bool | None,
 ) -> CommandResult:
     """Copy a checkpoint from one URL to another, in any store.
+
+    A copy to a run, to an empty folder or to TARGET/ becomes TARGET/step-N, by the name of the source.
 
     The copy is committed after all of its data is there, so that readers never see half of it. Within one S3 service,
     the service copies the data itself; otherwise every byte passes through this machine and is compared with its
@@ -55,14 +56,16 @@ def cp(
         if not jobs or verified:
             raise
         return _copied_files(source, target, jobs, dry_run, progress)
-    plan = plan_copy(saved, target, overwrite=overwrite)
+    word = click.get_current_context().params["words"][-1]
+    into = word.endswith("/") or (os.path.isdir(word) and not os.listdir(word))
+    plan = plan_copy(saved, target, overwrite=overwrite, into=into)
     if dry_run:
         return CommandResult(_document(plan, None, None), _plan_lines(plan))
     with progress_callback(progress, 0) as callback:
         done = copy_checkpoint(plan, progress=callback)
         check = None
         if verified:
-            check = verify(open_checkpoint(target, trusted=trusted), progress=callback)
+            check = verify(open_checkpoint(target.at(plan.url), trusted=trusted), progress=callback)
     return CommandResult(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
 
 

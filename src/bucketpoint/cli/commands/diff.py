@@ -10,35 +10,32 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
-from bucketpoint.cli.options import trusted_option
+from bucketpoint.cli.options import places, trusted_option
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.summary import Difference, Summary, SummaryEntry
 
 
 @command("diff")
-@click.argument("a")
-@click.argument("b")
+@click.argument("words", nargs=-1, required=True, metavar="A [STEP] B [STEP]")
 @click.option("--values", is_flag=True, help="Compare values, too, by the checksums recorded at save.")
 @click.option("--a-option", multiple=True, metavar="NAME=VALUE", help="Storage option for A only.")
 @click.option("--b-option", multiple=True, metavar="NAME=VALUE", help="Storage option for B only.")
 @trusted_option
 def diff(
-    a: str, b: str, values: bool, a_option: Sequence[str], b_option: Sequence[str], trusted: bool, access: Access
+    words: Sequence[str], values: bool, a_option: Sequence[str], b_option: Sequence[str], trusted: bool, access: Access
 ) -> CommandResult:
     """Show how two checkpoints differ: keys, dtypes, shapes, values.
 
-    Values are compared with --values only, by the checksums that were recorded at save. Reads two `.metadata` objects
-    and no tensor data. Exits with 1 if anything differs.
+    Two steps of one run may be given as ROOT STEP STEP. Values are compared with --values only, by the checksums that
+    were recorded at save. Reads two `.metadata` objects and no tensor data. Exits with 1 if anything differs.
     """
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import difference, summarise
 
-    places = (
-        access.at(a, parse_options(a_option, "--a-option")),
-        access.at(b, parse_options(b_option, "--b-option")),
-    )
-    left, right = (summarise(open_checkpoint(place, trusted=trusted, plain=True)) for place in places)
+    extra = parse_options(a_option, "--a-option"), parse_options(b_option, "--b-option")
+    both = places(words, access, extra)
+    left, right = (summarise(open_checkpoint(place, trusted=trusted, plain=True)) for place in both)
     changes = difference(left, right, values=values)
     document = _document(left, right, changes, values=values)
     return CommandResult(document, _lines(left, right, changes, values=values), changes.same)
@@ -66,6 +63,15 @@ def _document(a: Summary, b: Summary, changes: Difference, *, values: bool) -> d
 
 
 def _lines(a: Summary, b: Summary, changes: Difference, *, values: bool) -> Iterator[str]:
+    yield f"A {a.url}: {text.size(a.record.bytes)}, {text.count(len(a.entries), 'key')}"
+    yield f"B {b.url}: {text.size(b.record.bytes)}, {text.count(len(b.entries), 'key')}"
+    if not changes.same:
+        counts = (
+            f"- {len(changes.only_a)} only in A, + {len(changes.only_b)} only in B, ! {len(changes.changed)} changed"
+        )
+        yield counts + (f", ~ {len(changes.values)} with different values" if values else "")
+    else:
+        yield f"the same keys, dtypes and shapes{f', and {changes.equal} equal checksums' if values else ''}"
     for entry in changes.only_a:
         yield f"- {entry.fqn}  {_what(entry)}"
     for entry in changes.only_b:
@@ -73,7 +79,7 @@ def _lines(a: Summary, b: Summary, changes: Difference, *, values: bool) -> Iter
     for x, y in changes.changed:
         yield f"! {x.fqn}  {_what(x)} -> {_what(y)}"
     for fqn in changes.values:
-        yield f"~ {fqn}  values differ"
+        yield f"~ {fqn}"
     if changes.unknown:
         names = ", ".join(changes.unknown[:3]) + (", ..." if len(changes.unknown) > 3 else "")
         yield f"not compared, because a checksum is missing: {text.count(len(changes.unknown), 'key')} ({names})"
@@ -83,13 +89,6 @@ def _lines(a: Summary, b: Summary, changes: Difference, *, values: bool) -> Iter
             yield f"{name}: {differing}, in {group.differing_keys:,} of {text.count(group.keys, 'key')}"
         else:
             yield f"{name}: equal, {text.size(group.bytes)} in {text.count(group.keys, 'key')}"
-    yield f"A {a.url}: {text.size(a.record.bytes)}, {text.count(len(a.entries), 'key')}"
-    yield f"B {b.url}: {text.size(b.record.bytes)}, {text.count(len(b.entries), 'key')}"
-    if not changes.same:
-        counts = f"{len(changes.only_a)} only in A, {len(changes.only_b)} only in B, {len(changes.changed)} changed"
-        yield counts + (f", {len(changes.values)} with different values" if values else "")
-    else:
-        yield f"the same keys, dtypes and shapes{f', and {changes.equal} equal checksums' if values else ''}"
 
 
 def _what(entry: SummaryEntry) -> str:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     "--name",
     metavar="NAME",
     help="Delete nothing. Give this name to a run that was started without one. From then on only jobs whose policy "
-    "says run: NAME save, restore and prune here.",
+    "says run: NAME save, restore and prune here. An empty NAME takes the name away.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 @progress_option
@@ -108,10 +108,15 @@ def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
 
 
 def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
-    from bucketpoint.catalog.run_owner import claimed_by, name_run
+    from bucketpoint.catalog.run_owner import claimed_by, name_run, unname
     from bucketpoint.catalog.survey import survey
     from bucketpoint.retention import Keep, RetentionPolicy
 
+    if not name:
+        owner = claimed_by(catalog) if dry_run else unname(catalog)
+        verb = "would have" if dry_run else "has"
+        line = f"{catalog.url} {verb} no name any more: it was {owner}" if owner else f"{catalog.url} has no name"
+        return CommandResult({"root": catalog.url, "dry_run": dry_run, "run": None}, [line])
     # Building a policy checks the name: names that policies accept are accepted here.
     RetentionPolicy(Keep(latest=1), run=name)
     # A mistyped URL is an error, so that no claim is written there.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import run_lines, text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.options import run_argument
+from bucketpoint.cli.options import run_argument, run_arguments
+from bucketpoint.errors import first_of
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -26,17 +28,20 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
     """List a run's checkpoints with sizes, metrics and holds.
 
     The oldest comes first. Holds are: pinned, leased, restored from. Pending deletions are shown, too. Takes three
-    listings, and for each checkpoint without a record a read of the beginning of its `.metadata`; with --all the
-    requests of one look of `watch`.
+    listings, and for each checkpoint without a record a small read and a listing; with --all the requests of one look
+    of `watch`.
     """
     from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import survey
+    from bucketpoint.catalog.survey import sized, survey
 
     # The observer finds the saves of writers without a log, too. Without a run, the survey's error names what is there.
     seen = Observer(catalog).look() if everything else None
     snapshot = survey(catalog) if seen is None or seen.is_empty else seen.snapshot
+    if seen is None:
+        snapshot = replace(snapshot, checkpoints=tuple(sized(catalog, snapshot.checkpoints)))
     rows = list(rows_of(snapshot, catalog))
-    document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
+    document: dict[str, Any] = {"root": catalog.url, "arguments": run_arguments(catalog)}
+    document |= {"run": min(snapshot.runs, default=None), "checkpoints": rows}
     document["gone"] = sorted(checkpoint.step for checkpoint in snapshot.gone)
     if seen is not None:
         document["attempts"] = [
@@ -62,7 +67,7 @@ def rows_of(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
             "created": saved.created,
             "recorded": saved.key is not None,
             "kind": saved.kind,
-            "bytes": sum(saved.groups.values()) if saved.key is not None else None,
+            "bytes": sum(saved.groups.values()),
             "groups": dict(saved.groups),
             "token": saved.id or None,
             "metrics": {name: json_number(value) for name, value in sorted(metrics.get(saved.name, {}).items())},
@@ -82,18 +87,16 @@ def _lines(document: dict[str, Any], now: float) -> Iterator[str]:
         cells = ((row["created"], *run_lines.row_cells(row, now)) for row in rows)
         table = [(step, text.when(created), *others) for created, step, _, *others in cells]
         yield from text.table([("step", "saved", "kind", "size", "metrics", ""), *table], indent=0)
-        total = text.size(sum(row["bytes"] or 0 for row in rows))
-        missing = sum(not row["recorded"] for row in rows)
-        more = ", and more of unknown size" if missing else ""
-        yield f"{text.count(len(rows), 'checkpoint')}, {total}{more}"
-        yield from unrecorded_lines(document["root"], missing)
-    yield from gone_lines(document["root"], document["gone"])
+        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(sum(row['bytes'] for row in rows))}"
+        yield from unrecorded_lines(document["arguments"], [row["step"] for row in rows if not row["recorded"]])
+    yield from gone_lines(document["arguments"], document["gone"])
     for save in document.get("attempts", ()):
         yield f"step {save['step']}: a save began {text.when(save['started'])} and has not committed"
 
 
-def unrecorded_lines(root: str, count: int) -> Iterator[str]:
+def unrecorded_lines(arguments: str, steps: Sequence[int]) -> Iterator[str]:
     """Yield a line about checkpoints without a record, on which no policy decides."""
-    if count:
-        remedy = f"`bucketpoint gc {root} --adopt` writes the missing records"
-        yield f"{text.count(count, 'checkpoint')} without a record, which no policy deletes: {remedy}"
+    if steps:
+        remedy = f"`bucketpoint gc {arguments} --adopt` writes the missing records"
+        without = f"{text.count(len(steps), 'checkpoint')} without a record (step {first_of(steps, run_lines.NAMED)})"
+        yield f"{without}, which no policy deletes: {remedy}"

@@ -10,7 +10,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.commands.ls import json_number
-from bucketpoint.cli.options import Age, Step, run_argument
+from bucketpoint.cli.options import Age, run_and_steps
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 @click.option("--reason", default="", help="Reason for the pin, for other people to read.")
 @click.option("--expires", type=Age(), help="Duration after which the pin ends, such as 7d.")
 @click.option("--remove", is_flag=True, help="Remove the pin that PIN_ID names; without PIN_ID, all pins of the step.")
-@run_argument
-@click.argument("step", type=Step())
-@click.argument("pin_id", required=False)
+@run_and_steps("ROOT STEP [PIN_ID]", behind=1)
 def pin(
-    catalog: Catalog, step: int, pin_id: str | None, reason: str, expires: float | None, remove: bool
+    catalog: Catalog, steps: Sequence[int], words: Sequence[str], reason: str, expires: float | None, remove: bool
 ) -> CommandResult:
     """Pin a step, so that no policy deletes it, or remove its pins.
 
@@ -32,6 +30,7 @@ def pin(
     """
     from bucketpoint.catalog import notes
 
+    step, pin_id = steps[0], next(iter(words), None)
     if remove:
         if reason or expires is not None:
             raise click.UsageError("--reason and --expires are for a new pin: leave them out, or --remove")
@@ -48,29 +47,32 @@ def pin(
 
 
 @command("undo")
-@run_argument
-@click.argument("step", type=Step())
-def undo(catalog: Catalog, step: int) -> CommandResult:
-    """Withdraw the tombstone of a step during its grace period.
+@run_and_steps("ROOT STEP...", most=None)
+def undo(catalog: Catalog, steps: Sequence[int]) -> CommandResult:
+    """Withdraw the tombstones of steps during their grace period.
 
-    The next prune decides again about the step: pin it to keep it. Exits with 1 if there is no tombstone.
+    The next prune decides again about the steps: pin those to keep. Exits with 1 if a step has no tombstone.
     """
     from bucketpoint.catalog.deletion import state
 
-    count = state.undo(catalog, step)
-    line = f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
-    return CommandResult({"step": step, "undone": count}, [line], ok=count > 0)
+    counts = {step: state.undo(catalog, step) for step in steps}
+    lines = [
+        f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
+        for step, count in counts.items()
+    ]
+    document = {"step": steps[0], "steps": steps, "undone": sum(counts.values())}
+    return CommandResult(document, lines, ok=all(counts.values()))
 
 
 @command("report")
-@run_argument
-@click.argument("step", type=Step())
-@click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
-def report(catalog: Catalog, step: int, metrics: Sequence[str]) -> CommandResult:
+@run_and_steps("ROOT STEP NAME=VALUE...", behind=None)
+def report(catalog: Catalog, steps: Sequence[int], words: Sequence[str]) -> CommandResult:
     """Note metrics of a step. Metrics may be noted at any time. `best` rules use the last value of each metric."""
     from bucketpoint.catalog import notes
 
-    values = dict(map(_pair, metrics))
+    if not words:
+        raise click.UsageError("The metric is missing: write NAME=VALUE behind the step")
+    step, values = steps[0], dict(map(_pair, words))
     there = notes.has_checkpoint(catalog, step)
     notes.report(catalog, step, values)
     lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]

@@ -84,12 +84,12 @@ def overview(
     the cost of requests if saves go on at the pace and with the size of the last ones. Not
     counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page also shows
     all checkpoints, saves that did not commit, and what is kept and why. It loads nothing from elsewhere. Takes the
-    requests of `watch`, one listing for each checkpoint without a record and, for the page, one small read for each
+    requests of `watch`, and, for the page, one small read for each
     checkpoint and each pin. Exits with 1 if --verify finds damage.
     """
     from bucketpoint.catalog.deletion.prune import judged
     from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import size_of, survey
+    from bucketpoint.catalog.survey import survey
     from bucketpoint.stores.redact import clean
 
     observation = Observer(catalog).look()
@@ -99,10 +99,7 @@ def overview(
     snapshot = observation.snapshot
     described = document_of(catalog, policy, observation, shown=None)
     plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
-    measured = {catalog.url_of_folder(one.folder): size_of(catalog, one.folder) for one in snapshot.unrecorded}
-    for row in described["checkpoints"]:
-        row["bytes"] = measured.get(row["url"], row["bytes"])
-    costs = _costs(snapshot, [*measured.values()], plan, price)
+    costs = _costs(snapshot, plan, price)
     requests = _requests(described["newest"], described["interval_s"], request_price)
     rows = [
         (_TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"])
@@ -110,6 +107,7 @@ def overview(
         if part is not None and (part["checkpoints"] or name in ("now", "what_if"))
     ]
     title = clean(catalog.url)
+    described["arguments"] = described["arguments"].replace(catalog.url, title)
     verified: list[tuple[str, bool, list[str]]] = []
     for row in described["checkpoints"] if verify else ():
         ok, _, lines = one_of_many(access.at(row["url"]), trusted=trusted, progress=progress)
@@ -141,18 +139,16 @@ def overview(
     return CommandResult(document, said, whole == len(verified))
 
 
-def _costs(
-    snapshot: Snapshot, unrecorded: Sequence[int], planned: Plan | None, price: float
-) -> dict[str, dict[str, Any] | None]:
+def _costs(snapshot: Snapshot, planned: Plan | None, price: float) -> dict[str, dict[str, Any] | None]:
     """Return the number, the bytes and the price of the checkpoints that each of `_TITLES` names.
 
     Args:
-        unrecorded: bytes of the checkpoints without a record.
         planned: plan of a policy; None for no `what_if`.
         price: dollars for a GB and month.
     """
     going = snapshot.going()
     sizes = {record.name: sum(record.groups.values()) for record in snapshot.recorded}
+    unrecorded = [sum(one.groups.values()) for one in snapshot.unrecorded]
     return {
         "now": _cost([*sizes.values(), *unrecorded], price),
         "no_record": _cost(unrecorded, price),

@@ -11,7 +11,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command, write_file
 from bucketpoint.cli.commands.ls import unrecorded_lines
-from bucketpoint.cli.options import policy_argument, progress_option
+from bucketpoint.cli.options import policy_argument, progress_option, run_arguments
 from bucketpoint.cli.progress_line import watched
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> d
     return {
         "gone": sorted(checkpoint.step for checkpoint in snapshot.gone),
         "future": list(future_lines(snapshot.ahead)),
+        "arguments": run_arguments(catalog),
         "unrecorded": [catalog.url_of_folder(saved.folder) for saved in snapshot.unrecorded],
+        "unrecorded_steps": [saved.step for saved in snapshot.unrecorded],
         "unreported": missing_metrics(policy, snapshot.rows(), snapshot.metric_names()),
     }
 
@@ -198,7 +200,7 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
 
     if document["stopped"] is not None:
         yield f"nothing was pruned: {document['stopped']}"
-        yield from gone_lines(document["root"], document["gone"])
+        yield from gone_lines(document["arguments"], document["gone"])
         return
     if refused:
         yield (
@@ -222,6 +224,6 @@ def _notice_lines(document: Mapping[str, Any]) -> Iterator[str]:
     from bucketpoint.catalog.deletion.prune import gone_lines
 
     yield from document["future"]
-    yield from gone_lines(document["root"], document["gone"])
+    yield from gone_lines(document["arguments"], document["gone"])
     yield from document["unreported"].values()
-    yield from unrecorded_lines(document["root"], len(document["unrecorded"]))
+    yield from unrecorded_lines(document["arguments"], document["unrecorded_steps"])

@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, as_json, command
+from bucketpoint.cli.command import CommandResult, as_json, command
+from bucketpoint.cli.options import checkpoint_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.deletion.remove import Removal
     from bucketpoint.catalog.deletion.state import Pruned
+    from bucketpoint.location import Location
 
 
 @command("rm")
-@click.argument("url")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
     "--force", is_flag=True, help="Delete the checkpoint even if it is pinned, in use, or the newest whole one."
 )
-def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access) -> CommandResult:
+@checkpoint_argument
+def rm(place: Location, dry_run: bool, yes: bool, force: bool) -> CommandResult:
     """Delete one checkpoint. Asks for confirmation first.
 
     The checkpoint may have a record or none, and any writer may have saved it. Deletes as a prune does: first the
@@ -33,7 +35,7 @@ def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access) -> Comma
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
     from bucketpoint.catalog.records import process_name
 
-    removal = plan_removal(access.at(url))
+    removal = plan_removal(place)
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
     if not yes and not _agreed(removal):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.options import Age, Step, run_argument
+from bucketpoint.cli.options import Age, run_and_steps, run_arguments
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
 
 
 @command("rollback")
-@run_argument
-@click.argument("step", type=Step())
+@run_and_steps()
 @click.option(
     "--grace",
     type=Age(),
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     help="Grace period before newer checkpoints are deleted.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
-def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool) -> CommandResult:
+def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool) -> CommandResult:
     """Roll a run back to a step: newer checkpoints are to be deleted.
 
     Every newer checkpoint gets a tombstone, and the next restore finds this step. End the job first, or it saves newer
@@ -35,6 +35,7 @@ def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool) -> Comman
     """
     from bucketpoint.catalog.deletion.remove import roll_back
 
+    step = steps[0]
     done = roll_back(catalog, step, grace=grace, dry_run=dry_run)
     document = {
         "root": catalog.url,
@@ -53,5 +54,6 @@ def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool) -> Comman
     if not done.held:
         lines.append(f"the next restore {'would load' if dry_run else 'loads'} step {step}")
     if done.steps and not dry_run:
-        lines.append(f"until then, `bucketpoint undo {catalog.url} STEP` withdraws a tombstone")
+        steps_of_it = " ".join(map(str, done.steps))
+        lines.append(f"until then, `bucketpoint undo {run_arguments(catalog)} {steps_of_it}` withdraws the tombstones")
     return CommandResult(document, lines, ok=not done.held)

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import run_lines, text
-from bucketpoint.cli.command import Access, CommandResult, command
-from bucketpoint.cli.options import trusted_option
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.options import checkpoint_argument, trusted_option
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.summary import Summary, SummaryEntry
+    from bucketpoint.location import Location
 
 LARGEST = 10
 
 
 @command("show")
-@click.argument("url")
 @click.option("--tensors", is_flag=True, help="List every key of the state, not only the largest tensors.")
 @trusted_option
-def show(url: str, tensors: bool, trusted: bool, access: Access) -> CommandResult:
+@checkpoint_argument
+def show(place: Location, tensors: bool, trusted: bool) -> CommandResult:
     """Describe a checkpoint: time, writer, size and content.
 
     Reads only `.metadata`.
@@ -29,7 +30,7 @@ def show(url: str, tensors: bool, trusted: bool, access: Access) -> CommandResul
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import summarise
 
-    summary = summarise(open_checkpoint(access.at(url), trusted=trusted, plain=True))
+    summary = summarise(open_checkpoint(place, trusted=trusted, plain=True))
     return CommandResult(_document(summary, tensors), _lines(summary, tensors))
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, command
-from bucketpoint.cli.options import progress_option, trusted_option
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.options import checkpoint_argument, progress_option, trusted_option
 from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @command("verify")
-@click.argument("url")
 @trusted_option
 @click.option(
     "--all", "every", is_flag=True, help="Verify every checkpoint below the URL: a run, a prefix or a bucket."
 )
 @progress_option
-def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: Access) -> CommandResult:
+@checkpoint_argument
+def verify(place: Location, trusted: bool, every: bool, progress: bool | None) -> CommandResult:
     """Re-read every byte of a checkpoint and check every checksum.
 
     With --all, check every checkpoint below the URL. Names each damaged item, missing object and wrong size, and
@@ -33,9 +33,12 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     """
     from bucketpoint.checkpoint.open import named_below
 
-    place = access.at(url)
     if not every:
-        verification = _read(place, trusted=trusted, progress=progress)
+        try:
+            verification = _read(place, trusted=trusted, progress=progress)
+        except CheckpointNotFoundError as error:
+            error.remedy = f"{error.remedy}; --all verifies every checkpoint below the URL"
+            raise
         return CommandResult(document(verification), lines(verification), verification.ok)
     documents: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -61,9 +64,9 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
             documents.append({"url": at, "error": {"kind": "CheckpointNotFoundError", "message": message}})
             texts.append(f"GONE {at}: {message}")
     if not documents:
-        raise CheckpointNotFoundError("No checkpoint was found below this URL", url=url)
-    texts.append(f"{whole} of {text.count(len(documents), 'checkpoint')} below {url} {text.are(whole)} whole")
-    return CommandResult({"url": url, "checkpoints": documents}, texts, whole == len(documents))
+        raise CheckpointNotFoundError("No checkpoint was found below this URL", url=place.url)
+    texts.append(f"{whole} of {text.count(len(documents), 'checkpoint')} below {place.url} {text.are(whole)} whole")
+    return CommandResult({"url": place.url, "checkpoints": documents}, texts, whole == len(documents))
 
 
 def one_of_many(place: Location, *, trusted: bool, progress: bool | None) -> tuple[bool, dict[str, Any], list[str]]:
@@ -115,7 +118,8 @@ def lines(verification: Verification) -> Iterator[str]:
     for note in verification.notes:
         yield f"note: {note}"
     counts = f"{text.count(verification.objects, 'object')}, {text.count(verification.items, 'item')}"
-    checked = text.size(verification.checked_bytes)
-    amount = f"{text.size(verification.read_bytes)} read, {checked} of them compared with a checksum"
+    whole = verification.checked_bytes == verification.read_bytes
+    checked = "all" if whole else f"{text.size(verification.checked_bytes)} of them"
+    amount = f"{text.size(verification.read_bytes)} read, {checked} compared with a checksum"
     verdict = "whole" if verification.ok else f"DAMAGED in {text.count(len(verification.damage), 'place')}"
     yield f"{verification.url} is {verdict}: {counts}, {amount}"

@@ -15,7 +15,7 @@ from bucketpoint.cli import run_lines
 from bucketpoint.cli.command import Access, CommandResult, as_json, command
 from bucketpoint.cli.commands.ls import rows_of
 from bucketpoint.cli.commands.prune import beside_plan
-from bucketpoint.cli.options import run_and_policy
+from bucketpoint.cli.options import run_and_policy, run_arguments
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, first_of
 
 if TYPE_CHECKING:
@@ -78,12 +78,13 @@ def document_of(
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {
         "root": catalog.url,
+        "arguments": run_arguments(catalog),
         "run": min(snapshot.runs, default=None),
         "taken": now,
         "newest": None,
         "interval_s": interval(snapshot.full),
         "count": len(rows),
-        "bytes": sum(row["bytes"] or 0 for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
         "checkpoints": rows[::-1][:shown],
         "attempts": [_attempt(catalog, save, snapshot.taken) for save in observation.attempts],
         "waiting": [{"step": row["step"], **row["tombstone"]} for row in rows if row["tombstone"]],
@@ -97,7 +98,7 @@ def document_of(
             "url": catalog.url_of_folder(newest.folder),
             "created": newest.created,
             "age_s": max(now - newest.created, 0.0),
-            "bytes": sum(newest.groups.values()) if newest.key is not None else None,
+            "bytes": sum(newest.groups.values()),
             "objects": record.objects if record is not None else None,
             "seconds": record.seconds if record is not None else None,
         }
@@ -128,6 +129,7 @@ def _attempt(catalog: Catalog, save: AttemptProgress, now: float | None) -> dict
 
 def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPolicy, observation: Observation) -> None:
     from bucketpoint.catalog.deletion.prune import judged
+    from bucketpoint.catalog.run import is_elsewhere
 
     planned, verdict = judged(policy, observation.snapshot.rows())
     entries = {(entry.row.step, entry.row.id): entry for entry in planned.entries}
@@ -149,6 +151,8 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
         "verdict": verdict.why,
         **beside_plan(policy, catalog, observation.snapshot, planned),
     }
+    if policy.root is not None and is_elsewhere(policy.root, catalog):
+        document["problems"].append(f"the policy is for the run at {policy.root}; shown is what it would do here")
     if runs and policy.run not in runs:
         mine = f"of run {policy.run}" if policy.run else "of a run without a name"
         name = first_of(sorted(runs), _NAMED_AT_MOST)
