@@ -498,6 +498,30 @@ def test_waits_in_close_after_sigterm_no_longer_than_there_is_time(root: str) ->
     assert committed(root) == ["step-3"]
 
 
+@pytest.mark.parametrize("agreed", [False, True])
+def test_close_warns_of_a_sigterm_that_no_save_has_answered(
+    root: str, caplog: pytest.LogCaptureFixture, agreed: bool
+) -> None:
+    """As in a rank of torch.multiprocessing.spawn, which is interrupted by the end of its parent."""
+    with (
+        pytest.raises(KeyboardInterrupt),
+        CheckpointManager(root, policy=policy(save=Save(on=("sigterm",)))) as manager,
+    ):
+        manager.save(3, state(3))
+        os.kill(os.getpid(), signal.SIGTERM)
+        if agreed:
+            assert manager.should_save(4)
+        raise KeyboardInterrupt
+    ends = [record.getMessage() for record in caplog.records if "SIGTERM" in record.getMessage()]
+    assert ends == ["SIGTERM: no save has begun since the signal, and the newest checkpoint is step 3"]
+
+
+@pytest.mark.parametrize("grace_s", [-1, 0, float("nan"), float("inf"), "60"])
+def test_refuses_a_grace_that_is_no_time(root: str, grace_s: Any) -> None:
+    with pytest.raises(BucketpointError, match="grace_s must be a number of seconds above 0"):
+        CheckpointManager(root, policy=policy(), grace_s=grace_s)
+
+
 @pytest.mark.parametrize("asked_by", ["sigterm", "last"])
 def test_makes_the_last_save_although_the_one_before_has_failed(root: str, asked_by: str) -> None:
     manager = CheckpointManager(root, policy=policy(save=Save(on=("sigterm", "last_step"))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import os
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from typing import Any
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.catalog_keys import MAX_STEP
 from bucketpoint.transfer import TransferOptions
+
+MOST_SECONDS = 100_000_000
+"""The longest wait, some 3 years. Python and gloo count nanoseconds, and overflow at 292 years."""
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "state": ((Mapping,), 'a dict, such as {"model": model.state_dict()}'),
@@ -29,6 +33,17 @@ def check_types(**given: Any) -> None:
         types, wanted = _TYPES[name]
         if not isinstance(value, types):
             raise BucketpointError(f"The argument {name} must be {wanted}, not {type(value).__name__}")
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """Return an argument in seconds.
+
+    Raises:
+        BucketpointError: it is no number above 0, or longer than a thread can wait.
+    """
+    if not isinstance(value, numbers.Real) or not 0 < float(value) <= MOST_SECONDS:
+        raise BucketpointError(f"{name} must be a number of seconds above 0 and up to {MOST_SECONDS}, not {value!r}")
+    return float(value)
 
 
 def whole_step(step: Any) -> int:

@@ -317,7 +317,11 @@ def async_save(
     if async_checkpointer_type is AsyncCheckpointerType.THREAD:
         handle._group = group
     together = dist.get_world_size(group) if group is not None else 1
-    ranks = SavingRanks(None, 1, alone=True) if no_dist else replace(SavingRanks.of_job(), together=together)
+    ranks = (
+        SavingRanks(None, 1, alone=True, rank=process_groups.this_rank())
+        if no_dist
+        else replace(SavingRanks.of_job(), together=together)
+    )
     if group is None or not use_collectives or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
     alone = group is None or not use_collectives or dist.get_world_size(group) == 1

@@ -19,17 +19,25 @@ LINE_S = 10.0
 
 
 @contextlib.contextmanager
-def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iterator[ProgressCallback | None]:
+def progress_callback(
+    wanted: ProgressCallback | bool | None, place: int, rank: int = 0
+) -> Iterator[ProgressCallback | None]:
     """Provide the callback for one transfer: the user's own, a `rich` bar, lines, or none.
 
-    With None the bar is shown on rank 0 if standard error is a terminal and `rich` is installed; a log file gets none.
-    With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one at the end. A
-    notebook gets the bar, or the lines without `rich` and `ipywidgets`.
+    With None the bar is shown on the first rank of the group if standard error is a terminal and `rich` is installed; a
+    log file gets none. With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one
+    at the end. A notebook gets the bar, or the lines without `rich` and `ipywidgets`.
+
+    Args:
+        place: number of this rank in its process group.
+        rank: number of this rank in the job.
     """
     if callable(wanted):
         yield wanted
     elif (
-        wanted is False or sys.stderr is None or (wanted is None and (rank or not (_notebook() or sys.stderr.isatty())))
+        wanted is False
+        or sys.stderr is None
+        or (wanted is None and (place or not (_notebook() or sys.stderr.isatty())))
     ):
         yield None
     elif (console := _console()) is not None:

@@ -23,6 +23,7 @@ from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.planning.agreement import CommitRead, agree_on_commit, commit_read
 from bucketpoint.dcp.planning.unused_keys import compare_keys, find_unmatched
+from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Located, as_url, world_size
 from bucketpoint.dcp.spans import note_load
@@ -256,7 +257,7 @@ class BucketReader(Located, StorageReader):
         pool = BufferPool(self.transfer.max_inflight_bytes)
         # In a cooperative load, any error here is reported to the other ranks.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
-        with group, progress_callback(self.progress, self.rank or 0) as callback:
+        with group, progress_callback(self.progress, self.rank or 0, this_rank()) as callback:
             store, prefix = self._open(self._url)
             meter = Meter("load", str(self._url), 0, callback)
 
@@ -306,7 +307,7 @@ class BucketReader(Located, StorageReader):
     def _figures(self, read_began: float, meter: Meter) -> LoadStats:
         ended = time.monotonic()
         return LoadStats(
-            rank=self.rank or 0,
+            rank=this_rank(),
             metadata_s=self._read_metadata_at - self._begun,
             planning_s=read_began - self._read_metadata_at,
             read_s=ended - read_began,

@@ -111,6 +111,7 @@ class SaveSession:
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         times: when the steps of the save began and ended, and the counts of its requests.
         planned: True if DCP has begun to plan this save. The next save gets a new session.
+        rank: number of this rank in DCP's group, which names its objects; 0 before `set_up_storage_writer`.
         ranks: the ranks that save, as far as they are known.
     """
 
@@ -122,12 +123,8 @@ class SaveSession:
     seen: PriorCommit | None = None
     statement: Statement | None = None
     planned: bool = False
+    rank: int = 0
     ranks: SavingRanks = field(default_factory=SavingRanks.of_job)
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank; 0 before `set_up_storage_writer`."""
-        return self.times.rank
 
     def count_ranks(self, count: int) -> None:
         """Check on the coordinator that all ranks that save together have planned, or written.

@@ -6,7 +6,7 @@ import statistics
 import struct
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class Spread:
     """One figure over all ranks.
 
     Attributes:
-        slowest: rank of the maximum; the first one of several.
+        slowest: rank of the maximum, by its number in the job; the first one of several.
     """
 
     min: float
@@ -41,7 +41,7 @@ class SaveStats:
     """Figures of one save on one rank.
 
     Attributes:
-        rank: number of the rank.
+        rank: number of the rank in the job.
         blocked_s: seconds that the call of `async_save` took, in which training stood still; for `dcp.save` all.
         staging_s: seconds of the copy to host memory; 0 for `dcp.save`.
         queued_s: seconds that the save waited for earlier ones of this process.
@@ -94,7 +94,7 @@ class LoadStats:
     """Figures of one load on one rank.
 
     Attributes:
-        rank: number of the rank.
+        rank: number of the rank in the job.
         metadata_s: seconds until the checkpoint's metadata were read.
         planning_s: seconds from then to the first read of data. Those in which the rank waits for other ranks' plans
             are included.
@@ -139,7 +139,7 @@ class SaveTimes:
         staging_s: seconds of the copy to host memory.
         nbytes: bytes of the checkpoint on all ranks, on the rank that has committed it; else 0.
         context: OpenTelemetry's context of the call; span: the coordinator's span; link: its name, on other ranks.
-        reports: each rank's report, on the coordinator.
+        reports: each rank's report, by its number in the job, on the coordinator.
     """
 
     rank: int = 0
@@ -158,7 +158,7 @@ class SaveTimes:
     context: Any = None
     span: Any = None
     link: str | None = None
-    reports: Sequence[object] = ()
+    reports: Mapping[int, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.called = self.begun
@@ -222,12 +222,13 @@ def _between(start: float, stop: float) -> float:
     return max(stop - start, 0.0) if start and stop else 0.0
 
 
-def _spreads(reports: Sequence[object]) -> dict[str, Spread]:
+def _spreads(reports: Mapping[int, object]) -> dict[str, Spread]:
     """Return the spread of each figure. Empty if a rank has reported none, such as one with an older version."""
-    figures = [_REPORT.unpack(each) for each in reports if isinstance(each, bytes) and len(each) == _REPORT.size]
-    if not figures or len(figures) < len(reports):
+    known = {rank: each for rank, each in reports.items() if isinstance(each, bytes) and len(each) == _REPORT.size}
+    if not known or len(known) < len(reports):
         return {}
+    ranks, figures = list(known), [_REPORT.unpack(each) for each in known.values()]
     return {
-        name: Spread(min(values), statistics.median(values), max(values), values.index(max(values)))
+        name: Spread(min(values), statistics.median(values), max(values), ranks[values.index(max(values))])
         for name, values in zip(_REPORTED, zip(*figures, strict=True), strict=True)
     }

@@ -21,7 +21,7 @@ from torch.futures import Future
 from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
-from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
+from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement, reports_of
 from bucketpoint.dcp.planning.global_plan import PlanCache
 from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata, WriterMeta
 from bucketpoint.dcp.planning.results import Results, reported
@@ -201,9 +201,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
         session.times.turn = time.monotonic()
-        session.times.begin(int(kwargs.get("rank") or 0), current_lease())
+        session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         session.ranks = self._ranks()
+        session.times.begin(session.ranks.rank, current_lease())
         process_groups.refuse_other_ranks(session.ranks, session.url)
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
         if process_groups.is_initialized():
@@ -283,7 +284,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """
         session = self._session()
         times = session.times
-        times.committing, times.reports = time.monotonic(), [getattr(each, "report", None) for each in results]
+        times.committing, times.reports = time.monotonic(), reports_of(results)
         session.count_ranks(len(results))
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
@@ -446,7 +447,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if self._copies:
             read = functools.partial(read_earlier_save, plan.items, self.transfer, self._open)
             last = self.earlier_saves.compared_with(str(session.url), said, read)
-        with progress_callback(self.progress, session.rank) as callback:
+        with progress_callback(self.progress, session.rank, session.ranks.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             upload = RankUpload(
                 to=Destination(self._place(session), store),

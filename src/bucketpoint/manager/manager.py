@@ -25,7 +25,7 @@ from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp.arguments import check_types, whole_step
+from bucketpoint.dcp.arguments import check_types, checked_seconds, whole_step
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.commit_info import OnCommit
@@ -102,6 +102,8 @@ class CheckpointManager:
     ) -> None:
         def prepared() -> tuple[RetentionPolicy, Catalog, Stager, Uploads]:
             check_types(transfer=transfer)
+            if grace_s is not None:
+                checked_seconds("grace_s", grace_s)
             read = policy_of(policy, keep, best, every)
             place = Location.of(read.root if root is None else root, storage_options, fs)
             catalog = open_run(read, place)
@@ -455,7 +457,7 @@ class CheckpointManager:
         """Wait for the save under way and for pruning, and release all memory. All ranks.
 
         After SIGTERM `close` waits at most `grace_s` from the signal. The coordinator then logs that the last save is
-        committed.
+        committed; a rank logs a WARNING if no save has begun since the signal.
 
         If the policy warns of failed saves, and the last save failed, the exit status of the program is 120.
 
@@ -468,6 +470,12 @@ class CheckpointManager:
         # Ctrl-C here leaves the manager open, so that the next close waits again and raises the save's error.
         running.wait(self._left_s())
         self._closed = True
+        if self._triggers.unanswered:
+            newest = self.status().newest_step
+            there = (
+                f"the newest checkpoint is step {newest}" if newest is not None else "this job has committed nothing"
+            )
+            logger.warning("SIGTERM: no save has begun since the signal, and %s", there)
         try:
             if not self.wait(0.0):
                 raise BucketpointError(
@@ -475,7 +483,8 @@ class CheckpointManager:
                     url=running.handle.url,
                     remedy="Give the job more time between SIGTERM and SIGKILL (grace_s), or save more often",
                 )
-            if running.step >= 0 and not running.failed and self.stop_asked and self._ranks.is_coordinator:
+            saved = running.step >= 0 and not running.failed and not self._triggers.unanswered
+            if saved and self.stop_asked and self._ranks.is_coordinator:
                 logger.warning("SIGTERM: step %d is committed", running.step)
             self.pruning.drain(self._left_s())
         finally:

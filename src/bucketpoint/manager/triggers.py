@@ -149,6 +149,12 @@ class Triggers:
         self.stop_asked: float | None = None
         """`time.monotonic()` when SIGTERM came to this rank, or when the ranks agreed on it; None before."""
 
+    @property
+    def unanswered(self) -> bool:
+        """True if SIGTERM came to this rank, or the ranks agreed that it did, and no save has begun since."""
+        came = self.stop_asked if self.stop_asked is not None else self._signals.seen.get("sigterm")
+        return came is not None and self._last_save < came
+
     def resumed(self, step: int) -> None:
         """Record that training resumed at `step`; no save is due for it."""
         self._last_seen = step

@@ -21,6 +21,9 @@ Path: TypeAlias = tuple[str | int, ...]
 
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
+LONGEST = timedelta(days=36_500)
+"""The longest duration. Waits of Python and gloo count nanoseconds, and overflow at 292 years."""
+
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
 
@@ -123,6 +126,8 @@ class Duration(Shape):
             raise wrong(f"{shown(value)} is not a duration", 'Write a number with a unit: "90s", "20m", "12h", "7d"')
         if value < timedelta(0) or (not value and not self.zero):
             raise wrong(f"{written(value)} is too short", "Write a duration above 0")
+        if value > LONGEST:
+            raise wrong(f"{written(value)} is too long", f"Write {written(LONGEST)} or less")
         if self.least is not None and value < self.least[0]:
             raise wrong(f"{written(value)} is too short: {self.least[1]}", f"Write {written(self.least[0])} or more")
         return value
@@ -133,11 +138,10 @@ class Duration(Shape):
             raise wrong(
                 f"{shown(text)} is not a duration", "Write one number with one of the units s, m, h, d, w, such as 12h"
             )
-        micros = Decimal(match[1]) * _UNITS[match[2]] * 1_000_000
-        try:
-            return timedelta(microseconds=int(micros))
-        except OverflowError:
-            raise wrong(f"{shown(text)} is too long", "Write a duration below 999999999 days") from None
+        seconds = Decimal(match[1]) * _UNITS[match[2]]
+        if seconds > LONGEST.total_seconds():
+            raise wrong(f"{shown(text)} is too long", f"Write {written(LONGEST)} or less")
+        return timedelta(microseconds=int(seconds * 1_000_000))
 
     def plain(self, value: timedelta) -> str:
         return written(value)

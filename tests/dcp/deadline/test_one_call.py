@@ -49,8 +49,9 @@ def test_saves_and_loads_in_a_process_alone(tmp_path: Path, recwarn: pytest.Warn
     assert what_lies_at(url) == NEW
     with pytest.raises(CheckpointNotFoundError):
         bp.load(state(0, 0.0), f"file://{tmp_path}/step-2")
-    with pytest.raises(BucketpointError, match="deadline_s"):
-        bp.save(state(0, NEW), url, deadline_s=0)
+    for wrong in (0, float("nan"), float("inf"), 1e12, "5"):
+        with pytest.raises(BucketpointError, match="deadline_s must be a number of seconds above 0"):
+            bp.save(state(0, NEW), url, deadline_s=wrong)  # type: ignore[arg-type]
     assert not [warning for warning in recwarn if "torch.distributed is disabled" in str(warning.message)]
 
 

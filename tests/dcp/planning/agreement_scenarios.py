@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from bucketpoint import BucketReader, BucketWriter, SavePlanner
+import bucketpoint
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, MismatchError, SavePlanner
 from bucketpoint.dcp.planning import agreement
 
 PLANNERS: dict[str, Callable[[], Any]] = {
@@ -67,6 +68,26 @@ def save_with_planners_of_their_own(rank: int, world: int, root: str) -> list[tu
     planner = DefaultSavePlanner() if rank else SavePlanner()
     state = {f"only{rank}": torch.ones(5)}
     return failures(lambda: dcp.save(state, storage_writer=BucketWriter(f"{root}/x", progress=False), planner=planner))
+
+
+def save_beside_a_load(rank: int, world: int, root: str, saving: int, ours: bool) -> list[tuple[str, str]]:
+    """One rank saves while the other loads, in one process group."""
+    state = {"w": torch.ones(3)}
+    if rank == saving:
+        writer = BucketWriter(f"{root}/x", progress=False)
+        return failures(lambda: dcp.save(state, storage_writer=writer, planner=SavePlanner()))
+    planner = LoadPlanner() if ours else None
+    reader = BucketReader(f"{root}/step-1", progress=False)
+    return failures(lambda: dcp.load(state, storage_reader=reader, planner=planner))
+
+
+def load_strictly_on_one_rank(rank: int, world: int, url: str, strict: int) -> str:
+    """Load all but one key. Return the error."""
+    try:
+        bucketpoint.load({"w": torch.zeros(3)}, url, strict=True if rank == strict else None)
+    except MismatchError as error:
+        return str(error)
+    return ""
 
 
 def save_tensors_of_their_own(

@@ -175,6 +175,25 @@ def test_refuses_a_load_of_two_checkpoints_on_all_ranks(two_ranks: Ranks, tmp_pa
     assert two_ranks.run(scenarios.load_places_of_their_own, copies, planner) == [([], [1, 1, 1])] * 2
 
 
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("saving", [0, 1])
+def test_refuses_a_save_beside_a_load_in_one_group(two_ranks: Ranks, tmp_path: Path, saving: int, ours: bool) -> None:
+    save_full(f"file://{tmp_path}/step-1", 1)
+    for failed in two_ranks.run(scenarios.save_beside_a_load, f"file://{tmp_path}", saving, ours):
+        assert [name for name, _ in failed] == ["RanksDisagreeError"]
+        assert "rank=1" in failed[0][1]
+    assert files(tmp_path, "x/**/*") == []
+
+
+@pytest.mark.parametrize("strict", [0, 1])
+def test_refuses_unused_keys_if_any_rank_is_strict(two_ranks: Ranks, tmp_path: Path, strict: int) -> None:
+    url = f"file://{tmp_path}/step-1"
+    state = {"w": torch.ones(3), "unused": torch.ones(3)}
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(progress=False), no_dist=True)
+    for error in two_ranks.run(scenarios.load_strictly_on_one_rank, url, strict):
+        assert "The checkpoint has 1 keys that the state lacks: unused" in error
+
+
 @pytest.mark.parametrize("stock", [False, True])
 def test_refuses_a_load_of_two_commits_at_one_url(two_ranks: Ranks, tmp_path: Path, stock: bool) -> None:
     for failed, left in two_ranks.run(scenarios.load_while_another_job_saves, f"{tmp_path}/latest", stock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 from unittest import mock
 
@@ -281,3 +282,25 @@ def test_finds_plain_tensors_without_asking_dcp_whether_they_are_shards(monkeypa
             planner.lookup_object(misplaced)
     with pytest.raises(ValueError, match="gone"):
         planner.lookup_object(MetadataIndex("gone"))
+
+
+@pytest.mark.parametrize("step", ["create_local_plan", "finish_plan", "resolve_data"])
+def test_refuses_to_save_the_state_of_another_thread(step: str) -> None:
+    """A save under way would store the other thread's state at its own URL, and report success."""
+    planner = SavePlanner()
+    planner.set_up_planner({"w": torch.ones(3)}, None, True)
+    plan = planner.create_local_plan()
+    (dealt,), _ = planner.create_global_plan([plan])
+    (item,) = planner.finish_plan(dealt).items
+    other = threading.Thread(target=planner.set_up_planner, args=({"w": torch.zeros(3)}, None, True))
+    other.start()
+    other.join()
+    calls = {
+        "create_local_plan": planner.create_local_plan,
+        "finish_plan": lambda: planner.finish_plan(dealt),
+        "resolve_data": lambda: planner.resolve_data(item),
+    }
+    with pytest.raises(BucketpointError, match="two threads use one SavePlanner"):
+        calls[step]()
+    planner.set_up_planner({"w": torch.ones(3)}, None, True)
+    assert planner.create_local_plan().items

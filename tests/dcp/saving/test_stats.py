@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -201,6 +204,36 @@ def test_gives_the_coordinator_the_spread_over_the_ranks(four_ranks: Ranks, tmp_
     assert stats[0].ranks["upload_s"].max == pytest.approx(max(each.upload_s for each in stats), rel=1e-6)
     assert [each.ranks for each in stats[1:]] == [{}, {}, {}]
     assert [each.commit_s > 0 for each in stats] == [True, False, False, False]
+
+
+def figures_of_a_group(rank: int, world: int, root: str, how: str) -> Any:
+    """Save and load on ranks 1 and 3: more bytes on rank 3. Return the figures of both, and the lines of progress."""
+    group = dist.new_group([1, 3], backend="gloo")
+    if rank not in (1, 3):
+        return None
+    state, url = {f"weight of {rank}": torch.ones(rank * MIB // 4)}, f"{root}/step-1"
+    lines = io.StringIO()
+    with contextlib.redirect_stderr(lines):
+        writer = BucketWriter(url, progress=True)
+        if how == "async":
+            saved = bucketpoint.async_save(state, storage_writer=writer, process_group=group)
+            saved.result(60)
+        else:
+            saved = writer
+            dcp.save(state, storage_writer=writer, process_group=group)
+        reader = BucketReader(url, progress=True)
+        dcp.load(state, storage_reader=reader, process_group=group)
+    return saved.stats, reader.stats, lines.getvalue()
+
+
+@pytest.mark.parametrize("how", ["async", "blocking"])
+def test_names_ranks_by_their_numbers_in_the_job(four_ranks: Ranks, tmp_path: Path, how: str) -> None:
+    told = four_ranks.run(figures_of_a_group, str(tmp_path), how)
+    for rank in (1, 3):
+        saved, loaded, lines = told[rank]
+        assert (saved.rank, loaded.rank) == (rank, rank)
+        assert lines.count(f" on rank {rank}: ") == 2
+    assert told[1][0].ranks["sent_bytes"].slowest == 3
 
 
 def test_keeps_the_figures_of_a_checkpoint_process(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
+from bucketpoint.dcp.arguments import checked_seconds
 from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, interrupt_in
 from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
 from bucketpoint.errors import BucketpointError, first_of
@@ -63,8 +64,7 @@ def collective_call(
     Raises:
         BucketpointError: the error of another rank that failed; or an error that names the ranks that are missing.
     """
-    if not deadline_s > 0:
-        raise BucketpointError(f"deadline_s must be more than 0, not {deadline_s}")
+    deadline_s = checked_seconds("deadline_s", deadline_s)
     ranks = ALONE
     if not alone:
         process_groups.refuse_a_rank_alone(what, url)

@@ -199,9 +199,22 @@ def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: 
 
 def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan]:
     """Raise if the ranks have read different commits. Return the plans without statements."""
+    refuse_saves(plans, url)
     stated = [plan.storage_data for plan in plans]
     refuse_two_commits(_by_rank(stated, stated), url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, CommitRead) else plan for plan in plans]
+
+
+def refuse_saves(plans: Sequence[LoadPlan | SavePlan], url: str | None) -> None:
+    """Raise RanksDisagreeError if a rank takes part in a load with the plan of a save."""
+    saving = [rank_of(place, plan) for place, plan in enumerate(plans) if isinstance(plan, SavePlan)]
+    if saving:
+        raise RanksDisagreeError(
+            f"A save and a load use one process group at the same time: rank {first_of(saving, _NAMED_AT_MOST)} saves",
+            url=url,
+            rank=saving[0],
+            remedy="Make each call on all ranks, in the same order",
+        )
 
 
 def refuse_two_commits(statements: Mapping[int, Any], url: str | None) -> None:
@@ -279,6 +292,12 @@ def descriptions(items: Iterable[WriteItem]) -> bytes:
 
 def _checksum(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
     return zlib.crc32(f"{dtype}{tuple(size)}{tuple(chunk)}".encode())
+
+
+def reports_of(results: Sequence[Any]) -> dict[int, object]:
+    """Return what the ranks have reported of the save with their results, by their numbers in the job."""
+    statements = [getattr(each, "statement", None) for each in results]
+    return _by_rank([getattr(each, "report", None) for each in results], statements)
 
 
 def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None) -> None:

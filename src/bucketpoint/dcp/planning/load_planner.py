@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
 
+from bucketpoint.dcp.planning.agreement import refuse_saves
 from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
 from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in, is_partial
 from bucketpoint.dcp.planning.nested_state import put
@@ -127,8 +128,9 @@ class LoadPlanner(DefaultLoadPlanner):
         if plan is None:
             assert refusal is not None
             raise refusal
-        self._unmatched = find_unmatched(state, self.original_state_dict, self.metadata.state_dict_metadata)
-        self.skipped = self._unmatched.lacking
+        unmatched = find_unmatched(state, self.original_state_dict, self.metadata.state_dict_metadata)
+        self._unmatched = replace(unmatched, strict=self.strict)
+        self.skipped = unmatched.lacking
         # Sent to the coordinator, which compares the keys of all ranks.
         told = self._unmatched != Unmatched() and plan.planner_data is None
         return replace(plan, planner_data=self._unmatched) if told else plan
@@ -137,8 +139,10 @@ class LoadPlanner(DefaultLoadPlanner):
         """Compare the keys that all ranks ask for with those of the checkpoint, on the coordinator.
 
         Raises:
-            MismatchError: with `strict`, no rank asks for some keys of the checkpoint.
+            RanksDisagreeError: a rank makes a save in place of this load.
+            MismatchError: with `strict` on any rank, no rank asks for some keys of the checkpoint.
         """
+        refuse_saves(global_plan, url_of(self.metadata) if self.metadata is not None else None)
         self._compare(global_plan)
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
@@ -178,7 +182,7 @@ class LoadPlanner(DefaultLoadPlanner):
         # Empty tensors have no read items, but count as asked for.
         difference = compare_keys(self.metadata, plans, self.state_dict, self._unmatched)
         url = url_of(self.metadata)
-        if difference.unused and self.strict:
+        if difference.unused and (self.strict or any(getattr(plan.planner_data, "strict", False) for plan in plans)):
             raise MismatchError(
                 "; ".join([f"The checkpoint has {in_words(difference.unused)}", *difference.losses]),
                 url=url,

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import socket
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -63,8 +64,9 @@ class _Local(NamedTuple):
 class SavePlanner(DefaultSavePlanner):
     """Save planner that balances replicated data over the ranks that hold it, and reuses plans.
 
-    A plan is made only once for as long as the structure of the state does not change. Make one planner and pass it to
-    every save, of one state or of several: it keeps a plan for each structure. Any reader can read the checkpoints.
+    A plan is made only once for as long as the structure of the state does not change. Make one planner for each thread
+    that saves, and pass it to every save, of one state or of several: it keeps a plan for each structure. Any reader
+    can read the checkpoints.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors: as in `DefaultSavePlanner`.
@@ -82,6 +84,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors)
         self._keep_plans = enable_plan_caching
+        self._thread = 0
         self._cache = PlanCache()
         self._writer_is_ours = False
         self._signature: Hashable = None
@@ -100,6 +103,7 @@ class SavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state to save, and the writer's `storage_meta`, on all ranks."""
+        self._thread = threading.get_ident()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._int_keys = int_keys_of(state_dict) if self.flatten_state_dict else ()
         self._writer_is_ours = isinstance(storage_meta, WriterMeta)
@@ -108,8 +112,10 @@ class SavePlanner(DefaultSavePlanner):
         """Return a plan with the items of this rank's state. On all ranks.
 
         Raises:
-            BucketpointError: a DTensor is a partial sum, or a value cannot be planned, with its key.
+            BucketpointError: a DTensor is a partial sum, or a value cannot be planned, with its key; or a save on
+                another thread uses this planner, too.
         """
+        self._refuse_two_threads()
         try:
             return self._planned_here()
         except BucketpointError:
@@ -164,6 +170,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's items to write. Called after the coordinator has planned."""
+        self._refuse_two_threads()
         assigned = assigned_items(new_plan.items)
         if assigned is None:
             self.plan = new_plan
@@ -186,6 +193,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the rows of a tensor that an item names, without a copy; for any other value, the pickle."""
+        self._refuse_two_threads()
         rows = rows_of_item(self.state_dict.get(write_item.index.fqn), write_item)
         if rows is not None:
             transformed: torch.Tensor = self.transform_object(write_item, rows)
@@ -207,6 +215,14 @@ class SavePlanner(DefaultSavePlanner):
         self.__dict__.update(state)
         self.mappings, self._signature, self._hit, self._asked = {}, None, None, PlanItems()
         self._int_keys = ()
+
+    def _refuse_two_threads(self) -> None:
+        """Raise if another thread has set this planner up for a state of its own, which would be saved as this one."""
+        if self._thread != threading.get_ident():
+            raise BucketpointError(
+                "Saves on two threads use one SavePlanner at the same time",
+                remedy="Make a SavePlanner for each thread that saves",
+            )
 
     def _agree(self, plans: list[SavePlan]) -> GlobalPlan:
         """Return the plan for the ranks' items: a kept one, or a new one."""

@@ -34,10 +34,12 @@ class Unmatched:
         lacking: flat names of keys that the checkpoint lacks.
         containers: flat names of the outermost containers (dicts, lists) without a key that the checkpoint has; an
             empty container is one of them. The state of an object that makes it lazily is an empty dict.
+        strict: the rank refuses keys of the checkpoint that no rank asks for.
     """
 
     lacking: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
+    strict: bool = False
 
 
 def find_unmatched(flat: Iterable[str], nested: Mapping[Any, Any], saved: Collection[str]) -> Unmatched:
