@@ -214,7 +214,7 @@ class SavePlanner(DefaultSavePlanner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.mappings, self._signature, self._hit, self._asked = {}, None, None, PlanItems()
-        self._int_keys = ()
+        self._int_keys, self._thread = (), 0
 
     def _refuse_two_threads(self) -> None:
         """Raise if another thread has set this planner up for a state of its own, which would be saved as this one."""
@@ -264,6 +264,7 @@ _OF_ONE_SAVE = {
     "_hit",
     "_int_keys",
     "_signature",
+    "_thread",
     "mappings",
     "metadata",
     "plan",
