@@ -22,8 +22,6 @@ from torch.utils.data import Sampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import bucketpoint
-from bucketpoint.manager import CheckpointManager
-from bucketpoint.retention import Keep, RetentionPolicy, Save, SaveEvery
 
 BATCH = 12  # samples a step, over all ranks
 STEPS = 120  # the length of the schedule, whenever a job stops
@@ -110,10 +108,7 @@ def main() -> None:
             "ranks": bucketpoint.rank_state({"random": torch.get_rng_state(), **here}),
         }
 
-    policy = RetentionPolicy(
-        root=args.root, keep=Keep(latest=3), save=Save(every=[SaveEvery(10)], on=["last_step", "sigterm"])
-    )
-    with CheckpointManager(policy=policy) as manager:
+    with bucketpoint.CheckpointManager(args.root, keep=3, every=10) as manager:
         held = state()
         del held["ranks"]  # another number of ranks may have saved it
         restored = manager.restore(held)

@@ -20,7 +20,7 @@ LIMIT_S = 500
 
 PAGES = {
     "README.md": ["run/step-500"],
-    "docs/quickstart.md": ["run/step-500", "run/step-1", "run/step-2"],
+    "docs/quickstart.md": ["run/step-500", "run/step-1", "run/step-2", "run-2/step-3"],
     "docs/staging.md": [f"run/step-{step}" for step in range(0, 1000, 100)],
     "docs/manager.md": ["run/step-3"],
     "docs/incremental.md": ["run/step-0", "run/step-100", "run/step-200"],
@@ -55,8 +55,24 @@ def given():
         train_step()
         return torch.zeros(())
 
+    class Loader:
+        position = 0
+
+        def __iter__(self):
+            while True:
+                self.position += 12
+                yield torch.ones(8)
+
+        def state_dict(self):
+            return {"position": self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+    rank = dist.get_rank() if many else 0
     state = {"model": model.state_dict()}
     return {"state": state, "model": model, "optimizer": optimizer, "train_step": train_step, "last_step": 3,
+            "loader": Loader(), "rank": rank,
             "evaluate": lambda model: 0.5, "forward_and_backward": forward_and_backward}
 
 
@@ -68,7 +84,11 @@ for page, snippets in pages.items():
         for step in (1, 2):
             names["save"](names["state_of"](names["model"], names["optimizer"]), step)
         names["pending"].result()
-        assert names["resume"](names["model"], names["optimizer"]).endswith("run/step-500")
+        (resume,) = [each for each in snippets if "manager.restore" in each]
+        names |= {"loader": type(names["loader"])(), "last_step": 5}
+        exec(compile(resume, page, "exec"), names)
+        assert names["restored"].step == 3
+        assert (names["loader"].position, names["scheduler"].last_epoch) == (60, 5)
     # One write: a line that print writes in pieces mixes with the other rank's.
     sys.stdout.write(f"ran {page}\\n")
     sys.stdout.flush()

@@ -56,7 +56,9 @@ def _left(request: Any) -> bool:
 def test_leads_a_search_to_a_name_and_to_a_page(site: str, page_at: PageAt) -> None:
     page = page_at(DESKTOP)
     faults = _heard(page)
-    for query, wanted in (("max_delete", "retention/"), ("latest_checkpoint", "reference/runs/")):
+    wanted_by = {"max_delete": "retention/", "latest_checkpoint": "reference/runs/"}
+    typed = {"orbax": "coming-from/", "migrate": "coming-from/", "scheduler": "quickstart/"}
+    for query, wanted in (wanted_by | typed).items():
         page.goto(site)
         page.fill("[data-md-component=search-query]", query)
         page.wait_for_selector(f".md-search-result__link[href*='{wanted}']")
