@@ -67,8 +67,7 @@ def write(result: dict[str, Any], out: Path) -> None:
 def markdown(result: dict[str, Any], plot_name: str) -> str:
     sections = [
         "# Benchmark",
-        "On this page you can compare bucketpoint with other writers and readers, and find the command that repeats "
-        "each figure.",
+        "On this page you can compare bucketpoint with other writers and readers, and find the commands to repeat it.",
     ]
     if "measurements" in result:
         sections += _transfer_sections(result, plot_name)
@@ -90,7 +89,7 @@ def _transfer_sections(result: dict[str, Any], plot_name: str) -> Iterator[str]:
     yield f"{wire} MB/s a connection; wall time."
     yield _wire_table(results)
     yield "## Requests by kind"
-    yield "The last column has the round trips between the last data and the visible checkpoint."
+    yield "Round trips are those between the last data and the visible checkpoint."
     yield _kinds_table(results)
     yield from _error_section(results)
 
@@ -127,11 +126,11 @@ def _how(result: dict[str, Any]) -> Iterator[str]:
     yield (
         "`make bench` runs all of it and writes this page and [the raw figures](benchmark.json); `make bench "
         'ARGS="--only PART"` runs one part. The server is MinIO over TLS on the same machine, with its data in '
-        "memory. Contenders take turns, one run each a round, and each run is a fresh fork of the same process. "
-        "Every load is compared with what was saved. Figures are medians, those in brackets the smallest and the "
-        "largest. Ratios are of runs of the same round; the range of 7 holds the true median with probability 98.4 "
-        "%. CPU is the client's, user and system. Memory is the peak over what the process held before, anonymous "
-        "and shared pages. Requests and bytes are counted by a proxy in a run of their own."
+        "memory. Contenders take turns, and each run is a fresh fork of one process. Every load is compared with "
+        "what was saved. Figures are medians, in brackets the smallest and the largest. Ratios are of runs of one "
+        "round; the range of 7 holds the true median with probability 98.4 %. CPU is the client's, user and system. "
+        "Memory is the peak over what the process held before. Requests and bytes are counted by a proxy in a "
+        "separate run."
     )
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name in _VERSIONS)
     yield (
@@ -141,9 +140,9 @@ def _how(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Saves and loads ({minutes} minutes): a transformer's state, bf16 weights and two fp32 moments, "
         f"{state['tensors']} tensors, {state['state_bytes'] / 1e9:.3f} GB. A dim-0 (dim-1) quarter is a load of a "
-        "quarter of each tensor's rows (columns). Others run with their defaults; s3torchconnector reads with its "
-        "DCP-optimized reader. `raw engine` is bucketpoint's store alone, between one prepared buffer and the "
-        "bucket; `s5cmd` moves files of the same sizes."
+        "quarter of each tensor's rows (columns). Others run with their defaults, s3torchconnector with its "
+        "DCP-optimized reader. `raw engine` is bucketpoint's store between one buffer and the bucket; `s5cmd` moves "
+        "files of the same sizes."
     )
 
 

@@ -55,10 +55,9 @@ def sections(stores: dict[str, Any]) -> Iterator[str]:
     if stores["quick"]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
-        f"`--only stores`, {stores['seconds']} s. 252 MB of a transformer's state, to MinIO over TLS, with "
-        "`BucketWriter(fs=...)` and `BucketReader(fs=...)` on a filesystem of s3fs, and with torch's own writer and "
-        "reader on the same library; to fake-gcs-server without TLS, with `GCSWriter` and `GCSReader`, and with "
-        "torch's on gcsfs."
+        f"`--only stores`, {stores['seconds']} s. 252 MB of a transformer's state: to MinIO over TLS with "
+        "`BucketWriter(fs=...)`, `BucketReader(fs=...)`, and torch's writer and reader, all on s3fs; to "
+        "fake-gcs-server without TLS with `GCSWriter`, `GCSReader`, and torch's on gcsfs."
     )
     yield table(["", "", "wall, s", "CPU s per GB", "memory, MB", "bytes moved per byte needed"], _rows(results))
     errors = [[found["contender"], found["op"], str(found["error"])] for found in results.errors()]
