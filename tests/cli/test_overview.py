@@ -80,6 +80,7 @@ def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Progr
     assert shown.of("h1") == [root]
     assert shown.of("h2") == [
         "Storage and cost",
+        "Metrics",
         "Saves over time",
         "Policy",
         "Checkpoints",
@@ -91,8 +92,8 @@ def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Progr
     assert "kept by best: eval/loss min 1" in cells
     assert "eval/loss=0.5" in cells
     assert next(cell for cell in cells if cell.endswith(": release 1.0")).startswith("kept for safety; pinned by ")
-    # Each bar of a size has one of a duration below it.
-    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (8, 2, 1)
+    # Each bar of a size has one of a duration below it, and the one reported metric has a mark.
+    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (9, 2, 1)
     assert "step 30: deleted after 20" in shown.text
     # The picture is that of `plan --plot`, and the strips for a phone show parts of it.
     assert f"{root}" in shown.of("title")

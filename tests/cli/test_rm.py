@@ -156,6 +156,11 @@ def test_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeypatc
         monkeypatch.setattr("sys.stdin", Terminal(answer))
         assert program("rm", str(run / "step-1")).code == code
         assert steps_in(program, str(run)) == left
+    for answer, code in (("n\n", 1), ("y\n", 0)):
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        done = program("rollback", str(run), "2", "--grace", "1h")
+        assert (done.code, f"Delete 1 checkpoint newer than step 2 of {run}?" in done.err) == (code, True)
+        assert ("step 3 will be deleted" in done.out) == (code == 0)
 
 
 def test_leaves_a_nested_run_and_what_is_no_checkpoint(program: Program, run: Path) -> None:

@@ -20,7 +20,7 @@ MOST_ROWS = 1000
 
 _KINDS = {
     "kept": "saved",
-    "going": "has a tombstone",
+    "going": "waiting to be deleted",
     "live": "not committed yet",
     "dead": "never committed",
 }
@@ -79,6 +79,8 @@ def page(report: RunReport) -> str:
             for title, number, nbytes, dollars in report.costs
         ],
         saves=svg.saves(marks, "Saves over time") if marks else None,
+        largest=text.size(max((row["bytes"] for row in rows), default=0)),
+        curves=[*_curves(report)],
         legend=[(kind, words) for kind, words in _KINDS.items() if any(mark.kind == kind for mark in marks)],
         durations=svg.saves(timed, "Duration of saves over time", beside=marks) if timed else None,
         took=" to ".join(took),
@@ -133,6 +135,19 @@ def _marks(report: RunReport) -> Iterator[SaveMark]:
         if save["started"] is not None:
             words = f"step {save['step']}, began {text.when(save['started'])}, not committed"
             yield SaveMark(save["started"], save["bytes"] or 0, "live" if save["live"] else "dead", words)
+
+
+def _curves(report: RunReport) -> Iterator[tuple[str, svg.Chart]]:
+    """Yield the metrics of the checkpoints, each with its range in words."""
+    values: dict[str, list[SaveMark]] = {}
+    for row in report.document["checkpoints"]:
+        for name, value in row["metrics"].items():
+            if not isinstance(value, str):
+                words = f"{_words(report, row)}, {name}={value:.6g}"
+                values.setdefault(name, []).append(SaveMark(row["created"], value, _kind(row), words))
+    for name, marks in values.items():
+        low, high = (of(mark.amount for mark in marks) for of in (min, max))
+        yield f"{name}: {low:.6g} to {high:.6g}", svg.curve(marks, f"{name} over time")
 
 
 def _kind(row: Mapping[str, Any]) -> str:

@@ -222,6 +222,24 @@ def saves(marks: Sequence[SaveMark], label: str, *, beside: Sequence[SaveMark] =
     return Chart(label, [base, *_joined(shapes, tooltips=len(marks) <= TOOLTIPS)], ends)
 
 
+def curve(marks: Sequence[SaveMark], label: str) -> Chart:
+    """Draw values over time as a line, with a mark for each checkpoint in the colour of its kind."""
+    ordered = sorted(marks, key=lambda mark: mark.time)
+    times, values = [mark.time for mark in ordered], [mark.amount for mark in ordered]
+    at = _scale(times, 4, CHART_WIDTH - 4)
+    low, height = min(values), max(values) - min(values) or 1
+    points = [
+        (at(mark.time), CHART_HEIGHT - 10 - (CHART_HEIGHT - 20) * (mark.amount - low) / height) for mark in ordered
+    ]
+    line: Mark = ("stored", "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), None)
+    shapes: list[Mark] = [
+        (f"save {mark.kind}", f"M{x:.1f} {y - 4:.1f}V{y + 4:.1f}", mark.words)
+        for mark, (x, y) in zip(ordered, points, strict=True)
+    ]
+    ends = dict.fromkeys((text.when(times[0]), text.when(times[-1])))
+    return Chart(label, [line, *_joined(shapes, tooltips=len(marks) <= TOOLTIPS)], ends)
+
+
 def storage(changes: Iterable[tuple[float, int]], now: float, label: str) -> tuple[Chart, int] | None:
     """Draw the bytes that are stored over time, and those that are left once tombstones are carried out.
 

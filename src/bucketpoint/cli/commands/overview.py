@@ -33,7 +33,7 @@ _REQUESTS_BESIDES_DATA = 3
 _TITLES = {
     "now": "now",
     "no_record": "of these without a record",
-    "tombstoned": "of these with a tombstone",
+    "tombstoned": "of these waiting to be deleted",
     "what_if": "kept by the policy",
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.command import CommandResult, as_json, command
 from bucketpoint.cli.options import Age, run_and_steps, run_arguments
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     help="Grace period before newer checkpoints are deleted.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
-def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool) -> CommandResult:
-    """Roll a run back to a step: newer checkpoints are to be deleted.
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation, which is asked for on a terminal only.")
+def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool, yes: bool) -> CommandResult:
+    """Roll a run back to a step: newer checkpoints are to be deleted. Asks for confirmation first on a terminal.
 
     Every newer checkpoint gets a tombstone, and the next restore finds this step. End the job first, or it saves newer
     ones again. `bucketpoint undo` withdraws a tombstone during the grace period. Pinned or leased checkpoints stay and
@@ -36,6 +38,12 @@ def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool
     from bucketpoint.catalog.deletion.remove import roll_back
 
     step = steps[0]
+    if not (dry_run or yes or as_json()) and sys.stdin.isatty():
+        newer = roll_back(catalog, step, grace=grace, dry_run=True).steps
+        question = f"Delete {text.count(len(newer), 'checkpoint')} newer than step {step} of {catalog.url}?"
+        if newer and not click.confirm(text.printable(question), err=True):
+            document = {"root": catalog.url, "step": step, "dry_run": False, "tombstones": [], "due": None, "held": []}
+            return CommandResult(document, ["nothing was rolled back: it was not confirmed"], ok=False)
     done = roll_back(catalog, step, grace=grace, dry_run=dry_run)
     document = {
         "root": catalog.url,
