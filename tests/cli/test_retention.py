@@ -228,7 +228,7 @@ def test_names_the_key_of_a_fault_in_a_policy_that_has_no_place_in_its_text(
     [
         (("report", "{root}", "5", "loss"), "write NAME=VALUE, such as eval/loss=1.23"),
         (("report", "{root}", "5", "loss=high"), "write NAME=VALUE, such as eval/loss=1.23"),
-        (("gc", "{root}", "--older-than", "soon"), "write 20m, 48h or 7d"),
+        (("gc", "{root}", "--older-than", "soon"), "is not a duration. Write one number with one of the units"),
         (("pin", "{root}", "--", "-1"), "'-1' is not a step: write ROOT STEP"),
         (("pin", "{root}", "5", "a pin"), "pass --remove"),
         (("pin", "{root}", "5", "--remove", "--expires", "7d"), "leave them out, or --remove"),
@@ -272,7 +272,7 @@ def test_refuses_a_duration_beyond_all_times_before_it_writes_anything(
     save_run(root, 10, 20)
     refused = program(command, root, "10", option, "9999999d")
     assert refused.code == 2
-    assert "is longer than 100 years" in refused.err
+    assert "is too long" in refused.err
     notes = open_catalog(root).snapshot().notes
     assert (notes.pins, notes.tombstones) == ((), ())
 

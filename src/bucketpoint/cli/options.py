@@ -26,9 +26,6 @@ _POWERS = "KMGT"
 _WHICH = re.compile(r"[0-9]{1,16}|latest|best(:.+)?", re.ASCII)
 """The words that name a checkpoint of a run."""
 
-_LONGEST_AGE_S = 100 * 365 * 86_400
-"""Longest duration that a command accepts: times of the catalog end in the year 2286, those of Python in 9999."""
-
 
 class PolicyFile(click.Path):
     """The file of a policy: a URL in its place is that of a run."""
@@ -275,9 +272,6 @@ class Age(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         if isinstance(value, float):
             return value
         try:
-            seconds = Duration(zero=True).check(str(value)).total_seconds()
-        except PolicyError:
-            self.fail(f"{value!r} is not a duration: write 20m, 48h or 7d", param, ctx)
-        if seconds > _LONGEST_AGE_S:
-            self.fail(f"{value!r} is longer than 100 years", param, ctx)
-        return seconds
+            return Duration(zero=True).check(str(value)).total_seconds()
+        except PolicyError as error:
+            self.fail(f"{error.faults[0].message}. {error.faults[0].remedy}", param, ctx)

@@ -22,7 +22,7 @@ Path: TypeAlias = tuple[str | int, ...]
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 LONGEST = timedelta(days=36_500)
-"""The longest duration. Waits of Python and gloo count nanoseconds, and overflow at 292 years."""
+"""The longest duration. Times of the catalog end in 2286; waits of Python and gloo overflow at 292 years."""
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
