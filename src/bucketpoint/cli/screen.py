@@ -108,7 +108,7 @@ def _checkpoints(document: Mapping[str, Any], now: float, rows: int) -> Table:
     shown = document["checkpoints"][:rows]
     # A metric is not cut: several of one checkpoint take several lines.
     words = (word for row in shown for word in run_lines.row_cells(row, now)[4].split())
-    table.add_column("metrics", overflow="fold", ratio=2, min_width=max(map(len, words), default=0))
+    table.add_column("metrics", overflow="fold", ratio=2, width=max(map(len, words), default=1))
     table.add_column("", ratio=3)
     for row in shown:
         style = "dim" if row["tombstone"] or row.get("action") == "delete" else ""
