@@ -13,12 +13,13 @@ import pytest
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.prune import Order, prune
-from bucketpoint.catalog.deletion.remove import Removal, _identified, plan_removal, remove, roll_back, rolled_back
+from bucketpoint.catalog.deletion.remove import Removal, _identified, plan_removal, remove, rolled_back
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.restore_candidates import restore_candidates
+from bucketpoint.catalog.rollback import roll_back
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
+from bucketpoint import BucketpointError, BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
+from bucketpoint.catalog import rollback
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.remove import roll_back
+from bucketpoint.catalog.deletion.worker import prune_by
+from bucketpoint.catalog.rollback import roll_back
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 
 POLICY = RetentionPolicy(Keep(latest=2), prune=Prune(when="manual", grace=timedelta(0)))
@@ -125,3 +127,24 @@ def test_records_what_the_rollback_command_gives_up_and_goes_back_to(tmp_path: P
     assert roll_back(catalog, 4, grace=3600.0).steps == [5]
     assert latest_checkpoint(root) == f"{root}/step-4"
     assert [one.step for one in catalog.steps().checkpoints] == [4, 5]
+
+
+def test_gives_up_nothing_if_a_prune_deletes_the_step_of_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = open_catalog(str(tmp_path / "run"))
+    with CheckpointManager(catalog.url, keep=3) as manager:
+        for step in (3, 4, 5):
+            manager.save(step, state(step))
+    looked, policy = rollback.look_for_damage, RetentionPolicy(Keep(latest=1), prune=Prune(grace=timedelta(0)))
+
+    def look(*given: Any) -> str | None:
+        try:
+            return looked(*given)
+        finally:
+            prune_by(catalog, policy, holder="another")
+
+    monkeypatch.setattr(rollback, "look_for_damage", look)
+    with pytest.raises(BucketpointError):
+        roll_back(catalog, 4, grace=0.0)
+    assert latest_checkpoint(catalog.url) == f"{catalog.url}/step-5"

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
 from bucketpoint.catalog.deletion.prune import carry_out
-from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion, undo
+from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion
 from bucketpoint.catalog.deletion.wholeness import look_for_damage
-from bucketpoint.catalog.records import adopt, metadata_record, reconcile, write_missing
+from bucketpoint.catalog.records import metadata_record, reconcile, write_missing
 from bucketpoint.catalog.run import run_of
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import size_of
-from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, ObjectNotFoundError, first_of
+from bucketpoint.errors import CheckpointNotFoundError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.location import Location, Place
@@ -180,49 +180,6 @@ def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Dis
     missing = (one for one in (discard.checkpoint for discard in discards) if one.key is None and one.id)
     commits = [(one.step, one.folder, one.id) for one in missing if one.folder not in snapshot.folders]
     return catalog.snapshot() if write_missing(catalog, commits) else snapshot
-
-
-def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> Discarded:
-    """Give all checkpoints of higher steps a tombstone, and withdraw that of `step`, if there is one.
-
-    Checkpoints from `step` on that have no record get one.
-
-    Args:
-        grace: seconds until the deletion.
-        dry_run: report what would be done, and change nothing.
-
-    Raises:
-        CheckpointNotFoundError: there is no full checkpoint of this step.
-        CorruptDataError: the checkpoint of this step is not whole, so the others are kept.
-        GoneError: the deletion of the checkpoint of this step has begun.
-    """
-    snapshot = catalog.with_unrecorded(catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot()))
-    unrecorded = [checkpoint.step for checkpoint in snapshot.unrecorded if checkpoint.step >= step]
-    if unrecorded and not dry_run:
-        adopt(catalog, unrecorded)
-        snapshot = catalog.with_unrecorded(catalog.snapshot())
-    target = next((checkpoint for checkpoint in snapshot.full if checkpoint.step == step), None)
-    if target is None:
-        there = ", ".join(str(checkpoint.step) for checkpoint in snapshot.full)
-        raise CheckpointNotFoundError(
-            f"There is no full checkpoint of step {step} in this run",
-            url=catalog.url,
-            remedy=f"These steps have full checkpoints: {there}"
-            if there
-            else "The run has no full checkpoint; see `bucketpoint ls`",
-        )
-    problem = look_for_damage(catalog, target)
-    if problem is not None:
-        raise CorruptDataError(
-            f"Step {step} is not whole, so nothing was rolled back: {problem}",
-            url=catalog.url_of_folder(target.folder),
-            remedy="Roll back to another step; `bucketpoint verify` lists the damage of this one",
-        )
-    due = (catalog if dry_run else catalog.at_store_time()).due(grace)
-    discards = rolled_back(catalog, snapshot, step)
-    if not dry_run and any(tombstone.step == step for tombstone in snapshot.notes.tombstones):
-        undo(catalog, step)
-    return bury_discards(catalog, discards, due=due, dry_run=dry_run) if discards else Discarded(due)
 
 
 @dataclass(frozen=True)
