@@ -275,6 +275,8 @@ def test_reports_deep_nesting_as_a_fault_without_a_crash() -> None:
 
 def test_refuses_a_policy_of_more_than_64_kib_unread(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
+    rules = "".join(f"  - {{metric: m{number}, mode: min}}\n" for number in range(101))
+    assert "The list has 101 values" in faults(f"version: 1\nkeep:\n  latest: 1\n  best:\n{rules}")[0][2]
     for text in ("#" * (MAX_BYTES + 1), "# " + "é" * (MAX_BYTES // 2)):
         assert faults(text)[0][2].startswith("The text is longer than 65536 bytes")
         file.write_text(text, encoding="utf-8")

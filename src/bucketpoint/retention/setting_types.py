@@ -26,6 +26,9 @@ LONGEST = timedelta(days=36_500)
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
+_LISTED_AT_MOST = 100
+"""Limit on the values of a list. Rules are compared with each other: 1,800 in a policy's text took 30 seconds."""
+
 
 class Shape:
     """Base of the shapes: the values that one setting may hold."""
@@ -202,6 +205,8 @@ class Several(Shape):
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
             raise wrong(f"{shown(value)} is not a list", "Write a list, even for a single value")
+        if len(value := list(value)) > _LISTED_AT_MOST:
+            raise wrong(f"The list has {len(value)} values", f"Write at most {_LISTED_AT_MOST}")
         items = [self.of.read(item, (*path, position), faults) for position, item in enumerate(value)]
         if not items:
             raise wrong("The list is empty", "Write at least one, or leave the key out")
@@ -216,7 +221,8 @@ class Several(Shape):
         return [self.of.plain(item) for item in value]
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "array", "items": self.of.schema(), "uniqueItems": True, "minItems": 1}
+        once = {"uniqueItems": True, "minItems": 1, "maxItems": _LISTED_AT_MOST}
+        return {"type": "array", "items": self.of.schema(), **once}
 
 
 class Checked:
