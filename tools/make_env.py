@@ -37,7 +37,15 @@ SYSTEM_BUNDLES = (
 
 
 def build(
-    env: Path, *, torch: str, python: str, extra: str, beside: str = "", wheel: str = "", small: bool = False
+    env: Path,
+    *,
+    torch: str,
+    python: str,
+    extra: str,
+    beside: str = "",
+    wheel: str = "",
+    override: str = "",
+    small: bool = False,
 ) -> None:
     """Creates or refreshes the environment; an empty `torch` means the newest that the interpreter has.
 
@@ -45,6 +53,7 @@ def build(
         beside: one more requirement, of a package that not every index and platform has. Where it cannot be had there
             is no environment, and this says so and returns.
         wheel: a file to install in place of the checkout.
+        override: a requirement that replaces those of other packages on the same one.
         small: on Linux take torch's build for CPUs, where PyTorch's index can be reached.
     """
     uv = get_uv.obtain()
@@ -54,13 +63,17 @@ def build(
     if python or not _runs(interpreter):
         _make_venv(uv, env, python)
     requirements = [f"torch=={torch}" if torch else "torch", *([beside] if beside else [])]
-    if beside and not _to_be_had(uv, interpreter, requirements):
+    overrides: list[str] = []
+    if override:
+        (env / "overrides.txt").write_text(f"{override}\n")
+        overrides = ["--override", str(env / "overrides.txt")]
+    if beside and not _to_be_had(uv, interpreter, requirements, overrides):
         print(f"make_env: no {env.name}: {beside} is not to be had here (see above)", file=sys.stderr)
         shutil.rmtree(env)
         return
     package = [f"{wheel}[{extra}]"] if wheel else ["--editable", f".[{extra}]" if extra else "."]
     # Not `uv sync`: its lock file would fix the torch that is meant to be the newest.
-    install = ("pip", "install", "--python", str(interpreter), *package, *requirements)
+    install = ("pip", "install", "--python", str(interpreter), *overrides, *package, *requirements)
     small = small and sys.platform == "linux" and "UV_TORCH_BACKEND" not in os.environ
     if small and _call(uv, *install, "--torch-backend", "cpu"):
         print("make_env: PyTorch's index cannot be had (see above): torch comes with CUDA, 5 GB", file=sys.stderr)
@@ -70,9 +83,9 @@ def build(
     (env / STAMP).write_text(f"{' '.join(requirements)} [{extra}]\n")
 
 
-def _to_be_had(uv: Path, interpreter: Path, requirements: list[str]) -> bool:
+def _to_be_had(uv: Path, interpreter: Path, requirements: list[str], overrides: list[str]) -> bool:
     """Whether the index has these for the interpreter. That it does not answer is a failure, not a no."""
-    command = (uv, "pip", "compile", "--quiet", "--python", str(interpreter), "-")
+    command = [str(uv), "pip", "compile", "--quiet", *overrides, "--python", str(interpreter), "-"]
     given = "\n".join(requirements).encode()
     answer = subprocess.run(command, input=given, env=uv_settings(), cwd=ROOT, stdout=subprocess.DEVNULL).returncode
     if answer not in (0, NOT_RESOLVED):
@@ -118,6 +131,7 @@ def main() -> int:
     parser.add_argument("--small-torch", action="store_true", help="torch's build for CPUs, where it can be had")
     parser.add_argument("--beside", default="", help="one more requirement; without it there is no environment")
     parser.add_argument("--wheel", default="", help="a wheel to install in place of the checkout")
+    parser.add_argument("--override", default="", help="a requirement that replaces those of other packages")
     args = parser.parse_args()
     env = (ROOT / args.env).resolve()
     build(
@@ -127,6 +141,7 @@ def main() -> int:
         extra=args.extra,
         beside=args.beside,
         wheel=args.wheel,
+        override=args.override,
         small=args.small_torch,
     )
     return 0

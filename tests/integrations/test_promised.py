@@ -118,7 +118,7 @@ def program(tensors: Sequence[Any], rng: random.Random) -> list[Any]:
         memory, target = target_of(view.shape, rng)
         results.append(memory)
         for _ in range(rng.randint(1, 3)):
-            step = rng.randrange(7)
+            step = rng.randrange(8)
             if step == 0 and view.dim():
                 low = rng.randrange(view.shape[0])
                 target[low:] = view[low:]
@@ -133,6 +133,8 @@ def program(tensors: Sequence[Any], rng: random.Random) -> list[Any]:
                 target.copy_(torch.ones(view.shape))
             elif step == 5:
                 torch.nn.Parameter(target).data.copy_(view)
+            elif step == 6:
+                memory.view(-1)[rng.randrange(memory.numel()) :].mul_(2)
             else:
                 target.copy_(view)
     return results
@@ -207,6 +209,21 @@ def test_makes_noted_copies_before_anything_else_touches_their_target() -> None:
     assert touched(lambda parameter: bytes(parameter.untyped_storage())[:4]) == counting(1).numpy().tobytes()
 
 
+def test_leaves_noted_copies_when_other_elements_are_touched() -> None:
+    """Loaders fill the rows that pad a vocabulary after the copy of the others."""
+    memory, padded = Memory(w=counting(5, 4)), torch.full((8, 4), -1.0)
+    columns = torch.full((5, 4), -1.0)
+    with memory.promises.noting():
+        padded[:5].data.copy_(memory["w"])
+        padded[5:].data.fill_(0)
+        padded[8:].data.fill_(0)
+        columns[:, :2].copy_(memory["w"][:, 2:])
+        columns[:, 2:] += 1
+        assert not memory.loads
+    assert torch.equal(padded, torch.cat([memory.saved["w"], torch.zeros(3, 4)]))
+    assert torch.equal(columns, torch.cat([memory.saved["w"][:, 2:], torch.zeros(5, 2)], 1))
+
+
 def test_reads_a_tensor_at_once_for_an_operation_that_is_no_view() -> None:
     memory, parameter = Memory(a=counting(4), b=counting(4, start=9)), torch.zeros(4)
     with memory.promises.noting():
@@ -264,6 +281,20 @@ def test_reads_at_once_on_other_threads_and_after_the_block() -> None:
         assert parameter.tolist() == [1, 2, 3]
     late.copy_(memory["w"])
     assert late.tolist() == [1, 2, 3]
+
+
+def test_makes_noted_copies_when_the_consumer_of_a_generator_leaves_the_rest() -> None:
+    memory, parameter = Memory(a=counting(3), b=counting(3)), torch.zeros(3)
+
+    def tensors() -> Any:
+        with memory.promises.noting():
+            yield memory["a"]
+            yield memory["b"]
+
+    for tensor in tensors():
+        parameter.copy_(tensor)
+        break
+    assert parameter.tolist() == [1, 2, 3]
 
 
 def test_drops_the_notes_and_passes_on_an_error_of_the_program() -> None:

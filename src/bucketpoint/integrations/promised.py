@@ -4,7 +4,7 @@ A view of a promised tensor is a promised tensor. A copy of one into a tensor wi
 are read together. Two rules keep the values right:
 
 1. Any other operation on a promised tensor reads the whole saved tensor first, and uses it from then on.
-2. Any operation but a view on a tensor that waits for a noted copy makes all noted copies happen first.
+2. Any operation but a view on elements that wait for a noted copy makes all noted copies happen first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bucketpoint.integrations.boxes import SavedBox
-from bucketpoint.integrations.strided_views import box_of, in_rounds
+from bucketpoint.integrations.strided_views import box_of, in_rounds, overlap
 
 _aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ class Promises:
         self.used: set[str] = set()
         self._load = load
         self._notes: list[SavedBox] = []
-        self._waiting: set[tuple[torch.device, int]] = set()
+        self._waiting: dict[Any, list[torch.Tensor]] = {}
         self._thread: int | None = None
         self._lock = threading.RLock()
 
@@ -121,6 +121,10 @@ class Promises:
         try:
             with _WatchMemory(self), _Watch(self):
                 yield
+        except GeneratorExit:
+            # A generator held the block, and its consumer has left the rest of the tensors.
+            self.read_noted(last=True)
+            raise
         except Exception as error:
             self._notes.clear()
             self._waiting.clear()
@@ -154,13 +158,22 @@ class Promises:
             if promises:
                 args, kwargs = _with_real((args, kwargs))
             if not getattr(func, "is_view", False):
-                self.settle(leaves)
+                self.settle(leaves, whole=torch.Tag.inplace_view in getattr(func, "tags", ()))
             return func(*args, **kwargs)
 
-    def settle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make all noted copies if one of the tensors waits for one."""
-        if self._waiting and any(_place(tensor) in self._waiting for tensor in tensors):
-            self.read_noted()
+    def settle(self, tensors: Sequence[torch.Tensor], *, whole: bool = False) -> None:
+        """Make all noted copies if one of the tensors has elements that wait for one.
+
+        Args:
+            whole: the memory behind the tensors counts, not only their elements.
+        """
+        if not self._waiting:
+            return
+        for tensor in tensors:
+            waiting = self._waiting.get(_place(tensor), ())
+            if any(whole or overlap(tensor, target) for target in waiting):
+                self.read_noted()
+                return
 
     def _without_reading(self, func: Any, promise: Promised, leaves: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Return the result of a view, or of a copy that can be noted; otherwise NotImplemented."""
@@ -196,7 +209,7 @@ class Promises:
         self.used.add(box.key)
         if target.numel():
             self._notes.append(box)
-            self._waiting.add(place)
+            self._waiting.setdefault(place, []).append(target.detach())
         return target
 
     def read(self, saved: _Saved) -> torch.Tensor:
@@ -243,7 +256,8 @@ class _WatchMemory(TorchFunctionMode):
         elif name in _READ_MEMORY:
             args, kwargs = _with_real((args, kwargs))
             with torch._C.DisableTorchFunction():
-                self._promises.settle([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                self._promises.settle(tensors, whole=True)
         return func(*args, **kwargs)
 
 

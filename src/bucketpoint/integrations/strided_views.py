@@ -73,9 +73,7 @@ def in_rounds(boxes: Sequence[SavedBox]) -> list[list[SavedBox]]:
     hidden: set[int] = set()
     spans = []
     for number, target in enumerate(targets):
-        reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True)) + 1
-        begin = target.data_ptr()
-        spans.append((str(target.device), begin, begin + reach * target.element_size(), number))
+        spans.append((str(target.device), *_span(target), number))
     active: list[tuple[str, int, int, int]] = []
     for span in sorted(spans):
         active = [other for other in active if other[0] == span[0] and other[2] > span[1]]
@@ -83,7 +81,7 @@ def in_rounds(boxes: Sequence[SavedBox]) -> list[list[SavedBox]]:
             first, second = sorted((other[3], span[3]))
             if _same(targets[first], targets[second]):
                 hidden.add(first)
-            elif _overlap(targets[first], targets[second]):
+            elif overlap(targets[first], targets[second]):
                 later.setdefault(first, []).append(second)
         active.append(span)
     rounds: dict[int, list[SavedBox]] = {0: []}
@@ -101,8 +99,19 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return views[0] == views[1]
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _span(view: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a view that is not empty, and of the byte after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+    return view.data_ptr(), view.data_ptr() + reach * view.element_size()
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return False if two views of one memory have no byte in common; True may be wrong for odd strides."""
+    if not one.numel() or not other.numel():
+        return False
+    (start, stop), (low, high) = _span(one), _span(other)
+    if stop <= low or high <= start:
+        return False
     itemsize = one.element_size()
     sizes = [
         {step: size for size, step in zip(view.shape, view.stride(), strict=True) if size > 1} for view in (one, other)

@@ -1,13 +1,13 @@
-"""What ranks do that load boxes together. Each function runs on every rank at once."""
+"""What ranks that load boxes of saved tensors do. Each function runs on every rank at once."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.boxes import BoxReader
-from bucketpoint.integrations.promised import Promises
+from bucketpoint.integrations.weights import Weights, WeightsOptions
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 
 
@@ -20,39 +20,37 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def load_shards(rank: int, world: int, url: str) -> int:
+def _weights(world: int, url: str) -> Weights:
+    return Weights(WeightsOptions.of({"url": url, "prefix": "model."}), dist.new_group(list(range(world))))
+
+
+def load_newest(rank: int, world: int, url: str) -> int:
     """Load as a rank of tensor parallelism does: rows of one tensor, columns of another, the whole of a third."""
-    group = dist.new_group(list(range(world)))
     rows, columns, norm, fused = torch.zeros(256, 300), torch.zeros(400, 256), torch.zeros(700), torch.zeros(300, 256)
-    reader = BoxReader(url, cooperative="node", process_group=group)
-    with counted() as count:
-        metadata = reader.read_metadata()
-
-        def load(boxes, *, last=False, failure=None):  # type: ignore[no-untyped-def]
-            reader.load(boxes, metadata, process_group=group, alone=not last, failure=failure)
-
-        promises = Promises(load)
-        saved = {key: promises.promise(key, tensor.shape, tensor.dtype) for key, tensor in weights().items()}
-        with promises.noting():
-            rows.copy_(saved["rows"].narrow(0, rank * 256, 256))
-            columns.copy_(saved["columns"].narrow(1, rank * 256, 256))
-            norm.copy_(saved["norm"])
-            for number, part in enumerate(saved["fused"].chunk(3)):
-                fused.narrow(0, number * 100, 100).copy_(part.narrow(0, rank * 100, 100))
-    state = weights()
+    with counted() as count, _weights(world, url).loading() as tensors:
+        # What one rank alone reads at once must not wait for the other.
+        early = tensors["norm"].sum().item() if rank else None
+        rows.copy_(tensors["rows"].narrow(0, rank * 256, 256))
+        columns.copy_(tensors["columns"].narrow(1, rank * 256, 256))
+        norm.copy_(tensors["norm"])
+        for number, part in enumerate(tensors["fused"].chunk(3)):
+            fused.narrow(0, number * 100, 100).copy_(part.narrow(0, rank * 100, 100))
+    state = {name: tensor + 2 for name, tensor in weights().items()}
     assert torch.equal(rows, state["rows"][rank * 256 :][:256])
     assert torch.equal(columns, state["columns"][:, rank * 256 :][:, :256])
     assert torch.equal(norm, state["norm"])
     thirds = [part[rank * 100 :][:100].float() for part in state["fused"].chunk(3)]
     assert torch.equal(fused, torch.cat(thirds))
+    assert early in (None, state["norm"].sum().item())
     return count.read
 
 
-def one_rank_fails(rank: int, world: int, url: str) -> str:
-    reader = BoxReader(url, cooperative="group")
-    metadata = reader.read_metadata()
+def failed_load(rank: int, world: int, url: str, missing: bool) -> str:
+    """Return the error of a load; with `missing`, the first rank wants a tensor that is not there."""
+    copied: Any = "lm_head" if missing and not rank else "norm"
     try:
-        reader.load([], metadata, failure=BucketpointError("no module lm_head") if rank else None)
-    except BucketpointError as error:
-        return error.message
+        with _weights(world, url).loading() as tensors:
+            torch.zeros(700).copy_(tensors[copied])
+    except Exception as error:  # noqa: BLE001 (compared by the test)
+        return f"{type(error).__name__}: {error}"
     return "loaded"

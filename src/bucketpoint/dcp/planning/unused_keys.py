@@ -271,11 +271,15 @@ def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | N
 
 def nearest_keys(lacking: Sequence[str], unused: Iterable[str]) -> str:
     """Return a text with the unused names that are most similar to the first missing one."""
-    alike = _Alike(unused)
-    pairs = [(name, next(iter(alike.to(name)), None)) for name in lacking[:_NAMED_AT_MOST]]
-    there = list(dict.fromkeys(other for _, other in pairs if other is not None))
-    here = first_of(lacking, _NAMED_AT_MOST)
-    return f"the state has {here}, and the nearest keys of the checkpoint are {first_of(there, _NAMED_AT_MOST)}"
+    here, there = first_of(lacking, _NAMED_AT_MOST), first_of(nearest(lacking, unused), _NAMED_AT_MOST)
+    return f"the state has {here}, and the nearest keys of the checkpoint are {there}"
+
+
+def nearest(names: Sequence[str], others: Iterable[str]) -> list[str]:
+    """Return for each of the first names the most similar one of `others`."""
+    alike = _Alike(others)
+    pairs = [next(iter(alike.to(name)), None) for name in names[:_NAMED_AT_MOST]]
+    return list(dict.fromkeys(other for other in pairs if other is not None))
 
 
 class _Alike:

@@ -1,0 +1,106 @@
+"""vLLM's load format `bucketpoint`: the weights of a DCP checkpoint, read from the bucket into vLLM's parameters.
+
+    vllm serve CONFIG_DIR --load-format bucketpoint \\
+        --model-loader-extra-config '{"url": "s3://bucket/run/step-500", "prefix": "model."}'
+
+CONFIG_DIR is a folder, or a model of the Hub, with the configuration and the tokenizer. The keys of the extra
+configuration are the attributes of `WeightsOptions`. vLLM's own loaders slice and copy promised tensors, so that each
+worker reads only its part, and the workers of a host together read each byte once. vLLM imports this module by an entry
+point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.distributed import get_world_group
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from bucketpoint.dcp.planning.unused_keys import nearest
+from bucketpoint.errors import BucketpointError, MismatchError, first_of
+from bucketpoint.integrations.weights import Weights, WeightsOptions
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NAMED_AT_MOST = 5
+
+
+class BucketpointLoader(BaseModelLoader):
+    """vLLM's loader of weights from a DCP checkpoint."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._options = WeightsOptions.of(load_config.model_loader_extra_config or {})
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: workers read from the bucket."""
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Load the weights of the checkpoint into the model, on all workers.
+
+        Raises:
+            MismatchError: the names of the checkpoint are not those that the model's loader expects.
+            BucketpointError: the checkpoint cannot be read.
+        """
+        weights, passed, parameters = self._weights(), [""], [name for name, _ in model.named_parameters()]
+        names: list[str] = []
+        loaded: set[str] | None = None
+        try:
+            with weights.loading() as tensors:
+                names = list(_with_tied(tensors, model_config))
+                loaded = model.load_weights(_noting_names(_with_tied(tensors, model_config).items(), passed))
+                if loaded is not None and model_config.quantization is None:
+                    DefaultModelLoader.track_weights_loading(self, model, loaded)
+        except BucketpointError:
+            raise
+        except Exception as error:
+            lacking = [] if loaded is None else [name for name in parameters if name not in loaded]
+            raise _misfit(error, passed[0], lacking, names, parameters, self._options.url) from error
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights of the checkpoint by name, which is how vLLM loads a model again."""
+        with self._weights().loading() as tensors:
+            yield from _with_tied(tensors, model_config).items()
+
+    def _weights(self) -> Weights:
+        group = get_world_group().cpu_group if torch.distributed.is_initialized() else None
+        return Weights(self._options, group)
+
+
+def _with_tied(tensors: dict[str, torch.Tensor], model_config: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors with both names of a tied embedding, of which a checkpoint may have only one."""
+    tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
+    if tied and _HEAD in tensors and _EMBEDDING not in tensors:
+        return {_EMBEDDING: tensors[_HEAD], **tensors}
+    return tensors
+
+
+def _noting_names(tensors: Iterable[tuple[str, torch.Tensor]], passed: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on, with the name of the last one in `passed`."""
+    for name, tensor in tensors:
+        passed[0] = name
+        yield name, tensor
+
+
+def _misfit(
+    error: Exception, passed: str, lacking: list[str], names: list[str], parameters: list[str], url: str
+) -> MismatchError:
+    """Return the error for names that do not fit, with the nearest names of both sides."""
+    if lacking:
+        text = f"The checkpoint lacks {first_of(lacking, _NAMED_AT_MOST)} of the model"
+        near = f"the nearest names of the checkpoint are {first_of(nearest(lacking, names), _NAMED_AT_MOST)}"
+    else:
+        text = f"The model's loader refuses the tensors of the checkpoint, at {passed}: {type(error).__name__}: {error}"
+        near = f"the nearest names of the model are {first_of(nearest([passed], parameters), _NAMED_AT_MOST)}"
+    return MismatchError(
+        f"{text}; {near}",
+        url=url,
+        remedy="Pass the start of the saved names as prefix, or a mapping of the saved names to vLLM's as names",
+    )
+
+
+def register() -> None:
+    """Register the load format. vLLM calls this in each of its processes, by the entry point."""
+    register_model_loader("bucketpoint")(BucketpointLoader)

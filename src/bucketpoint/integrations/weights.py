@@ -1,0 +1,209 @@
+"""The weights of a checkpoint as promised tensors, under the names that an engine's loader expects."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+
+from bucketpoint.catalog.catalog import committed_info, latest_checkpoint
+from bucketpoint.catalog.policy_file import read_policy
+from bucketpoint.catalog.restore_candidates import restore_candidates
+from bucketpoint.catalog.run import open_run
+from bucketpoint.dcp.error_boundary import as_failure
+from bucketpoint.errors import LISTED, BucketpointError, CheckpointNotFoundError, MismatchError, first_of
+from bucketpoint.format import keys
+from bucketpoint.integrations.boxes import BoxReader, SavedBox
+from bucketpoint.integrations.promised import Promises
+from bucketpoint.location import Location
+from bucketpoint.retention import Keep, RetentionPolicy
+
+POLICY_VARIABLE = "BUCKETPOINT_POLICY"
+"""Environment variable that names the policy whose rule decides which checkpoint is the best."""
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` before all."""
+
+
+@dataclass(frozen=True)
+class WeightsOptions:
+    """The place and the names of an engine's weights.
+
+    Attributes:
+        url: URL of a checkpoint, or of a run.
+        prefix: start of the names of the weights in the checkpoint, which is left out, such as `model.`.
+        step: of a run: `latest`, `best` by the policy that BUCKETPOINT_POLICY names, or the number of a step.
+        names: names that the engine expects: a JSON file that maps saved names to them, in which `{}` stands for any
+            number; or as `package.module:name` a function that takes the saved tensors by name and returns the
+            engine's. Names that the file lacks stay the same, and null leaves a tensor out.
+        storage_options, cooperative: as for `BucketReader`.
+    """
+
+    url: str
+    prefix: str = ""
+    step: str | int = "latest"
+    names: str | None = None
+    storage_options: Mapping[str, Any] | None = None
+    cooperative: str = "node"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> WeightsOptions:
+        """Check the keys of a configuration. Raises BucketpointError for unknown ones, and without `url`."""
+        known = [field.name for field in fields(cls)]
+        for name in config:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise BucketpointError(
+                    f"{name!r} is no key of the loader's configuration",
+                    remedy=f"Did you mean {near[0]!r}?" if near else f"The keys are {', '.join(known)}",
+                )
+        if not isinstance(config.get("url"), str):
+            raise BucketpointError(
+                "The loader's configuration names no checkpoint", remedy='Add {"url": "s3://bucket/run/step-500"}'
+            )
+        return cls(**config)
+
+
+class Weights:
+    """The weights of one checkpoint, chosen when they are first loaded.
+
+    Args:
+        process_group: ranks that load together; None for this process alone.
+    """
+
+    def __init__(self, options: WeightsOptions, process_group: Any = None) -> None:
+        self.options = options
+        self._group = process_group if process_group is not None and dist.get_world_size(process_group) > 1 else None
+        self.used: set[str] = set()
+        """Keys of the checkpoint that the last load copied or read."""
+
+    @contextmanager
+    def loading(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the promised tensors by the engine's names; at the end of the block everything copied is read.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint.
+            MismatchError: no tensor has the prefix, or two tensors get one name.
+            CorruptDataError: bytes differ from those that were saved; or the checkpoint was replaced meanwhile.
+        """
+        options, group = self.options, self._group
+        url = self._on_first_rank(lambda: _url_of(options))
+        alone = group is None
+        reader = BoxReader(
+            url,
+            storage_options=options.storage_options,
+            cooperative="off" if alone else options.cooperative,
+            process_group=group,
+        )
+        metadata = reader.read_metadata()
+
+        def load(boxes: Sequence[SavedBox], *, last: bool = False, failure: BaseException | None = None) -> None:
+            # Only the last load is a collective call: when the others come depends on each rank's program.
+            if failure is None or not alone:
+                reader.load(boxes, metadata, process_group=group, alone=alone or not last, failure=failure)
+
+        promises = Promises(load)
+        self.used = promises.used
+        with promises.noting():
+            yield self._named(promises, metadata, url)
+
+    def _named(self, promises: Promises, metadata: Metadata, url: str) -> dict[str, torch.Tensor]:
+        saved: dict[str, torch.Tensor] = {}
+        prefix = self.options.prefix
+        entries = metadata.state_dict_metadata
+        mapping, function = _names(self.options.names)
+        for key, entry in entries.items():
+            if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
+                continue
+            if entry.properties.layout is not torch.strided:
+                continue
+            name = mapping(without_wrappers(key[len(prefix) :]))
+            if name in saved:
+                raise MismatchError(f"Two tensors of the checkpoint get the name {name}", url=url, key=key)
+            if name is not None:
+                saved[name] = promises.promise(key, entry.size, entry.properties.dtype)
+        if not saved:
+            raise MismatchError(
+                f"The checkpoint has no tensor below {prefix!r}, but {first_of(list(entries), 5)}",
+                url=url,
+                remedy="Pass the start of the names of the model's tensors as the key prefix",
+            )
+        return saved if function is None else dict(function(saved))
+
+    def _on_first_rank(self, find: Callable[[], str]) -> str:
+        """Call `find` on the first rank of the group; return its result, or raise its error, on all."""
+        if self._group is None:
+            return find()
+        answer: list[Any] = [None]
+        if dist.get_rank(self._group) == 0:
+            try:
+                answer = [find()]
+            except Exception as error:  # noqa: BLE001 (raised on all ranks)
+                answer = [as_failure(error, 0, self.options.url)]
+        dist.broadcast_object_list(answer, group=self._group, group_src=0)
+        if isinstance(answer[0], BaseException):
+            raise answer[0]
+        return str(answer[0])
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a model's tensor without the segments that wrappers of torch add."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def _url_of(options: WeightsOptions) -> str:
+    """Return the URL of the checkpoint."""
+    place = Location.of(options.url, options.storage_options)
+    if options.step == "latest":
+        store, prefix = place.opened
+        if committed_info(store, keys.join(prefix, keys.METADATA)) is not None:
+            return options.url
+        found = latest_checkpoint(place)
+        if found is None:
+            raise CheckpointNotFoundError("There is no whole checkpoint here or below", url=options.url, remedy=LISTED)
+        return found
+    file = os.environ.get(POLICY_VARIABLE)
+    policy = read_policy(file) if file else RetentionPolicy(keep=Keep(latest=1))
+    catalog = open_run(policy, place)
+    which = int(options.step) if str(options.step).isdecimal() else str(options.step)
+    candidates = restore_candidates(catalog, policy, which, None)
+    return catalog.url_of_folder(candidates[0].folder)
+
+
+def _names(text: str | None) -> tuple[Callable[[str], str | None], Any]:
+    """Return the mapping of single names that `names` asks for, and its function over all tensors, if any."""
+    if text is None:
+        return lambda name: name, None
+    if not text.endswith(".json"):
+        try:
+            return lambda name: name, pkgutil.resolve_name(text)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise BucketpointError(
+                f"names is no JSON file, and no function either: {text!r}: {error}",
+                remedy='Pass "names.json", or "package.module:function" of a package on PYTHONPATH',
+            ) from error
+    try:
+        table = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BucketpointError(f"The file of names cannot be read: {error}", key=text) from error
+
+    def mapped(name: str) -> str | None:
+        numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{}", name)
+        if name in table or pattern not in table:
+            return table.get(name, name)  # type: ignore[no-any-return]
+        return None if table[pattern] is None else str(table[pattern]).format(*numbers)
+
+    return mapped, None

@@ -1,0 +1,138 @@
+"""vLLM's models get from a checkpoint in the bucket the parameters that they get from the exported safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bucketpoint import BucketWriter
+
+COMMON = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 514,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**COMMON, "head_dim": 64},
+    "qwen2": {**COMMON, "tie_word_embeddings": True},
+    "mixtral": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def exported(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Write a tiny model of random weights as vLLM reads it from a disk, and return its tensors."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> str:
+    """Save the tensors as a training program does: below `model`, beside an optimizer. Return the URL of the run."""
+    state = {"model": weights, "optim": {"state": {name: {"exp_avg": w.float()} for name, w in weights.items()}}}
+    dcp.save(state, checkpoint_id=f"file://{folder}/step-7", storage_writer=BucketWriter(), no_dist=True)
+    return f"file://{folder}"
+
+
+def run(world: int, folder: Path, **arguments: Any) -> list[Any]:
+    """Run the workers, and return what each wrote. Raises with the end of the log of the first that failed."""
+    program, results, workers = Path(__file__).with_name("worker.py"), [], []
+    folder.mkdir()
+    for rank in range(world if "generate" not in arguments else 1):
+        out = folder / f"{rank}"
+        given = {**arguments, "out": str(out), "skip_tokenizer_init": True}
+        if "generate" not in arguments:
+            given["place"] = str(folder / "meeting")
+        environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        environ |= {"VLLM_DIST_IDENT": folder.name, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        with (folder / f"{rank}.log").open("wb") as log:
+            command = [sys.executable, str(program), json.dumps(given)]
+            workers.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
+        results.append(out)
+    codes = [worker.wait(500) for worker in workers]
+    for rank, code in enumerate(codes):
+        assert code == 0, (folder / f"{rank}.log").read_text()[-4000:]
+    return [json.loads(out.read_text()) if "generate" in arguments else torch.load(out) for out in results]
+
+
+def ours(url: str, **config: Any) -> dict[str, Any]:
+    extra = {"url": url, "prefix": "model.", **config}
+    return {"load_format": "bucketpoint", "model_loader_extra_config": extra}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "dtype"),
+    [
+        ("llama", 1, "bfloat16"),
+        ("llama", 2, "bfloat16"),
+        ("llama", 2, "float32"),
+        ("qwen2", 2, "bfloat16"),
+        ("mixtral", 2, "bfloat16"),
+    ],
+)
+def test_gives_every_parameter_as_the_exported_model_does(tmp_path: Path, kind: str, world: int, dtype: str) -> None:
+    weights = exported(tmp_path / "exported", kind)
+    url = checkpoint(tmp_path / "run", weights)
+    model = {"model": str(tmp_path / "exported"), "dtype": dtype}
+    expected = run(world, tmp_path / "theirs", load_format="safetensors", **model)
+    loaded = run(world, tmp_path / "ours", **ours(url), **model)
+    for rank in range(world):
+        theirs, own = expected[rank]["parameters"], loaded[rank]["parameters"]
+        assert theirs.keys() == own.keys()
+        assert [name for name in own if not torch.equal(own[name], theirs[name])] == []
+    assert sum(result["read"] for result in loaded) <= 1.02 * sum(tensor.nbytes for tensor in weights.values())
+
+
+def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path) -> None:
+    weights = exported(tmp_path / "exported", "llama")
+    model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
+    lacking = {name: tensor for name, tensor in weights.items() if not name.endswith("0.mlp.down_proj.weight")}
+    url = checkpoint(tmp_path / "lacking", lacking)
+    with pytest.raises(AssertionError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.weight .*1\.mlp\.down_proj"):
+        run(1, tmp_path / "one", **ours(url), **model)
+    url = checkpoint(tmp_path / "surplus", {**weights, "model.layers.0.mlp.down_projection.weight": torch.ones(2)})
+    with pytest.raises(AssertionError, match=r"refuses .*nearest names of the model are .*0\.mlp\.down_proj\.weight"):
+        run(1, tmp_path / "two", **ours(url), **model)
+    url = checkpoint(tmp_path / "damaged", weights)
+    for path in (tmp_path / "damaged").rglob("*.distcp"):
+        data, times = bytearray(path.read_bytes()), path.stat()
+        at = bytes(data).find(weights["lm_head.weight"].view(torch.uint8).numpy().tobytes())
+        if at >= 0:
+            data[at + 9] ^= 1
+            path.write_bytes(data)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(AssertionError, match=r"CorruptDataError.*lm_head\.weight"):
+        run(1, tmp_path / "three", **ours(url), **model)
+    with pytest.raises(AssertionError, match="Did you mean 'prefix'"):
+        run(1, tmp_path / "four", **ours(url, prefx="model."), **model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_generates_the_tokens_of_the_exported_model(tmp_path: Path, world: int) -> None:
+    weights = exported(tmp_path / "exported", "llama")
+    # Larger weights, so that the tokens depend on them.
+    weights = {name: tensor * 8 if "norm" not in name else tensor for name, tensor in weights.items()}
+    save_file(weights, tmp_path / "exported" / "model.safetensors", {"format": "pt"})
+    url = checkpoint(tmp_path / "run", weights)
+    model = {"model": str(tmp_path / "exported"), "dtype": "float32", "generate": True}
+    expected = run(world, tmp_path / "theirs", load_format="safetensors", **model)
+    assert len(set(expected[0])) > 2
+    assert run(world, tmp_path / "ours", **ours(url), **model) == expected

@@ -1,0 +1,72 @@
+"""Program of one worker: loads a model with vLLM's loader and writes its parameters, or generates tokens.
+
+Arguments: a JSON object with `model`, `out`, and arguments of vLLM's `EngineArgs`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bucketpoint.stores.local import LocalStore
+
+read_bytes = 0
+
+
+def count_reads() -> None:
+    lock, read_into = threading.Lock(), LocalStore.read_into
+
+    def counting(self: Any, key: str, offset: int, buffers: Any, **kwargs: Any) -> None:
+        global read_bytes
+        with lock:
+            read_bytes += sum(len(view) for view in buffers)
+        read_into(self, key, offset, buffers, **kwargs)
+
+    LocalStore.read_into = counting  # type: ignore[method-assign]
+
+
+def parameters(arguments: dict[str, Any], place: str) -> dict[str, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = EngineArgs(**arguments, tensor_parallel_size=world, enforce_eager=True).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(world, rank, f"file://{place}", local_rank=rank, backend="gloo")
+        initialize_model_parallel(world)
+        # Without the last step of `load_model`, in which layers of a CPU replace their parameters by packed ones.
+        loader = get_model_loader(config.load_config)
+        with set_default_torch_dtype(config.model_config.dtype):
+            with torch.device("cpu"):
+                model = loader.create_model(config, config.model_config)
+            loader.load_weights(model, config.model_config)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def tokens(arguments: dict[str, Any], world: int) -> list[int]:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(**arguments, tensor_parallel_size=world, enforce_eager=True, max_model_len=64, max_num_seqs=1)
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    (result,) = engine.generate([{"prompt_token_ids": [3, 14, 15, 92]}], sampling)
+    return list(result.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.argv[1])
+    out = Path(arguments.pop("out"))
+    if arguments.pop("generate", False):
+        out.write_text(json.dumps(tokens(arguments, int(os.environ["WORLD_SIZE"]))))
+    else:
+        count_reads()
+        place = arguments.pop("place")
+        torch.save({"parameters": parameters(arguments, place), "read": read_bytes}, out)
