@@ -38,7 +38,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """Errors of filesystems that cannot sync folders, such as some on FUSE."""
 
 
-_SPACE = "Delete checkpoints (`bucketpoint prune`), or save to another folder"
+_SPACE = "A prune needs some for its notes: delete one checkpoint's folder by hand, then run `bucketpoint prune`"
 REMEDIES = {
     errno.ENOSPC: f"Free space on the disk. {_SPACE}",
     errno.EDQUOT: f"The quota of the user or the project is used up. {_SPACE}",

@@ -77,7 +77,7 @@ _KEY = (
 _SIGNATURE = "The secret key is not that of the access key ID, or a proxy changed the request: check both keys"
 _CLOCK = "Set this machine's clock, which is more than 15 minutes from the store's: `timedatectl`, or its NTP service"
 _QUOTA = (
-    "The quota of the bucket or the user, or the disk of the store, is full: raise the quota, or delete checkpoints"
+    "The store is full, or a quota used up: raise it; or delete one checkpoint's folder with another tool, then prune"
 )
 _SMALLER = "Send smaller parts with TransferOptions(part_bytes=...), or raise the limit on requests"
 _ARCHIVED = (
