@@ -174,7 +174,11 @@ def test_says_in_an_error_what_where_and_what_to_do_without_a_traceback(tmp_path
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["lss"], "Did you mean 'ls'?"), (["prune", "s3://bucket/run"], "is a URL: pass the policy's file")],
+    [
+        (["lss"], "Did you mean 'ls'?"),
+        (["prune", "s3://bucket/run"], "is not a file: pass"),
+        (["prune", "/tmp"], "/tmp is not a file: pass"),
+    ],
 )
 def test_names_what_was_meant_in_place_of_a_wrong_word(program: Program, arguments: list[str], said: str) -> None:
     done = program(*arguments)

@@ -255,6 +255,7 @@ def test_takes_a_step_in_every_form_in_every_command(program: Program, tmp_path:
     assert program("diff", root, "1", "latest", "--json").json["b"]["url"] == f"{root}/step-3"
     assert program("rollback", f"{root}/step-1", "--dry-run", "--json").json["step"] == 1
     assert program("undo", root, "1", "2").out == "step 1 has no tombstone\nstep 2 has no tombstone\n"
+    assert program("undo", root, "4").out == "step 4 has no checkpoint: a deletion cannot be undone\n"
     assert program("report", root, "latest", "accuracy=1").code == 0
     refused = program("show", root, "best")
     assert (refused.code, "the run has accuracy, loss\n" in refused.err) == (2, True), refused.err

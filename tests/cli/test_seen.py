@@ -114,7 +114,7 @@ def test_lists_a_run_that_has_only_begun(program: Program, tmp_path: Path) -> No
     assert done.out.endswith("has no committed checkpoint; --all lists saves that are under way or died\n")
     first, *saves = program("ls", str(tmp_path / "run"), "--all").out.splitlines()
     assert first == f"{tmp_path}/run has no committed checkpoint"
-    assert [save.startswith("step 6: a save began 20") for save in saves] == [True]
+    assert [save.startswith("a save of step 6 began 20") for save in saves] == [True]
 
 
 def test_lists_saves_with_and_without_a_log(program: Program, mixed: str) -> None:

@@ -99,7 +99,7 @@ def test_says_what_keeps_each_under_a_policy_and_what_the_next_prune_does(progra
     assert re.search(r"^50 .*  kept by latest: 2$", said, re.MULTILINE)
     assert re.search(r"^20 .*  kept by best: eval/loss min 1$", said, re.MULTILINE)
     assert re.search(r"^30 .*  kept by no rule$", said, re.MULTILINE)
-    assert "the next prune, after the next save:\n  step 10, 30: tombstones, deleted 1 h later\n" in said
+    assert "the next prune, after the next save:\n  step 10, 30: to get a tombstone, deleted 1 h later\n" in said
     program("prune", str(file))
     said = program("watch", root, "--policy", str(file)).out
     assert re.search(r"^  step 10, 30: deleted after 20.* UTC, in 59 min \d+ s$", said, re.MULTILINE)
@@ -197,7 +197,9 @@ def test_sees_an_attempt_on_every_store_and_counts_its_own_objects(program: Prog
     begin(root, 30)
     found = program("watch", root, "--json").json
     assert [(one["step"], one["objects"], one["bytes"]) for one in found["attempts"]] == [(30, 0, 0), (20, 2, 300)]
-    assert "no whole object is in the store yet" in program("watch", root).out
+    said = program("watch", root).out
+    assert "no whole object is in the store yet" in said
+    assert "\na save of step 20 is not committed: began" in said  # step 20 is in the table, committed
 
 
 def test_counts_the_objects_of_two_saves_to_one_folder_apart(program: Program, tmp_path: Path) -> None:

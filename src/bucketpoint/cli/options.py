@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +29,11 @@ _WHICH = re.compile(r"[0-9]{1,16}|latest|best(:.+)?", re.ASCII)
 
 
 class PolicyFile(click.Path):
-    """The file of a policy: a URL in its place is that of a run."""
+    """The file of a policy: a URL or folder in its place is that of a run."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if "://" in str(value):
-            self.fail(f"{value} is a URL: pass the policy's file, which names the run by `root:`", param, ctx)
+        if "://" in str(value) or os.path.isdir(value):
+            self.fail(f"{value} is not a file: pass the policy's file, in which `root:` names the run", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -115,7 +115,7 @@ def attempt_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
     dead = []
     for save in document["attempts"]:
         if save["live"]:
-            yield f"step {save['step']} is not committed: {progress(save, document['newest'], now)}"
+            yield f"a save of step {save['step']} is not committed: {progress(save, document['newest'], now)}"
         else:
             dead.append(save["step"])
     if dead:
@@ -195,7 +195,7 @@ def prune_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
             freed = f", {text.size(sum(one['bytes'] for one in ready))}" if action == "delete" else ""
             yield f"  {_steps(ready)}: {done}{freed}"
         if marked:
-            yield f"  {_steps(marked)}: tombstones, {done} {duration(policy['grace_s'])} later"
+            yield f"  {_steps(marked)}: to get a tombstone, {done} {duration(policy['grace_s'])} later"
     if policy["withdrawn"]:
         yield f"  {_steps(policy['withdrawn'])}: the tombstone is withdrawn"
     if not (waiting or tombstones or policy["withdrawn"]):

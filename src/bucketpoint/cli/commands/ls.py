@@ -91,7 +91,7 @@ def _lines(document: dict[str, Any], now: float) -> Iterator[str]:
         yield from unrecorded_lines(document["arguments"], [row["step"] for row in rows if not row["recorded"]])
     yield from gone_lines(document["arguments"], document["gone"])
     for save in document.get("attempts", ()):
-        yield f"step {save['step']}: a save began {text.when(save['started'])} and has not committed"
+        yield f"a save of step {save['step']} began {text.when(save['started'])} and has not committed"
 
 
 def unrecorded_lines(arguments: str, steps: Sequence[int]) -> Iterator[str]:

@@ -53,11 +53,16 @@ def undo(catalog: Catalog, steps: Sequence[int]) -> CommandResult:
 
     The next prune decides again about the steps: pin those to keep. Exits with 1 if a step has no tombstone.
     """
+    from bucketpoint.catalog import notes
     from bucketpoint.catalog.deletion import state
 
     counts = {step: state.undo(catalog, step) for step in steps}
     lines = [
-        f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
+        f"the tombstone of step {step} is withdrawn"
+        if count
+        else f"step {step} has no tombstone"
+        if notes.has_checkpoint(catalog, step)
+        else f"step {step} has no checkpoint: a deletion cannot be undone"
         for step, count in counts.items()
     ]
     document = {"step": steps[0], "steps": steps, "undone": sum(counts.values())}

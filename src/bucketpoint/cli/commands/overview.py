@@ -101,6 +101,8 @@ def overview(
     plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
     costs = _costs(snapshot, plan, price)
     requests = _requests(described["newest"], described["interval_s"], request_price)
+    if "://" not in catalog.url or catalog.url.startswith("file:"):
+        requests = None  # those to a local folder cost nothing
     rows = [
         (_TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"])
         for name, part in costs.items()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 )
 @checkpoint_argument
 def rm(place: Location, dry_run: bool, yes: bool, force: bool) -> CommandResult:
-    """Delete one checkpoint. Asks for confirmation first.
+    """Delete one checkpoint at once, without a grace period. Asks for confirmation first.
 
     The checkpoint may have a record or none, and any writer may have saved it. Deletes as a prune does: first the
     commit, and then only objects that the commit named. Exits with 1 if the deletion is refused, if the answer is no,

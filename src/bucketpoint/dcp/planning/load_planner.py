@@ -300,8 +300,8 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
     if by_rank:
         ranks = ", ".join(map(str, saved_ranks(metadata, by_rank[0]))) or "none"
         remedies.append(
-            f"{by_rank[0]} was saved by ranks: {ranks}. saved_ranks(metadata, {by_rank[0]!r}) returns these ranks, and "
-            "rank_state(value, rank) loads the value of one of them"
+            f"{by_rank[0]} was saved by ranks: {ranks}. Leave it out of the state, and read these values "
+            f"with bucketpoint.load(url, keys={by_rank[0]!r})"
         )
     if any(rank_state_name(fqn) is None for fqn in lacking):
         remedies.append(
