@@ -88,8 +88,8 @@ def _missing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "named", "remedy"),
     [
-        (_lacks, "v of one.safetensors", "of one save"),
-        (_too_many, "names one.safetensors", "of one save"),
+        (_lacks, "v of one.safetensors", "from one save"),
+        (_too_many, "names one.safetensors", "from one save"),
         (_missing, "three.safetensors, two.safetensors", "missing files beside the index"),
     ],
 )

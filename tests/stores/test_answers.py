@@ -164,7 +164,7 @@ ROWS: list[tuple[Any, str, int, str, str, type[StoreError], str]] = [
     (gcs, "objects.delete", 403, "objectUnderActiveHold", "", AccessDeniedError, "hold"),
     (gcs, "objects.insert", 403, "accountDisabled", "", AccessDeniedError, "billing"),
     (gcs, "objects.get", 403, "vpcServiceControls", "", AccessDeniedError, "perimeter"),
-    (gcs, "objects.get", 403, "notYetKnown", "", AccessDeniedError, "the code"),
+    (gcs, "objects.get", 403, "notYetKnown", "", AccessDeniedError, "The code"),
     (gcs, "objects.insert", 400, "cloudKmsDisabledKey", "", StoreError, "cloudkms"),
     (gcs, "objects.insert", 412, "orgPolicyConstraintFailed", "IfMatch", AccessDeniedError, "organisation"),
     (gcs, "objects.insert", 412, "conditionNotMet", "IfMatch", PreconditionFailedError, ""),

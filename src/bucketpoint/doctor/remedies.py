@@ -51,7 +51,7 @@ def lack_of_conditions(store: Store) -> str:
 def without_conditions(store: Store) -> str:
     """Return the text that explains saves without conditional writes, and the option to set if they rely on them."""
     if isinstance(store, S3Store) and store.capabilities.conditional_put:
-        return f'Say {{"conditional_puts": false}} in storage_options: then {_WITHOUT_CONDITIONS}'
+        return f'Set {{"conditional_puts": false}} in storage_options: then {_WITHOUT_CONDITIONS}'
     return _WITHOUT_CONDITIONS[0].upper() + _WITHOUT_CONDITIONS[1:]
 
 

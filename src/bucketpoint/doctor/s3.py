@@ -101,10 +101,10 @@ def _remedy(named: S3Service | None, features: Mapping[str, bool], differ: list[
         if all(getattr(service, name) == does for name, does in features.items())
     ]
     if named is not None and named.name in fitting:
-        return f'Say {{"service": "{named.name}"}} in storage_options'
+        return f'Set {{"service": "{named.name}"}} in storage_options'
     options = [f'"{_OPTIONS[name]}": {str(features[name]).lower()}' for name in differ if name in _OPTIONS]
     if options:
         return f"Set {{{', '.join(options)}}} in storage_options"
     if fitting:
-        return f'Say {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} does the same'
+        return f'Set {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} does the same'
     return "Uploads that cannot be listed by prefix cannot be swept: use a lifecycle rule"
