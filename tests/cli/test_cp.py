@@ -381,7 +381,7 @@ def test_takes_options_for_each_side(minio: S3Server, moto: S3Server, tmp_path: 
         for name, value in (("key", server.key), ("secret", server.secret), ("endpoint_url", server.endpoint)):
             sides += [flag, f"{name}={value}"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bucketpoint.cli", "cp", f"s3://{here}/a", f"s3://{there}/a", *sides],
+        [sys.executable, "-W", "ignore", "-m", "bucketpoint", "cp", f"s3://{here}/a", f"s3://{there}/a", *sides],
         capture_output=True,
         text=True,
         check=False,

@@ -30,7 +30,7 @@ from kit.servers import S3Server
 def shell(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The program as a person starts it."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bucketpoint.cli", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "bucketpoint", *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -129,7 +129,7 @@ def test_exits_with_a_code_of_its_own_if_the_output_is_lost(
 def test_writes_nothing_behind_an_output_that_is_lost() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "bucketpoint.cli", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "bucketpoint", "--version"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (74, "Error: The output cannot be written: No space left on device\n")
 

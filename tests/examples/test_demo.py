@@ -19,6 +19,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Programs that a shell starts in the background ignore Ctrl-C, and so would these tests' programs.
+CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
 
 @contextmanager
 def interrupted(tmp_path: Path, *command: str, stdin: int, until: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -27,6 +30,7 @@ def interrupted(tmp_path: Path, *command: str, stdin: int, until: str) -> Iterat
     Afterwards it gets Ctrl-C, must end well, and must have left no server and no file.
     """
     env = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = (sys.executable, "-c", CTRL_C, *command)
     with subprocess.Popen(command, env=env, stdin=stdin, stdout=subprocess.PIPE, text=True) as process:
         try:
             lines: list[str] = []

@@ -1,0 +1,5 @@
+"""`python -m bucketpoint`: the program, for environments in which its script is not on the PATH."""
+
+from bucketpoint.cli.app import main
+
+main()

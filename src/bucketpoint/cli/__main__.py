@@ -1,5 +1,0 @@
-"""`python -m bucketpoint.cli`: the program, for environments in which its script is not on the PATH."""
-
-from bucketpoint.cli.app import main
-
-main()
