@@ -299,8 +299,8 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-vllm .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .venv-demo .cache
-	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-vllm .venv-megatron .venv-tracking .venv-site .venv-torch-checkpointing .venv-fsspec .venv-dist .venv-sbom .venv-demo .cache
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist .dist-again
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/$(STAMP): pyproject.toml tools/make_env.py

@@ -57,8 +57,8 @@ def running_proxy(
     command += ["--port", str(port), "--cert", str(cert), "--key", str(key), "--log-dir", str(log_dir)]
     command += ["--delay", str(wire.delay_s), "--rate", str(wire.bytes_per_s)]
     command += ["--total-rate", str(wire.total_bytes_per_s)]
-    # The kit lies beside the tests, which this process has on its path, and a new one has not.
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent / "tests")}
+    # The kit lies beside the tests, which this process has on its path.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     processes = [subprocess.Popen(command, env=env) for _ in range(workers)]
     try:
         _wait_for_port(port)

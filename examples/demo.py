@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tools"))
 
 import get_minio  # noqa: E402
-from local_bucket import BUCKET, PORT, local_bucket  # noqa: E402
+from local_bucket import BUCKET, SPOILERS, local_bucket  # noqa: E402
 from slow_network import SlowNetwork, Traffic  # noqa: E402
 
 STEPS, SAVE_EVERY, KILL_AT = 40, 8, 24
@@ -49,6 +49,9 @@ STOP_SECONDS = 30
 
 def main() -> int:
     args = parse_args()
+    # The end of the terminal, and `kill`, are to leave nothing behind either.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     with store(args.url) as at, tempfile.TemporaryDirectory(prefix="bucketpoint-demo-") as folder:
         good = show(at, Path(folder))
         leave(at)
@@ -115,13 +118,16 @@ def store(url: str | None) -> Iterator[Bucket]:
         yield at
         return
     with (
-        local_bucket(PORT, minio=get_minio.find()) as local,
+        local_bucket(get_minio.find()) as local,
         SlowNetwork(urlsplit(local.endpoint).port or 80, UPLOAD_BYTES_PER_SECOND) as network,
     ):
+        exports = local.exports()
+        for name in SPOILERS:
+            os.environ.pop(name, None)
         # This process looks into the bucket past the slow network, so that what is counted is the training's alone.
         os.environ.update(local.env | {"AWS_ENDPOINT_URL": network.endpoint, "NO_PROXY": "127.0.0.1,localhost"})
         say(f"{local.kind} on {local.endpoint}, behind a network that uploads {UPLOAD_BYTES_PER_SECOND / 1e6:g} MB/s")
-        yield Bucket(f"s3://{BUCKET}/gpt", boto3.client("s3", endpoint_url=local.endpoint), network, local.exports())
+        yield Bucket(f"s3://{BUCKET}/gpt", boto3.client("s3", endpoint_url=local.endpoint), network, exports)
 
 
 def leave(at: Bucket) -> None:

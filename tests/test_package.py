@@ -30,6 +30,18 @@ def test_imports_nothing_large_with_the_package() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_imports_no_feature_that_is_off_with_a_plain_save_and_load(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, torch.distributed.checkpoint as dcp, bucketpoint\n"
+        "dcp.save({'w': torch.ones(8)}, checkpoint_id=sys.argv[1], storage_writer=bucketpoint.BucketWriter())\n"
+        "dcp.load({'w': torch.ones(8)}, checkpoint_id=sys.argv[1], storage_reader=bucketpoint.BucketReader())\n"
+        f"print([name for name in {OFF!r} if name in sys.modules])"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "step-1")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("name", bucketpoint.__all__)
 def test_lists_every_public_name_and_has_it(name: str) -> None:
     assert getattr(bucketpoint, name) is not None

@@ -20,10 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# The folder of the kit itself would put its `http` before the standard library's.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
 import get_minio
 import get_uv
+from kit.supervise import supervised
 
-SUPERVISE = Path(__file__).resolve().parent.parent / "tests" / "kit" / "supervise.py"
 BUCKET = "checkpoints"
 PORT = 9000
 """MinIO's own, and that of the documents."""
@@ -32,10 +35,11 @@ MOTO = ("moto[s3]>=5.1", "flask", "flask-cors")
 """What moto's server of S3 needs; its extra `server` has 60 packages for other services."""
 
 START_S = 120
-STOP_S = 15
 
 # Settings of the user's own servers and accounts must not reach this one.
 SETTINGS = ("AWS_", "MINIO_", "MOTO_")
+SPOILERS = ("AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")
+"""Variables of other accounts that count more than those of `env`, or are sent with them and refused."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,18 @@ class LocalBucket:
         }
 
     def exports(self) -> str:
-        return "\n".join(f"  export {name}={value}" for name, value in self.env.items())
+        """Return the lines to type in another shell, which probably has this one's variables."""
+        spoilers = [name for name in SPOILERS if name in os.environ]
+        lines = [f"  unset {' '.join(spoilers)}"] if spoilers else []
+        return "\n".join([*lines, *(f"  export {name}={value}" for name, value in self.env.items())])
 
 
 @contextlib.contextmanager
-def local_bucket(port: int = 0, *, minio: Path | None = None) -> Iterator[LocalBucket]:
-    """Run MinIO, or moto without it, on a temporary folder and on 127.0.0.1 only; a port that is taken is not used."""
-    port = _free(port) or _free(0)
+def local_bucket(minio: Path | None) -> Iterator[LocalBucket]:
+    """Run MinIO, or moto without it, on a temporary folder and on 127.0.0.1 only, and on PORT if that is free."""
+    # Before there is a folder to delete: this may take minutes, or end the program.
+    python = [] if minio else _moto()
+    port = _free(PORT) or _free(0)
     # The supervisor deletes the folder, also if this process is killed.
     scratch = Path(tempfile.mkdtemp(prefix="bucketpoint-bucket-"))
     found = LocalBucket("MinIO" if minio else "moto", f"http://127.0.0.1:{port}", "bucketpoint", secrets.token_hex(16))
@@ -78,27 +87,10 @@ def local_bucket(port: int = 0, *, minio: Path | None = None) -> Iterator[LocalB
         environment |= {"MINIO_ROOT_USER": found.key, "MINIO_ROOT_PASSWORD": found.secret}
         environment |= {"MINIO_BROWSER": "off", "MINIO_UPDATE": "off", "MINIO_CI_CD": "1", "HOME": str(scratch)}
     else:
-        command = [*_moto(), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with (scratch / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(SUPERVISE), str(scratch), *command],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process only, which ends the server
-        )
-    try:
+        command = [*python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with (scratch / "log").open("wb") as log, supervised(scratch, command, environment, log) as process:
         _wait(found, process, scratch / "log")
         yield found
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _free(port: int) -> int:
@@ -143,7 +135,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with local_bucket(PORT, minio=None if args.moto else get_minio.obtain(build=False)) as found:
+        with local_bucket(None if args.moto else get_minio.obtain(build=False)) as found:
             print(f"{found.kind} runs with an empty bucket, s3://{BUCKET}, until Ctrl-C, which deletes it.")
             print(f"In another shell:\n\n{found.exports()}\n\n  bucketpoint doctor s3://{BUCKET}/run", flush=True)
             signal.pause()

@@ -1,7 +1,7 @@
 """Writes `dist/bucketpoint-VERSION.cdx.json`: what an installation of the wheel with the extra `all` has, as CycloneDX.
 
-The wheel of `dist/` is installed into an environment of its own, with the newest versions that the index has, and
-cyclonedx-py lists it. `make dist` calls this.
+The wheel of `dist/` is installed into an environment of its own, with the newest versions that the index has, or
+those of UV_CONSTRAINT in a release, and cyclonedx-py lists it. `make dist` calls this.
 """
 
 from __future__ import annotations

@@ -73,6 +73,27 @@ def test_copies_a_folder_of_safetensors_whole_and_back(program: Program, tmp_pat
     assert program("cp", bucket, str(back), "--overwrite").code == 0
 
 
+@pytest.mark.parametrize("root", ["minio"], indirect=True)
+def test_passes_over_markers_of_folders_that_consoles_make(root: str, program: Program, tmp_path: Path) -> None:
+    """Such an object, empty and with a "/" at the end, is neither a file of a model nor another's content."""
+    store, prefix = open_store(root)
+    for key, data in (("model/", b""), ("model/model.safetensors", b"w"), ("target/", b""), ("target/new/", b"")):
+        store.put(f"{prefix}/{key}", [memoryview(data)])
+    assert program("cp", f"{root}/model", str(tmp_path / "hub"), "--json").json["files"] == 1
+    save(str(tmp_path / "a"))
+    assert program("cp", str(tmp_path / "a"), f"{root}/target").code == 0
+    loads(f"{root}/target")
+
+
+def test_does_not_copy_a_run_as_files_because_an_export_lies_beside_it(program: Program, tmp_path: Path) -> None:
+    """The copy would be a run whose checkpoints were never committed there."""
+    save(str(tmp_path / "run/step-1"))
+    (tmp_path / "run/model.safetensors").write_bytes(b"w")
+    done = program("cp", str(tmp_path / "run"), "memory://beside/run", "--json")
+    assert done.json["error"]["kind"] == "CheckpointNotFoundError"
+    assert contents("memory://beside/run") == {}
+
+
 @pytest.mark.parametrize("there", ["same", "file", "memory"])
 def test_copies_a_checkpoint_that_loads_and_is_pinned_where_it_lies(
     root: str, tmp_path: Path, program: Program, there: str

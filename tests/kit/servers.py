@@ -25,10 +25,10 @@ import botocore.session
 from botocore.config import Config
 
 from bucketpoint.errors import BucketpointError
+from kit.supervise import supervised
 
 REGION = "us-east-1"
 START_TIMEOUT_S = 60
-STOP_TIMEOUT_S = 15
 START_ATTEMPTS = 3
 SUPERVISE = Path(__file__).with_name("supervise.py")
 
@@ -229,31 +229,17 @@ def _running(command: Command, env: dict[str, str]) -> Iterator[tuple[Path, int,
         # The supervisor deletes the directory as well, in case this process is killed.
         scratch = Path(tempfile.mkdtemp(prefix="bucketpoint-server-"))
         port = free_port()
-        with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(
-                [sys.executable, str(SUPERVISE), str(scratch), *command(scratch, port)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**inherited, "HOME": str(scratch), **env},
-                # Ctrl-C at the terminal must reach pytest only; the server ends when the fixture does.
-                start_new_session=True,
-            )
-            try:
-                if _wait_until_listening(process, port):
-                    yield scratch, port, process.pid
-                    return
-                if attempt == START_ATTEMPTS - 1:
-                    log.seek(0)
-                    raise RuntimeError(f"the server did not start: {log.read()[-2000:].decode(errors='replace')}")
-            finally:
-                assert process.stdin is not None
-                process.stdin.close()
-                try:
-                    process.wait(STOP_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        settings = {**inherited, "HOME": str(scratch), **env}
+        with (
+            tempfile.TemporaryFile() as log,
+            supervised(scratch, command(scratch, port), settings, log) as process,
+        ):
+            if _wait_until_listening(process, port):
+                yield scratch, port, process.pid
+                return
+            if attempt == START_ATTEMPTS - 1:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start: {log.read()[-2000:].decode(errors='replace')}")
 
 
 def free_port() -> int:

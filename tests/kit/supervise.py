@@ -10,8 +10,39 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 GRACE_S = 5
+STOP_S = 15
+
+
+@contextmanager
+def supervised(
+    scratch: Path, command: list[str], env: Mapping[str, str], log: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server, and end it and delete its directory with the block."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(scratch), *command],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=env,
+        # Ctrl-C at the terminal reaches the caller only, which ends the server.
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def main(scratch: str, command: list[str]) -> int:

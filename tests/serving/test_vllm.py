@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,12 @@ def checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> str:
 def run(world: int, folder: Path, **arguments: Any) -> list[Any]:
     """Run the workers, and return what each wrote. Raises with the end of the log of the first that failed."""
     program, results, workers = Path(__file__).with_name("worker.py"), [], []
+    generate = "generate" in arguments
     folder.mkdir()
-    for rank in range(world if "generate" not in arguments else 1):
+    for rank in range(1 if generate else world):
         out = folder / f"{rank}"
         given = {**arguments, "out": str(out), "skip_tokenizer_init": True}
-        if "generate" not in arguments:
+        if not generate:
             given["place"] = str(folder / "meeting")
         environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
         environ |= {"VLLM_DIST_IDENT": f"{folder.name}-{os.getpid()}", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -67,10 +69,21 @@ def run(world: int, folder: Path, **arguments: Any) -> list[Any]:
             command = [sys.executable, str(program), json.dumps(given)]
             workers.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
         results.append(out)
-    codes = [worker.wait(500) for worker in workers]
-    for rank, code in enumerate(codes):
-        assert code == 0, (folder / f"{rank}.log").read_text()[-4000:]
-    return [json.loads(out.read_text()) if "generate" in arguments else torch.load(out) for out in results]
+    until = time.monotonic() + 500
+    try:
+        # A rank whose peer has failed waits for it.
+        while time.monotonic() < until and {worker.poll() for worker in workers} <= {0, None}:
+            if all(worker.poll() == 0 for worker in workers):
+                break
+            time.sleep(0.1)
+    finally:
+        codes = [worker.poll() for worker in workers]
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    failed = [rank for rank, code in enumerate(codes) if code] or [rank for rank, code in enumerate(codes) if code != 0]
+    assert not failed, (folder / f"{failed[0]}.log").read_text()[-4000:]
+    return [json.loads(out.read_text()) if generate else torch.load(out) for out in results]
 
 
 def ours(url: str, **config: Any) -> dict[str, Any]:

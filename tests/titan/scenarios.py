@@ -9,7 +9,8 @@ from typing import Any
 
 def policies(configs: list[dict[str, Any]], variable: str | None = None) -> list[dict[str, Any]]:
     """The policies that options of torchtitan's stand for."""
-    from bucketpoint.integrations.torchtitan import POLICY_VARIABLE, _policy_of
+    from bucketpoint.catalog.policy_file import POLICY_VARIABLE
+    from bucketpoint.integrations.torchtitan import _policy_of
     from titan.cpu import BucketpointManager
 
     os.environ.pop(POLICY_VARIABLE, None)

@@ -21,6 +21,7 @@ from bucketpoint.catalog.records import metadata_record
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
+from bucketpoint.stores import delete_all
 
 MAX_METRIC_NAME_BYTES = 120
 
@@ -125,7 +126,8 @@ def pin(
     Raises:
         GoneError: the deletion of the checkpoint has begun. Nothing is pinned.
     """
-    identity = os.urandom(4).hex()
+    # A letter first: an id of digits alone would read as a step in `pin ROOT STEP ID --remove`.
+    identity = f"p{os.urandom(4).hex()}"
     end = "" if expires is None else catalog_keys.milliseconds(expires)
     body = {"reason": reason, "author": author or _author(), "pinned": catalog.clock()}
     _hold(catalog, NoteKey(step, catalog_keys.PIN, (identity, end)), json.dumps(body, sort_keys=True).encode())
@@ -135,7 +137,7 @@ def pin(
 def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (what the pin calls it)
     """Remove one pin of a step, or all of them. Return the number of removed pins."""
     keys = [pin.key for pin in catalog.snapshot().notes.pins if pin.step == step and id in (None, pin.id)]
-    _delete(catalog, keys)
+    delete_all(catalog.store, keys)
     return len(keys)
 
 
@@ -166,7 +168,8 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
 
 def release(catalog: Catalog, step: int, holder: str) -> None:
     """End a holder's lease on a step."""
-    _delete(catalog, [one.key for one in catalog.snapshot().notes.leases if (one.step, one.holder) == (step, holder)])
+    leases = catalog.snapshot().notes.leases
+    delete_all(catalog.store, [one.key for one in leases if (one.step, one.holder) == (step, holder)])
 
 
 def note_restored(catalog: Catalog, step: int) -> None:
@@ -186,7 +189,7 @@ def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
     try:
         undo(catalog, note.step)
     except GoneError:
-        _delete(catalog, [key])
+        delete_all(catalog.store, [key])
         raise
 
 
@@ -194,14 +197,6 @@ def _put(catalog: Catalog, note: NoteKey, body: bytes = b"") -> str:
     key = catalog.own_key(catalog_keys.NOTES, note.name())
     catalog.write(key, body)
     return key
-
-
-def _delete(catalog: Catalog, keys: list[str]) -> None:
-    failures = catalog.store.delete(keys)
-    if failures:
-        raise StoreError(
-            f"The store did not delete a note: {failures[0].code} {failures[0].message}", key=failures[0].key
-        )
 
 
 def _metric_name(name: str) -> str:

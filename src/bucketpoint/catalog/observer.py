@@ -131,7 +131,11 @@ class Observer:
         found: list[Checkpoint | None] = []
         if unknown := sorted(folders - known.keys()):
             for_each(unknown, lambda folder: found.append(self.catalog.unrecorded(folder)), TransferOptions())
-        self._commits = {**known, **{one.folder: one for one in sized(self.catalog, filter(None, found))}}
+        there = [one for one in found if one is not None]
+        same = [former for one in there if (former := self._commits.get(one.folder)) and _same_commit(former, one)]
+        known |= {one.folder: one for one in same}
+        new = sized(self.catalog, [one for one in there if one.folder not in known])
+        self._commits = known | {one.folder: one for one in new}
         return self._commits
 
     def _newest(self, snapshot: Snapshot, problems: list[str]) -> tuple[Checkpoint | None, CommitRecord | None]:
@@ -193,6 +197,11 @@ class Observer:
                 return frozenset()
             self._tokens[folder] = metadata.etag, tokens
         return tokens
+
+
+def _same_commit(former: Checkpoint, one: Checkpoint) -> bool:
+    """Return True if a commit is still the one whose folder has been sized."""
+    return replace(one, groups=former.groups) == former
 
 
 def _has_committed(attempt: Attempt, commit: Checkpoint | None) -> bool:

@@ -11,6 +11,9 @@ from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery, from_yaml
 from bucketpoint.retention.yaml_text import MAX_BYTES
 
+POLICY_VARIABLE = "BUCKETPOINT_POLICY"
+"""Environment variable that names the file of a policy, for programs that pass none."""
+
 
 def policy_of(
     policy: RetentionPolicy | str | os.PathLike[str] | Any,

@@ -8,15 +8,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.catalog import Catalog, committed_info, latest_checkpoint, open_catalog
 from bucketpoint.catalog.records import read_record
 from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format import catalog_keys
+from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.location import Location, Place, parent_and_name
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.stores import as_url
+from bucketpoint.stores import as_url, parse_url
 
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,16})([^0-9]*)", re.ASCII | re.DOTALL)
 
@@ -72,10 +72,15 @@ def refuse_other_root(policy: RetentionPolicy, catalog: Catalog, place: Location
 
 def is_elsewhere(root: str, catalog: Catalog) -> bool:
     """Return True if the root in a policy is another place than the run, as far as URLs tell it without credentials."""
-    url = as_url(root) or ""
-    if "://" in url or "://" in catalog.url:
-        return url != catalog.url
-    return os.path.realpath(url) != os.path.realpath(catalog.url)
+    with contextlib.suppress(InvalidURLError):
+        return _parts_of(root) != _parts_of(catalog.url)
+    return True
+
+
+def _parts_of(url: str) -> tuple[str, str, str]:
+    scheme, top, prefix = parse_url(as_url(url) or "")
+    scheme = {"s3a": "s3", "gcs": "gs", "file": "", "local": ""}.get(scheme, scheme)
+    return scheme, top if scheme or "::" in top else os.path.realpath(top), prefix
 
 
 def catalog_above(place: Location) -> tuple[Catalog, str] | None:
@@ -95,10 +100,9 @@ def catalog_above(place: Location) -> tuple[Catalog, str] | None:
         catalog = open_catalog(place.at(above))
     except InvalidURLError:
         return None
-    for path in sorted(catalog.store.list_folders(catalog.key(catalog_keys.CATALOG) + "/")):
-        for template in templates_of(path.rstrip("/").rpartition("/")[2]):
-            if template.step_of(folder) is not None:
-                return replace(catalog, template=template), folder
+    for template in _known_templates(catalog):
+        if template.step_of(folder) is not None:
+            return replace(catalog, template=template), folder
     return None
 
 
@@ -118,6 +122,15 @@ def run_of(place: Location) -> tuple[Catalog, str]:
     return replace(open_catalog(place.at(root)), template=template_of(folder) or OneFolder(folder)), folder
 
 
+def checkpoint_at_or_below(place: Location) -> str | None:
+    """Return the URL if there is a checkpoint, else that of the newest whole one below it; None if there is none."""
+    store, prefix = place.opened
+    # Checkpoints may lie within another one: the named one is used.
+    if committed_info(store, keys.join(prefix, keys.METADATA)) is not None:
+        return place.url
+    return latest_checkpoint(place)
+
+
 def record_above(place: Location) -> CommitRecord | None:
     """Return the record of the checkpoint at a place from the catalog above it, or None. Two small LISTs and a GET.
 
@@ -132,21 +145,31 @@ def record_above(place: Location) -> CommitRecord | None:
 
 
 def fitted(catalog: Catalog) -> Catalog:
-    """Return the catalog with a template that fits folders of the run: its own, or one made from a folder's name.
+    """Return the catalog with a template that fits folders of the run: its own, one that it was saved by, or a guess.
 
-    One LIST for each 1,000 folders; two more if its own template fits none.
+    One LIST for each 1,000 folders. If its own template fits none: one more, and one for each template that the run was
+    saved by. Without such a template: another one, and a GET for each folder with a number in its name.
     """
     if catalog.folders():
         return catalog
+    known = list(_known_templates(catalog))
+    fitting = (replace(catalog, template=template) for template in known)
+    found = next((catalog for catalog in fitting if catalog.folders()), None)
+    if found is not None or catalog.template.namespace in {template.namespace for template in known}:
+        return found or catalog
     above = catalog.key("")
-    names = [name[len(above) :].rstrip("/") for name in catalog.store.list_folders(above)]
-    templates = [template for name in names if (template := template_of(name)) is not None]
-    if catalog_keys.CATALOG in names:
-        own = catalog.store.list_folders(catalog.key(catalog_keys.CATALOG) + "/")
-        known = [template for path in own for template in templates_of(path.rstrip("/").rpartition("/")[2])]
-        templates = [*known, *templates]
-    fitting = (replace(catalog, template=template) for template in templates)
-    return next((catalog for catalog in fitting if catalog.folders()), catalog)
+    # A folder with a number in its name may be anything, so it counts only with a commit.
+    for name in (path[len(above) :].rstrip("/") for path in catalog.store.list_folders(above)):
+        template = template_of(name)
+        if template is not None and catalog.metadata_info(name):
+            return replace(catalog, template=template)
+    return catalog
+
+
+def _known_templates(catalog: Catalog) -> Iterator[StepTemplate]:
+    """Yield the templates by which the run was saved, as the folders of its catalog show them. One LIST."""
+    for path in sorted(catalog.store.list_folders(catalog.key(catalog_keys.CATALOG) + "/")):
+        yield from templates_of(path.rstrip("/").rpartition("/")[2])
 
 
 def template_of(folder: str) -> StepTemplate | None:

@@ -7,6 +7,7 @@ import json
 from bucketpoint.catalog.catalog import Catalog, other_run
 from bucketpoint.errors import ObjectNotFoundError
 from bucketpoint.format import catalog_keys
+from bucketpoint.stores import delete_all
 
 
 def ensure(catalog: Catalog) -> None:
@@ -57,7 +58,7 @@ def unname(catalog: Catalog) -> str | None:
     owner = claimed_by(catalog)
     names = {*catalog.listed_steps().runs, *([owner] if owner else [])} - {""}
     copies = [catalog.own_key(catalog_keys.STEPS, catalog_keys.encode([catalog_keys.RUN, name])) for name in names]
-    catalog.store.delete([catalog.own_key(catalog_keys.CLAIM), *copies] if names else [])
+    delete_all(catalog.store, [catalog.own_key(catalog_keys.CLAIM), *copies] if names else [])
     return owner or min(names, default=None)
 
 

@@ -39,12 +39,14 @@ def survey(catalog: Catalog) -> Snapshot:
 
 def sized(catalog: Catalog, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints, those without a record with the bytes in their folders. One LIST for each of these."""
-    found: list[Checkpoint] = []
+    there = list(checkpoints)
+    found = [one for one in there if one.key is not None]
+    if bare := [one for one in there if one.key is None]:
 
-    def add(one: Checkpoint) -> None:
-        found.append(one if one.key is not None else replace(one, groups={OTHER: size_of(catalog, one.folder)}))
+        def add(one: Checkpoint) -> None:
+            found.append(replace(one, groups={OTHER: size_of(catalog, one.folder)}))
 
-    for_each(checkpoints, add, TransferOptions())
+        for_each(bare, add, TransferOptions())
     return sorted(found, key=BY_STEP)
 
 
@@ -68,9 +70,12 @@ def at_checkpoint(catalog: Catalog) -> CheckpointNotFoundError | None:
 
 
 def names_below(store: Store, prefix: str) -> list[str]:
-    """List the first 1,000 keys below a prefix, without the prefix."""
+    """List the first 1,000 keys below a prefix, without the prefix, and without the markers of folders.
+
+    Consoles make such a marker for a folder: an empty object whose key ends in "/".
+    """
     above = f"{prefix}/" if prefix else ""
-    return [info.key[len(above) :] for info in islice(store.list(above), LOOKED_AT)]
+    return [info.key[len(above) :] for info in islice(store.list(above), LOOKED_AT) if not info.key.endswith("/")]
 
 
 def other_files(names: Sequence[str], url: str) -> CheckpointNotFoundError | None:

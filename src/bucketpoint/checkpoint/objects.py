@@ -72,7 +72,9 @@ def copy_target(place: Location, saved: SavedCheckpoint, into: bool) -> Location
     try:
         names = names_below(store, prefix)
     except AccessDeniedError:
-        return place
+        names = []
+        if not into or source is None:
+            return place
     if keys.METADATA in names or source is None:
         return place
     below = f"{place.url}/{source[1]}"

@@ -8,7 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.errors import CheckpointDeletedError, CheckpointNotFoundError
+from bucketpoint.errors import (
+    CheckpointDeletedError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    MetadataError,
+    NewerFormatError,
+)
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import IndexRef, ref_of
 from bucketpoint.format.item_info import ItemInfo, read_item
@@ -21,6 +27,9 @@ from bucketpoint.stores import ObjectInfo, Store
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.retention import Best
 
 
 @dataclass(frozen=True)
@@ -136,3 +145,18 @@ def named_below(place: Location) -> Iterator[tuple[str, str | None]]:
             commit = catalog_keys.CommitKey.parse(parts[2])
             if commit is not None:
                 yield f"{text.rstrip('/')}/{root}{commit.folder}", info.key
+
+
+def recorded_best(run: Location, catalog: Catalog) -> Best | None:
+    """Return the first `best` rule of the job that saved the newest checkpoint that can be read; None without one."""
+    from bucketpoint.retention import Best
+
+    for newest in catalog.candidates():
+        try:
+            rule = open_checkpoint(run.at(catalog.url_of_folder(newest.folder))).facts.get("best")
+        except NewerFormatError:
+            raise
+        except (CheckpointNotFoundError, CorruptDataError, MetadataError):
+            continue
+        return Best(*rule) if isinstance(rule, list) and len(rule) == 2 else None
+    return None

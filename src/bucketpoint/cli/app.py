@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -67,6 +66,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in REPLACED and not ctx.resilient_parsing:
             ctx.fail(f"There is no command '{args[0]}' any more. Use `{PROGRAM} {REPLACED[args[0]]}`.")
+        import difflib
+
         near = difflib.get_close_matches(args[0], COMMANDS, 1)
         if args[0] not in COMMANDS and near and not ctx.resilient_parsing:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")

@@ -19,6 +19,7 @@ from bucketpoint.errors import PolicyError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.snapshot import Checkpoint
     from bucketpoint.location import Location
     from bucketpoint.retention import RetentionPolicy
 
@@ -48,8 +49,10 @@ progress_option = click.option(
 def run_arguments(catalog: Catalog) -> str:
     """Return the run as arguments of another command, with the endpoint that this command was given."""
     context = click.get_current_context(silent=True)
+    from bucketpoint.stores.redact import without_credentials
+
     endpoint = context.params.get("endpoint_url") if context is not None else None
-    return catalog.arguments + (f" --endpoint-url {shlex.quote(endpoint)}" if endpoint else "")
+    return catalog.arguments + (f" --endpoint-url {shlex.quote(without_credentials(endpoint))}" if endpoint else "")
 
 
 def checkpoint_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
@@ -86,13 +89,21 @@ def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, A
 
 def _checkpoint(place: Location, which: str) -> Location:
     from bucketpoint.catalog.catalog import open_catalog
-    from bucketpoint.catalog.restore_candidates import chosen
     from bucketpoint.catalog.run import fitted
 
     if not which:
         return place
     catalog = fitted(open_catalog(place))
-    return place.at(catalog.url_of_folder(chosen(catalog, which).folder))
+    return place.at(catalog.url_of_folder(_chosen(place, catalog, which).folder))
+
+
+def _chosen(place: Location, catalog: Catalog, which: str) -> Checkpoint:
+    """As `chosen`; `best` alone is by the rule of the job that saved the newest checkpoint, if it had one."""
+    from bucketpoint.catalog.restore_candidates import chosen
+    from bucketpoint.checkpoint.open import recorded_best
+
+    rule = recorded_best(place, catalog) if which == "best" else None
+    return chosen(catalog, which if rule is None else f"best:{rule.metric}:{rule.mode}")
 
 
 def run_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
@@ -151,13 +162,12 @@ def _run_and_steps(
     place: Location, which: Sequence[str], step_dir: str | None, behind: Sequence[str]
 ) -> tuple[Catalog, list[int]]:
     from bucketpoint.catalog.catalog import open_catalog
-    from bucketpoint.catalog.restore_candidates import chosen
     from bucketpoint.catalog.run import OneFolder, catalog_above, fitted, run_of
     from bucketpoint.format.catalog_keys import StepTemplate
 
     if which:
         catalog = open_catalog(place, template=step_dir) if step_dir else fitted(open_catalog(place))
-        return catalog, [int(word) if word.isdecimal() else chosen(catalog, word).step for word in which]
+        return catalog, [int(word) if word.isdecimal() else _chosen(place, catalog, word).step for word in which]
     known = catalog_above(place)
     catalog, folder = known or run_of(place)
     if step_dir:

@@ -107,12 +107,13 @@ def _checkpoints(document: Mapping[str, Any], now: float, rows: int) -> Table:
         table.add_column(name, no_wrap=True, justify="right" if name in ("step", "size") else "left")
     shown = document["checkpoints"][:rows]
     # A metric is not cut: several of one checkpoint take several lines.
-    words = (word for row in shown for word in run_lines.row_cells(row, now)[4].split())
+    cells = [run_lines.row_cells(row, now) for row in shown]
+    words = (word for row in cells for word in row[4].split())
     table.add_column("metrics", overflow="fold", ratio=2, width=max(map(len, words), default=1))
     table.add_column("", ratio=3)
-    for row in shown:
+    for row, of_row in zip(shown, cells, strict=True):
         style = "dim" if row["tombstone"] or row.get("action") == "delete" else ""
-        table.add_row(*(_words(cell, style) for cell in run_lines.row_cells(row, now)))
+        table.add_row(*(_words(cell, style) for cell in of_row))
     more = document["count"] - len(shown)
     if more:
         size = text.size(document["bytes"])

@@ -214,13 +214,17 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     """
     (store, prefix), (other, there) = source.opened, target.opened
     above = f"{prefix}/" if prefix else ""
-    found = list(store.list(above))
-    same = (store.identity, prefix) == (other.identity, there)
-    if same or not any(info.key.endswith(".safetensors") for info in found):
+    # Consoles make an empty object with a "/" at the end for a folder.
+    found = [info for info in store.list(above) if not info.key.endswith("/")]
+    names = [info.key[len(above) :] for info in found]
+    model = any("/" not in name and name.endswith(".safetensors") for name in names)
+    # The checkpoints of a run are copied by their commits, and not with the files beside them.
+    run = any(name.endswith(f"/{keys.METADATA}") for name in names)
+    if not model or run or (store.identity, prefix) == (other.identity, there):
         return []
     if not overwrite and next(other.list(f"{there}/" if there else ""), None) is not None:
         raise CheckpointExistsError("The destination has files", url=target.url, remedy="Pass --overwrite")
-    return [CopyJob(info, keys.join(there, info.key[len(above) :])) for info in found]
+    return [CopyJob(info, keys.join(there, name)) for info, name in zip(found, names, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,7 @@ class Promises:
         except Exception as error:
             self._notes.clear()
             self._waiting.clear()
-            with suppress(Exception):
-                self._load([], last=True, failure=error)
+            self._fail(error)
             raise
         finally:
             self._thread = None
@@ -141,10 +140,20 @@ class Promises:
             notes, self._notes = self._notes, []
             self._waiting.clear()
             *early, final = in_rounds(notes)
-            for boxes in early:
-                self._load(boxes)
+            try:
+                for boxes in early:
+                    self._load(boxes)
+            except Exception as error:
+                if last:
+                    self._fail(error)
+                raise
             if final or last:
                 self._load(final, last=last)
+
+    def _fail(self, error: Exception) -> None:
+        """End the last load with this rank's error on all ranks, which wait for each other there."""
+        with suppress(Exception):
+            self._load([], last=True, failure=error)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, by the rules above."""

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bucketpoint.catalog.catalog import committed_info, latest_checkpoint
+from bucketpoint.catalog.run import checkpoint_at_or_below
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format import keys
 from bucketpoint.location import Location
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.running import begin_together
@@ -42,17 +41,9 @@ def job_ranks(what: str) -> Ranks:
 
 
 def checkpoint_at(url: str, storage_options: Mapping[str, Any] | None) -> str | None:
-    """Return the URL if there is a checkpoint, else the newest whole one below it; None if there is none. All ranks."""
-
-    def find() -> str | None:
-        store, key = (place := Location.of(url, storage_options)).opened
-        # Checkpoints may lie within another one: the named one is used.
-        if committed_info(store, keys.join(key, keys.METADATA)) is not None:
-            return url
-        return latest_checkpoint(place)
-
+    """As `checkpoint_at_or_below`, found by one rank. On all ranks."""
     call = f"the load of {url}"
-    return job_ranks(call).on_coordinator(find, call)
+    return job_ranks(call).on_coordinator(lambda: checkpoint_at_or_below(Location.of(url, storage_options)), call)
 
 
 class Saves:

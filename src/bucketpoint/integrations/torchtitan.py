@@ -25,7 +25,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.worker import worker_of
-from bucketpoint.catalog.policy_file import read_policy
+from bucketpoint.catalog.policy_file import POLICY_VARIABLE, read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp.async_save import SaveHandle
@@ -45,9 +45,6 @@ from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import TransferOptions
 
 logger = logging.getLogger(__name__)
-
-POLICY_VARIABLE = "BUCKETPOINT_POLICY"
-"""Environment variable that names the policy file if the flag does not."""
 
 SEED_STEP = 0
 """Step of torchtitan's seed checkpoint, from which torchtitan only ever loads the model."""

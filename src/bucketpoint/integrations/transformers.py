@@ -25,7 +25,7 @@ from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, po
 from bucketpoint.integrations.training_state import TrainingState
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.stores import open_store
+from bucketpoint.stores import delete_all, open_store
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -350,18 +350,19 @@ class BucketTrainerMixin:
             source_fs=fs,
             target_fs=fs,
         )
-        try:
-            plan = convert()
-        except CheckpointExistsError:
-            there = [info.key for info in store.list(f"{above}model")]
-            store.delete([key for key in there if _WEIGHTS.fullmatch(key, len(above))])
-            plan = convert()
         with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
             # Only the small files of `save_pretrained`.
             parts = (getattr(model, "config", None), getattr(model, "generation_config", None), self.processing_class)
             for part in parts:
                 if part is not None:
                     part.save_pretrained(folder)
+            # The former export is deleted only when all parts of the new one are at hand.
+            try:
+                plan = convert()
+            except CheckpointExistsError:
+                there = [info.key for info in store.list(f"{above}model")]
+                delete_all(store, [key for key in there if _WEIGHTS.fullmatch(key, len(above))])
+                plan = convert()
             for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                 name = path.relative_to(folder).as_posix()
                 store.put(f"{above}{name}", [memoryview(path.read_bytes())])

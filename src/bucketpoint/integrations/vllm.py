@@ -48,15 +48,16 @@ class BucketpointLoader(BaseModelLoader):
         names: list[str] = []
         lacking: list[str] = []
         try:
-            with weights.loading() as tensors:
-                names = list(_with_tied(tensors, model_config))
-                loaded = model.load_weights(_noting_names(_with_tied(tensors, model_config).items(), passed))
+            with weights.loading() as promised:
+                tensors = _with_tied(promised, model_config)
+                names = list(tensors)
+                loaded = model.load_weights(_noting_names(tensors.items(), passed))
                 if loaded is not None and model_config.quantization is None:
                     # vLLM's own check leaves out every layer that is processed after the load: all linear ones.
                     lacking = [name for name, value in model.named_parameters() if value.numel() and name not in loaded]
                 if lacking:
                     raise KeyError(lacking[0])
-        except BucketpointError:
+        except (BucketpointError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
             raise _misfit(error, passed[0], lacking, names, parameters, self._options.url) from error

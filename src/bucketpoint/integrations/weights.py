@@ -8,8 +8,8 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
-from bucketpoint.catalog.catalog import committed_info, latest_checkpoint
-from bucketpoint.catalog.policy_file import read_policy
+from bucketpoint.catalog.policy_file import POLICY_VARIABLE, read_policy
 from bucketpoint.catalog.restore_candidates import restore_candidates
-from bucketpoint.catalog.run import open_run
+from bucketpoint.catalog.run import checkpoint_at_or_below, open_run
 from bucketpoint.dcp.error_boundary import as_failure
+from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import LISTED, BucketpointError, CheckpointNotFoundError, MismatchError, first_of
-from bucketpoint.format import keys
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.promised import Promises
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
 
-POLICY_VARIABLE = "BUCKETPOINT_POLICY"
-"""Environment variable that names the policy whose rule decides which checkpoint is the best."""
-
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` before all."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A segment of a name that is a number."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ class WeightsOptions:
     prefix: str = ""
     step: str | int = "latest"
     names: str | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     cooperative: str = "node"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WeightsOptions:
         """Check the keys of a configuration. Raises BucketpointError for unknown ones, and without `url`."""
-        known = [field.name for field in fields(cls)]
+        known = [option.name for option in fields(cls)]
         for name in config:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
@@ -76,7 +75,7 @@ class WeightsOptions:
 
 
 class Weights:
-    """The weights of one checkpoint, chosen when they are first loaded.
+    """The weights of a checkpoint, which is chosen at each load.
 
     Args:
         process_group: ranks that load together; None for this process alone.
@@ -85,8 +84,6 @@ class Weights:
     def __init__(self, options: WeightsOptions, process_group: Any = None) -> None:
         self.options = options
         self._group = process_group if process_group is not None and dist.get_world_size(process_group) > 1 else None
-        self.used: set[str] = set()
-        """Keys of the checkpoint that the last load copied or read."""
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -106,7 +103,14 @@ class Weights:
             cooperative="off" if alone else options.cooperative,
             process_group=group,
         )
-        metadata = reader.read_metadata()
+        try:
+            metadata = reader.read_metadata()
+        except Exception as error:
+            if not alone:
+                # The others may have read it, and wait in their last load.
+                with suppress(Exception):
+                    reader.load([], Metadata({}), process_group=group, failure=error)
+            raise
 
         def load(boxes: Sequence[SavedBox], *, last: bool = False, failure: BaseException | None = None) -> None:
             # Only the last load is a collective call: when the others come depends on each rank's program.
@@ -114,7 +118,6 @@ class Weights:
                 reader.load(boxes, metadata, process_group=group, alone=alone or not last, failure=failure)
 
         promises = Promises(load)
-        self.used = promises.used
         with promises.noting():
             yield self._named(promises, metadata, url)
 
@@ -150,7 +153,7 @@ class Weights:
             try:
                 answer = [find()]
             except Exception as error:  # noqa: BLE001 (raised on all ranks)
-                answer = [as_failure(error, 0, self.options.url)]
+                answer = [as_failure(error, this_rank(), self.options.url)]
         dist.broadcast_object_list(answer, group=self._group, group_src=0)
         if isinstance(answer[0], BaseException):
             raise answer[0]
@@ -167,10 +170,7 @@ def _url_of(options: WeightsOptions) -> str:
     """Return the URL of the checkpoint."""
     place = Location.of(options.url, options.storage_options)
     if options.step == "latest":
-        store, prefix = place.opened
-        if committed_info(store, keys.join(prefix, keys.METADATA)) is not None:
-            return options.url
-        found = latest_checkpoint(place)
+        found = checkpoint_at_or_below(place)
         if found is None:
             raise CheckpointNotFoundError("There is no whole checkpoint here or below", url=options.url, remedy=LISTED)
         return found
@@ -198,10 +198,11 @@ def _names(text: str | None) -> tuple[Callable[[str], str | None], Any]:
         table = json.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BucketpointError(f"The file of names cannot be read: {error}", key=text) from error
+    if not isinstance(table, dict):
+        raise BucketpointError("The file of names holds no JSON object", key=text)
 
     def mapped(name: str) -> str | None:
-        numbers = re.findall(r"(?<![^.])\d+(?![^.])", name)
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{}", name)
+        numbers, pattern = _NUMBER.findall(name), _NUMBER.sub("{}", name)
         if name in table or pattern not in table:
             return table.get(name, name)  # type: ignore[no-any-return]
         return None if table[pattern] is None else str(table[pattern]).format(*numbers)

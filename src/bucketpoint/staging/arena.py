@@ -126,10 +126,11 @@ which is lost when inherited tensors are collected."""
 
 
 def _advise(memory: torch.Tensor, *advices: int) -> torch.Tensor:
-    for advice in advices if sys.platform == "linux" else ():
-        pages = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
-        if ctypes.CDLL(None).madvise(*pages, advice):
-            logger.debug("advice %d on memory refused", advice)
+    if sys.platform == "linux":
+        pages, libc = (ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)), ctypes.CDLL(None)
+        for advice in advices:
+            if libc.madvise(*pages, advice):
+                logger.debug("advice %d on memory refused", advice)
     return memory
 
 

@@ -14,6 +14,7 @@ from bucketpoint.stores.base import (
     Range,
     RangeReply,
     Store,
+    delete_all,
     proven,
     proven_deletes,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "accepts_url",
     "as_url",
     "check_url",
+    "delete_all",
     "open_store",
     "parse_url",
     "proven",

@@ -346,3 +346,16 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
     """
     prove: Callable[[str], Capabilities] | None = getattr(store, "prove_deletes", None)
     return store.capabilities if prove is None else prove(prefix)
+
+
+def delete_all(store: Store, keys: Sequence[str]) -> None:
+    """Delete objects. Raises StoreError if the store refuses to delete some of them."""
+    failures = store.delete(keys) if keys else []
+    if failures:
+        first = failures[0]
+        raise StoreError(
+            f"The store did not delete {len(failures)} of {len(keys)} objects: {first.code} {first.message}",
+            url=store.url,
+            key=first.key,
+            remedy=first.remedy,
+        )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import Metadata, TensorStorageMetadata, default_planner
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    TensorStorageMetadata,
+    default_planner,
+)
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, plan_globally
+from bucketpoint.dcp.planning.planned_metadata import WriterMeta
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
 from dcp.planning.planner_scenarios import planned_bytes
@@ -288,11 +297,12 @@ def test_finds_plain_tensors_without_asking_dcp_whether_they_are_shards(monkeypa
 def test_refuses_to_save_the_state_of_another_thread(step: str) -> None:
     """A save under way would store the other thread's state at its own URL, and report success."""
     planner = SavePlanner()
-    planner.set_up_planner({"w": torch.ones(3)}, None, True)
+    meta = WriterMeta(save_id="one")
+    planner.set_up_planner({"w": torch.ones(3)}, meta, True)
     plan = planner.create_local_plan()
     (dealt,), _ = planner.create_global_plan([plan])
     (item,) = planner.finish_plan(dealt).items
-    other = threading.Thread(target=planner.set_up_planner, args=({"w": torch.zeros(3)}, None, True))
+    other = threading.Thread(target=planner.set_up_planner, args=({"w": torch.zeros(3)}, meta, True))
     other.start()
     other.join()
     calls = {
@@ -304,3 +314,13 @@ def test_refuses_to_save_the_state_of_another_thread(step: str) -> None:
         calls[step]()
     planner.set_up_planner({"w": torch.ones(3)}, None, True)
     assert planner.create_local_plan().items
+
+
+def test_plans_for_torchs_writer_on_two_threads(tmp_path: Path) -> None:
+    """That writer drops an error of its threads, and with it the items that they had to write."""
+    state = {f"w{number}": torch.full((4,), float(number)) for number in range(8)}
+    writer = FileSystemWriter(tmp_path / "step", thread_count=2)
+    dcp.save(state, storage_writer=writer, planner=SavePlanner(), no_dist=True)
+    loaded = {name: torch.zeros(4) for name in state}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / "step"), no_dist=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())

@@ -42,7 +42,7 @@ Decide = Callable[[Sequence[Row]], Sequence[Order]]
 """A policy, as a pure function. Called under the lock with all rows; returns the orders."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Round:
     """Report of one prune by a policy.
 

@@ -338,8 +338,9 @@ class PruneWorker:
         done, verdict = report.done, report.verdict
         entries = report.plan.entries if report.plan is not None else ()
         why = {(entry.row.step, entry.row.id): entry for entry in entries}
+        carried_out = {*done.deleted, *done.thinned}
         for step, token in done.buried:
-            if (step, token) in {*done.deleted, *done.thinned}:
+            if (step, token) in carried_out:
                 continue
             entry = why[step, token]
             fate = "deleted" if entry.action == "delete" else "thinned to its weights"

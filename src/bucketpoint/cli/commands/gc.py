@@ -112,6 +112,8 @@ def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
     from bucketpoint.catalog.survey import survey
     from bucketpoint.retention import Keep, RetentionPolicy
 
+    # A mistyped URL is an error, so that no claim is written there.
+    survey(catalog)
     if not name:
         owner = claimed_by(catalog) if dry_run else unname(catalog)
         verb = "would have" if dry_run else "has"
@@ -119,8 +121,6 @@ def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
         return CommandResult({"root": catalog.url, "dry_run": dry_run, "run": None}, [line])
     # Building a policy checks the name: names that policies accept are accepted here.
     RetentionPolicy(Keep(latest=1), run=name)
-    # A mistyped URL is an error, so that no claim is written there.
-    survey(catalog)
     owner = (claimed_by(catalog) or name) if dry_run else name_run(catalog, name)
     lines = [f"{catalog.url} {'would belong' if dry_run and owner == name else 'belongs'} to run {owner}"]
     if owner == name:

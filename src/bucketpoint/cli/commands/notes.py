@@ -56,7 +56,7 @@ def undo(catalog: Catalog, steps: Sequence[int]) -> CommandResult:
     from bucketpoint.catalog import notes
     from bucketpoint.catalog.deletion import state
 
-    counts = {step: state.undo(catalog, step) for step in steps}
+    counts = {step: state.undo(catalog, step) for step in dict.fromkeys(steps)}
     lines = [
         f"the tombstone of step {step} is withdrawn"
         if count

@@ -90,6 +90,7 @@ def overview(
     from bucketpoint.catalog.deletion.prune import judged
     from bucketpoint.catalog.observer import Observer
     from bucketpoint.catalog.survey import survey
+    from bucketpoint.stores.local import LocalStore
     from bucketpoint.stores.redact import clean
 
     observation = Observer(catalog).look()
@@ -100,9 +101,9 @@ def overview(
     described = document_of(catalog, policy, observation, shown=None)
     plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
     costs = _costs(snapshot, plan, price)
-    requests = _requests(described["newest"], described["interval_s"], request_price)
-    if "://" not in catalog.url or catalog.url.startswith("file:"):
-        requests = None  # those to a local folder cost nothing
+    # Requests to a local folder cost nothing.
+    local = isinstance(catalog.store, LocalStore)
+    requests = None if local else _requests(described["newest"], described["interval_s"], request_price)
     rows = [
         (_TITLES[name], part["checkpoints"], part["bytes"], part["dollars_a_month"])
         for name, part in costs.items()

@@ -152,7 +152,11 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
         **beside_plan(policy, catalog, observation.snapshot, planned),
     }
     if policy.root is not None and is_elsewhere(policy.root, catalog):
-        document["problems"].append(f"the policy is for the run at {policy.root}; shown is what it would do here")
+        from bucketpoint.stores.redact import without_credentials
+
+        document["problems"].append(
+            f"the policy is for the run at {without_credentials(policy.root)}; shown is what it would do here"
+        )
     if runs and policy.run not in runs:
         mine = f"of run {policy.run}" if policy.run else "of a run without a name"
         name = first_of(sorted(runs), _NAMED_AT_MOST)

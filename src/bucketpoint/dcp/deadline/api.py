@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.restore_candidates import restore_candidates
-from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.deadline.collective_call import DEADLINE_S, CollectiveCall, collective_call
 from bucketpoint.dcp.planning.keys_planner import KeysPlanner
@@ -36,9 +33,11 @@ from bucketpoint.errors import (
     NewerFormatError,
 )
 from bucketpoint.location import Location
-from bucketpoint.retention import Best, Keep, RetentionPolicy
 from bucketpoint.staging import SavingRanks
 from bucketpoint.transfer import ProgressCallback, TransferOptions
+
+if TYPE_CHECKING:
+    from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -233,12 +232,17 @@ def load(
 
 def _load_of_run(run: Location, which: str | int, options: dict[str, Any]) -> dict[Any, Any]:
     """Load the named checkpoint of a run, or for "latest" and "best" the first one that is not damaged."""
-    catalog, best = open_catalog(run), []
+    # Imported here: `save` and a load of one checkpoint need no catalog.
+    from bucketpoint.catalog.catalog import open_catalog
+    from bucketpoint.catalog.restore_candidates import restore_candidates
+    from bucketpoint.checkpoint.open import recorded_best
+    from bucketpoint.retention import Keep, RetentionPolicy
+
+    catalog = open_catalog(run)
     which = which if isinstance(which, str) else whole_step(which)
-    if which == "best" and (newest := catalog.latest()) is not None:
-        rule = open_checkpoint(run.at(catalog.url_of_folder(newest.folder))).facts.get("best")
-        best = [Best(*rule)] if isinstance(rule, list) and len(rule) == 2 else []
-    found = restore_candidates(catalog, RetentionPolicy(Keep(latest=1, best=best)), which, None)
+    rule = recorded_best(run, catalog) if which == "best" else None
+    policy = RetentionPolicy(Keep(latest=1, best=() if rule is None else (rule,)))
+    found = restore_candidates(catalog, policy, which, None)
     if not found:
         raise CheckpointNotFoundError("The run has no checkpoint", url=catalog.url)
     for checkpoint in found[:-1]:

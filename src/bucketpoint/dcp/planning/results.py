@@ -176,11 +176,12 @@ class RankResults:
     def uncovered(self) -> list[tuple[str, str]]:
         """Return the first tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
         plan = self.plan
-        planned = plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata
-        if plan is not None and planned and plan.uncovered is not None:
+        if plan is not None and self.metadata.state_dict_metadata is not plan.metadata.state_dict_metadata:
+            plan = None
+        if plan is not None and plan.uncovered is not None:
             return plan.uncovered
         first = list(itertools.islice(uncovered(self.metadata, {}), _NAMED_AT_MOST))
-        if plan is not None and planned:
+        if plan is not None:
             plan.uncovered = first
         return first
 

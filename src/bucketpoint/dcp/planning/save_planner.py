@@ -193,7 +193,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the rows of a tensor that an item names, without a copy; for any other value, the pickle."""
-        self._refuse_two_threads()
+        # Other writers may call this on their own threads: torch's then drops an error, and the items with it.
+        if self._writer_is_ours:
+            self._refuse_two_threads()
         rows = rows_of_item(self.state_dict.get(write_item.index.fqn), write_item)
         if rows is not None:
             transformed: torch.Tensor = self.transform_object(write_item, rows)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, StoreError
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
 from bucketpoint.integrations.torch_checkpointing import names
 from bucketpoint.integrations.torch_checkpointing.names import Names, Parts
 from bucketpoint.integrations.torch_checkpointing.sums import file_bytes
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo, Store, delete_all
 from bucketpoint.transfer.checksum import crc32c
 
 _FORMAT = "bucketpoint torch_checkpointing 2"
@@ -140,15 +140,7 @@ class Trees:
         Raises:
             StoreError: the store refused to delete some of them.
         """
-        failures = self._store.delete(keys) if keys else []
-        if failures:
-            first = failures[0]
-            raise StoreError(
-                f"The store did not delete {len(failures)} of {len(keys)} objects: {first.code} {first.message}",
-                url=self._store.url,
-                key=first.key,
-                remedy=first.remedy,
-            )
+        delete_all(self._store, keys)
 
     def _decode(self, key: str, data: bytes) -> Files:
         crc, _, body = data.partition(b"\n")
