@@ -18,7 +18,6 @@ import torch
 from bucketpoint.descriptors import occupy_standard_descriptors
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.staging.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,22 @@ Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
 
 _REGISTER_PORTABLE = 1
 """`cudaHostRegisterPortable` (CUDA Runtime API): pinned for every device of the process."""
+
+
+class SharedMemory:
+    """Memory of this process with a descriptor, by which another process can map it too.
+
+    Args:
+        address: first byte, in this process.
+        nbytes: size in bytes.
+        descriptor: a descriptor of the memory. This object owns it, and closes it when it is collected.
+    """
+
+    def __init__(self, address: int, nbytes: int, descriptor: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class Arena:

@@ -39,14 +39,14 @@ class FlatState:
     Attributes:
         sources: the tensors to copy: strided, not of a subclass, in the order of the visit, each once per Python
             object and leaf. They still share memory with the caller's state.
-        leaves: for each value that DCP pickles as one, the indices of its tensors in `sources`.
     """
 
     def __init__(self, state_dict: dict[Any, Any]) -> None:
         self.sources: list[torch.Tensor] = []
         self._memo: dict[int, Any] = {}
         self._alive: list[Any] = []
-        self.leaves: list[list[int]] = []
+        # For each value that DCP pickles as one, the indices of its tensors in `sources`.
+        self._leaves: list[list[int]] = []
         self._leaf: list[int] | None = None
         self._fills: list[tuple[Any, Any, _Node]] = []
         self._path: list[Any] = []
@@ -64,11 +64,17 @@ class FlatState:
         finally:
             self._memo, self._alive = {}, []
 
-    def assemble(self, copies: Sequence[torch.Tensor]) -> dict[Any, Any]:
+    def assemble(self, copies: list[torch.Tensor], memory: torch.Tensor | None = None) -> dict[Any, Any]:
         """Rebuild the state, with `copies[i]` for `sources[i]`.
 
         Call it once only: the skeleton itself becomes the result.
+
+        Args:
+            memory: the staging memory in which the copies lie, as bytes; None if each has a storage.
         """
+        if memory is not None:
+            for leaf in self._leaves:
+                _set_apart(copies, leaf, memory)
         for container, key, node in self._fills:
             container[key] = node.build(copies)
         return self._root  # type: ignore[no-any-return]
@@ -117,7 +123,7 @@ class FlatState:
             return visit(value)
         finally:
             if self._leaf:
-                self.leaves.append(self._leaf)
+                self._leaves.append(self._leaf)
             self._memo, self._leaf = memo, None
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
@@ -175,7 +181,7 @@ class FlatState:
             self._leaf.append(index)
         elif value.dtype not in FRAMEABLE:
             # Pickled too.
-            self.leaves.append([index])
+            self._leaves.append([index])
         kind, requires_grad = type(value), value.requires_grad
         if kind is torch.Tensor and not requires_grad and "global_shape" not in value.__dict__:
             return _Node(operator.itemgetter(index))
@@ -301,3 +307,56 @@ class _Node:
             self._value = self._make(copies)
             self._make = None
         return self._value
+
+
+def _set_apart(copies: list[torch.Tensor], leaf: Sequence[int], memory: torch.Tensor) -> None:
+    """Replace the tensors of a leaf by tensors over the same bytes, with separate storages.
+
+    A pickle of a tensor holds its whole storage, and all staged tensors lie in one. Tensors of the leaf that overlap
+    share a storage, as long as that is smaller than copies of them.
+
+    Args:
+        copies: tensors over the staging memory.
+        leaf: the indices of the leaf's tensors in `copies`.
+        memory: the staging memory, as bytes.
+    """
+    members: list[tuple[int, int]] = []
+    start = end = 0
+    for index in sorted(leaf, key=lambda index: copies[index].data_ptr()):
+        copied = copies[index]
+        if not copied.nbytes:
+            # Another dtype at the address of a tensor that has bytes would be refused by the pickler.
+            copies[index] = torch.empty_strided(copied.shape, copied.stride(), dtype=copied.dtype, device="cpu")
+            continue
+        address = copied.data_ptr()
+        if address >= end:
+            _share(copies, members, start, end, memory)
+            members, start, end = [], address, address
+        members.append((index, address))
+        # From the first element to the end of the last.
+        steps = sum((size - 1) * step for size, step in zip(copied.shape, copied.stride(), strict=True))
+        end = max(end, address + (steps + 1) * copied.element_size())
+    _share(copies, members, start, end, memory)
+
+
+def _share(
+    copies: list[torch.Tensor], members: Sequence[tuple[int, int]], start: int, end: int, memory: torch.Tensor
+) -> None:
+    if not members:
+        return
+    offset = start - memory.data_ptr()
+    # Through NumPy: a slice of a tensor has the storage of the whole.
+    shared = torch.from_numpy(memory.numpy()[offset : offset + end - start])
+    dtype = copies[members[0][0]].dtype
+    gaps = end - start > sum(copies[index].nbytes for index, _ in members)
+    for index, address in members:
+        copied = copies[index]
+        if gaps or copied.dtype != dtype:
+            # The pickler refuses two dtypes at one address. As bytes, because torch cannot copy all dtypes of one byte.
+            bits = copied.view(torch.uint8) if copied.element_size() == 1 else copied
+            copies[index] = bits.clone().view(copied.dtype)
+        else:
+            # Not as a view of `shared`, whose length need not be a multiple of the dtype's.
+            offset = (address - start) // dtype.itemsize
+            own = torch.empty(0, dtype=dtype, device="cpu")
+            copies[index] = own.set_(shared.untyped_storage(), offset, copied.shape, copied.stride())

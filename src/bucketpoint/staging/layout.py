@@ -1,14 +1,13 @@
 """Layout of an arena: position of each tensor. Views that overlap at the source overlap there, and are copied once.
 
-The layout is computed from addresses and strides. The last layout is reused if every address, shape, stride and dtype
-is unchanged, whatever the identity of tensor objects.
+The layout is computed from addresses and strides, anew for each save.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -45,34 +44,6 @@ class ArenaLayout:
     devices: list[torch.device] = field(default_factory=list)
 
 
-class LayoutMemory:
-    """Cache of the last layout, valid while the tensors stay at their addresses: in most training they never move."""
-
-    def __init__(self) -> None:
-        # The facts of the sources, their layout without its tensors, and the indices of the sources that are read.
-        self._last: tuple[list[_Facts], ArenaLayout, list[int]] | None = None
-
-    def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
-        """Lay out the sources as `lay_out` does, or reuse the last layout. Keeps no tensor."""
-        facts: list[_Facts] = [(source.data_ptr(), source.shape, source.stride(), source.dtype) for source in sources]
-        # Lazy negation and conjugation change the values without changing these facts, so such states get a new layout.
-        lazy = any(map(torch.Tensor.is_neg, sources)) or any(map(torch.Tensor.is_conj, sources))
-        # Read the attribute once: another thread that shares the stager may replace it.
-        last = self._last
-        if last is not None and not lazy and facts == last[0]:
-            return replace(last[1], copies=[(sources[index], index) for index in last[2]])
-        layout = lay_out(sources, by_bytes=by_bytes)
-        read = [index for source, index in layout.copies if index < len(sources) and source is sources[index]]
-        # Byte views and narrowed views that replaced sources would have to be made again, so such layouts are not kept.
-        again = not lazy and len(read) == len(layout.copies)
-        self._last = (facts, replace(layout, copies=[]), read) if again else None
-        return layout
-
-
-_Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype]
-"""Address, shape, strides and dtype of a source."""
-
-
 def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
     """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
 
@@ -95,7 +66,7 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Arena
         if address == 0:
             # The storage has been freed (`resize_(0)`): reading it would end the process.
             raise StagingError(f"A {source.dtype} tensor of shape {tuple(source.shape)} has no memory to copy from")
-        if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source):
+        if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source, address):
             gappy.append(index)
             dense.setdefault(source.device, [])
             continue
@@ -192,7 +163,7 @@ def _place_gappy(
     known: dict[tuple[object, ...], Place] = {}
     for index in indices:
         source = sources[index]
-        plain = _is_plain(source)
+        plain = _is_plain(source, source.data_ptr())
         identity = (source.device, source.data_ptr(), source.dtype, source.shape, source.stride(), plain)
         place = known.get(identity)
         if place is None:
@@ -239,9 +210,9 @@ def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
     return (source.dtype, source.shape, tuple(stride), offset)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor, address: int) -> bool:
     """True if the stored bytes are the values: neither conjugated nor negated lazily, and aligned to the elements."""
-    return not (tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.element_size())
+    return not (tensor.is_neg() or tensor.is_conj() or address % tensor.element_size())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Leases on staged memory: the save that reads it, until when, and in which order.
+"""Staged states, and leases on their memory: the save that reads it, until when, and in which order.
 
 A lease belongs to one staged state. It ends when that state is dropped, when the thread that saves it has ended, or
 when that thread begins another save, whichever comes first. Saves take their turns in the order in which one thread
@@ -9,17 +9,20 @@ interleave.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.staging.shared_memory import SharedMemory
+from bucketpoint.staging.arena import SharedMemory
 from bucketpoint.telemetry import current_context
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,11 @@ class Lease:
         self.beside_training = True
         self.ranks = _here.ranks or SavingRanks.of_job()
         self._unread_timeout_s = unread_timeout_s
-        self._end = _Latch()
+        # Locked until the end. A raw lock and not an Event: a finaliser may run at any point of any thread, and would
+        # deadlock if it interrupted Event.set() on the same one.
+        self._held = threading.Lock()
+        self._held.acquire()
+        self.ended = False
         self._reader = 0
         self._stager_thread = threading.get_ident()
         self._copied_at: float | None = None
@@ -99,10 +106,6 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"Lease({self.label}, {'ended' if self.ended else 'held'})"
-
-    @property
-    def ended(self) -> bool:
-        return self._end.is_open
 
     @property
     def begun(self) -> bool:
@@ -123,7 +126,13 @@ class Lease:
         self.memory = None
         # A handle that the program keeps would keep the spans of the program, and all else that it put into a context.
         self.context = None
-        self._end.open()
+        self.ended = True
+        self._let_in()
+
+    def _let_in(self) -> None:
+        # Another thread may have released the lock already.
+        with contextlib.suppress(RuntimeError):
+            self._held.release()
 
     def _leave_to_parent(self) -> None:
         # A save that is under way at a fork belongs to the parent, with its memory.
@@ -174,7 +183,9 @@ class Lease:
         self._before = None
 
     def ended_within(self, timeout_s: float) -> bool:
-        return self._end.wait(timeout_s)
+        if not self.ended and self._held.acquire(timeout=timeout_s):
+            self._let_in()
+        return self.ended
 
     def wait(self, who: str, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the lease has ended. False if no save began to read in time and the wait was given up.
@@ -184,7 +195,7 @@ class Lease:
         """
         waiting_since = time.monotonic()
         warned = False
-        while not self._end.wait(_POLL_S):
+        while not self.ended_within(_POLL_S):
             now = time.monotonic()
             if stopped():
                 raise StagingError(
@@ -204,7 +215,7 @@ class Lease:
 
     def wait_if_read(self, grace_s: float) -> bool:
         """Wait until the lease has ended: True. False if no save has begun to read for `grace_s` since the copy."""
-        while not self._end.wait(min(_POLL_S, grace_s)):
+        while not self.ended_within(min(_POLL_S, grace_s)):
             if self._unread_for_s() > grace_s:
                 return False
         return True
@@ -263,14 +274,57 @@ def end_own_save() -> None:
     _here.entered = False
 
 
-class StateHold:
-    """Held by a staged state: the lease ends when the state is garbage-collected."""
+class StagedState(dict[Any, Any]):
+    """A state dict in staging memory, which no other state gets until this one is dropped or its save has ended.
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
+    DCP reads the top level once, on the saving thread, before the first collective of that save. At this point the
+    thread enters the state's lease. In a checkpoint process the state arrives over the same memory, with a new lease.
+    """
+
+    def __init__(self, state: dict[Any, Any], lease: Lease, on_pickle: Callable[[], None] | None = None) -> None:
+        super().__init__(state)
+        self._lease = lease
+        self._on_pickle = on_pickle
 
     def __del__(self) -> None:
-        self.lease.end()
+        self._lease.end()
+
+    @property
+    def lease(self) -> Lease:
+        return self._lease
+
+    def items(self) -> Any:
+        self._lease.enter()
+        return super().items()
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return {copy.deepcopy(key, memo): copy.deepcopy(self[key], memo) for key in self}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the state for DCP's checkpoint process. The save takes its turn before that process sees it."""
+        from bucketpoint.staging.process import crossing, dead_checkpoint_process
+
+        self._lease.enter()
+        self._lease.wait_for_turn()
+        dead = dead_checkpoint_process()
+        if dead is not None:
+            raise dead
+        plain = crossing({key: self[key] for key in self})
+        if self._on_pickle is not None:
+            self._on_pickle()
+        return _arrived, (plain, self._lease.label, self._lease.ranks.in_checkpoint_process())
+
+
+def _arrived(state: dict[Any, Any], label: str, ranks: SavingRanks) -> StagedState:
+    """Rebuild the state in the checkpoint process, with a lease for the thread that unpickles it and saves it next."""
+    lease = Lease(unread_timeout_s=math.inf)
+    lease.label = label
+    lease.beside_training = False
+    lease.ranks = ranks
+    return StagedState(state, lease)
 
 
 class _ThreadHold:
@@ -296,32 +350,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-class _Latch:
-    """Latch that opens once. Safe to open from a finaliser, which may run on any thread at any point."""
-
-    def __init__(self) -> None:
-        # A raw lock and not an Event: a finaliser that interrupts Event.set() on the same thread would deadlock.
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.is_open = False
-
-    def open(self) -> None:
-        self.is_open = True
-        self._unlock()
-
-    def wait(self, timeout_s: float) -> bool:
-        if not self.is_open and self._lock.acquire(timeout=timeout_s):
-            self._unlock()
-        return self.is_open
-
-    def _unlock(self) -> None:
-        try:
-            self._lock.release()
-        except RuntimeError:
-            # Another thread has released the lock already, so the latch is open.
-            return
 
 
 def _unfinished(lease: Lease | None) -> Lease | None:

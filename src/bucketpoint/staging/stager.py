@@ -26,12 +26,10 @@ from bucketpoint.staging import lease as leases
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
-from bucketpoint.staging.layout import ArenaLayout, LayoutMemory, lay_out
-from bucketpoint.staging.lease import Lease
-from bucketpoint.staging.leaves import set_apart
+from bucketpoint.staging.layout import ArenaLayout, lay_out
+from bucketpoint.staging.lease import Lease, StagedState
 from bucketpoint.staging.options import StagingOptions, as_staging_options
 from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
-from bucketpoint.staging.staged import StagedState
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +51,15 @@ class Stager:
         BucketpointError: `config` is of neither type.
     """
 
+    # Both are attributes of torch's protocol.
+    should_synchronize_after_execute = _synchronize_after_execute = True
+
     def __init__(self, config: StagingOptions | Any = None) -> None:
         self.options = as_staging_options(config)
-        self._synchronize_after_execute = True
         self._pool = ArenaPool(self.options)
         self._warned = False
         self._streams = SideStreams()
         self._movers = Movers()
-        self._layouts = LayoutMemory()
         self._closed = False
         self._begin()
         renew_in_child(self, Stager._begin)
@@ -72,10 +71,6 @@ class Stager:
         self._worker: ThreadPoolExecutor | None = None
         # A weak reference: a future holds the staged state, and the state holds its lease.
         self._latest: weakref.ref[Future[StagedState]] | None = None
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return self._synchronize_after_execute
 
     @property
     def staged_bytes(self) -> int:
@@ -181,7 +176,7 @@ class Stager:
         try:
             # With asynchronous staging, one torch call that releases the GIL is better for training than the faster
             # copy.
-            return flat, self._layouts.lay_out(flat.sources, by_bytes=not self.options.use_async_staging)
+            return flat, lay_out(flat.sources, by_bytes=not self.options.use_async_staging)
         except (RuntimeError, StagingError) as error:
             # Nested tensors and wrappers report a strided layout but have no strides.
             raise _fault(error, state_dict) from error
@@ -203,8 +198,7 @@ class Stager:
                 non_blocking = self.options.use_non_blocking_copy and arena.pinned
                 how = {"non_blocking": non_blocking, "beside": self.options.use_async_staging}
                 views = run_copies(layout, arena, self._streams, self._movers, ordering, **how)
-                set_apart(views, flat.leaves, arena.memory)
-                state = flat.assemble(views)
+                state = flat.assemble(views, arena.memory)
         except BaseException as error:
             lease.end()
             if isinstance(error, BucketpointError) or not isinstance(error, Exception):
