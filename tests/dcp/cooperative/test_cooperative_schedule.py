@@ -49,15 +49,13 @@ def test_reads_every_byte_on_one_rank_that_wants_it_and_sends_it_to_all_that_do(
     seen = set()
     for rank, schedule in enumerate(schedules(tables, round_bytes)):
         wanted = set(bytes_of(row for row, shared in zip(tables[rank], schedule.shared, strict=True) if shared))
-        got = bytes_of(
-            (cell.obj, start, stop) for cell in cells_of(schedule) for start, stop in cell.needs.get(rank, ())
-        )
+        got = bytes_of((cell.obj, cell.start, cell.stop) for cell in cells_of(schedule) if rank in cell.ranks)
         assert got == Counter(wanted)
         alone = set(bytes_of(row for row, shared in zip(tables[rank], schedule.shared, strict=True) if not shared))
         assert not alone & seen
         seen |= alone
         read.update(bytes_of((c.obj, c.start, c.stop) for c in cells_of(schedule) if c.reader == rank))
-        assert all(rank in cell.needs for cell in cells_of(schedule) if cell.reader == rank)
+        assert all(rank in cell.ranks for cell in cells_of(schedule) if cell.reader == rank)
         read.update(alone)
     assert read == Counter(set(bytes_of(row for rows in tables for row in rows)))
 
@@ -78,10 +76,10 @@ def test_agrees_with_peers_on_rounds_of_bounded_size(tables: list[Rows], round_b
                     theirs.reader,
                 )
                 # What one sends is what the other waits for.
-                assert ours.reader != rank or ours.needs.get(peer) == theirs.needs.get(peer)
+                assert ours.reader != rank or (peer in ours.ranks) == (peer in theirs.ranks)
         for cells in schedule.rounds:
             assert sum(cell.nbytes for cell in cells) <= round_bytes
-            assert all(set(cell.needs) <= set(schedule.peers) for cell in cells)
+            assert all(set(cell.ranks) <= set(schedule.peers) for cell in cells)
 
 
 @given(tables=ranges())
@@ -129,8 +127,7 @@ def test_deals_a_thousand_replicas_out_evenly_and_tells_each_whom_it_reads_for()
     loads = Counter(dict.fromkeys(range(ranks), 0))
     for cell in cells:
         loads[cell.reader] += cell.nbytes
-        assert set(cell.needs) == (set(range(ranks)) if cell.reader == 3 else {3})
-        assert set(map(tuple, cell.needs.values())) == {((cell.start, cell.stop),)}
+        assert set(cell.ranks) == (set(range(ranks)) if cell.reader == 3 else {3})
     assert max(loads.values()) - min(loads.values()) <= SMALLEST_CELL
 
 

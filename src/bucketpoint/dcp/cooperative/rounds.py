@@ -176,35 +176,29 @@ class SharedLoad:
         here = self._exchange.rank
         sends: list[Message] = []
         receives: list[Message] = []
-        arrived: list[tuple[Cell, int, int, memoryview | None]] = []
-        sent_to: Counter[int] = Counter()
-        got_from: Counter[int] = Counter()
+        arrived: list[tuple[Cell, memoryview | None]] = []
+        tags: Counter[int] = Counter()
         done: list[memoryview] = []
         for cell in cells:
             if cell.reader == here:
                 view, staying = self._take(cell)
-                if not staying:
-                    done.append(view)
-                for peer, spans in cell.needs.items():
-                    for start, stop in spans:
-                        data = view[start - cell.start : stop - cell.start]
-                        if peer == here:
-                            arrived.append((cell, start, stop, None if staying else data))
-                        else:
-                            sends.append(Message(peer, sent_to[peer], data))
-                            sent_to[peer] += 1
+                for peer in cell.ranks:
+                    if peer != here:
+                        sends.append(Message(peer, tags[peer], view))
+                        tags[peer] += 1
+            elif cell.ranks:
+                place = self._targets.place(cell.obj, cell.start, cell.stop)
+                view, staying = (self._memory.take(cell.nbytes), False) if place is None else (place, True)
+                receives.append(Message(cell.reader, tags[~cell.reader], view))
+                tags[~cell.reader] += 1
             else:
-                for start, stop in cell.needs.get(here, ()):
-                    in_place = self._targets.place(cell.obj, start, stop)
-                    data = in_place if in_place is not None else self._memory.take(stop - start)
-                    if in_place is None:
-                        done.append(data)
-                    receives.append(Message(cell.reader, got_from[cell.reader], data))
-                    got_from[cell.reader] += 1
-                    arrived.append((cell, start, stop, None if in_place is not None else data))
+                continue
+            arrived.append((cell, None if staying else view))
+            if not staying:
+                done.append(view)
         self._exchange.move(receives, sends)
-        for cell, start, stop, copied in arrived:
-            self._settle(cell.obj, start, stop, copied, finishing)
+        for cell, copied in arrived:
+            self._settle(cell, copied, finishing)
         for view in done:
             self._memory.give(view)
 
@@ -218,11 +212,11 @@ class SharedLoad:
             self._ahead_bytes -= cell.nbytes
         return view, staying
 
-    def _settle(self, obj: int, start: int, stop: int, copied: memoryview | None, finishing: TaskGroup) -> None:
-        for assembly in self._targets.overlapping(obj, start, stop):
-            low, high = max(assembly.request.start, start), min(assembly.request.stop, stop)
+    def _settle(self, cell: Cell, copied: memoryview | None, finishing: TaskGroup) -> None:
+        for assembly in self._targets.overlapping(cell.obj, cell.start, cell.stop):
+            low, high = max(assembly.request.start, cell.start), min(assembly.request.stop, cell.stop)
             if copied is not None:
-                assembly.put(low, copied[low - start : high - start])
+                assembly.put(low, copied[low - cell.start : high - cell.start])
             if not assembly.arrived(high - low):
                 continue
             with self._state:
