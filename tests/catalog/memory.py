@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from tests.simulation.bucket import Bucket, Held, View
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.errors import (
-    AccessDeniedError,
-    CorruptDataError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    TransientStoreError,
-    UploadNotFoundError,
-)
+from bucketpoint.errors import AccessDeniedError, TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.codec import encode_metadata, record_from_metadata
-from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUpload
+from bucketpoint.stores import DeleteFailure
+
+T = TypeVar("T")
 
 START = 1_700_000_000.0
-PAGE = 1000
 _stores = itertools.count(1)
+
+_NAMES = {"LIST folders": "list_folders", "LIST uploads": "list_multipart", "DELETE if-match": "delete_if"}
+"""Names by which tests count requests, where they are not the method's in HTTP."""
 
 
 class KilledError(BaseException):
@@ -48,31 +45,35 @@ class Fault:
     acts: bool
 
 
-@dataclass
-class MemoryStore:
-    """Objects in a dictionary, with the semantics that `tests/stores/test_contract.py` demands of every store."""
+class _Objects(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, Held(*value))
 
-    now: float = START
-    objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
-    open_uploads: dict[str, OpenUpload] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-    fault: Fault | None = None
-    between: Callable[[int, str], None] | None = None
-    """Called before each request with its number and name: what others do meanwhile."""
-    refused: set[str] = field(default_factory=set)
-    """Keys that no delete removes."""
-    exact_uploads: bool = False
-    identity: str = field(default_factory=lambda: f"memory://store-{next(_stores)}")
-    _etags: Any = field(default_factory=lambda: itertools.count(1))
-    _requests: int = 0
+
+class MemoryStore(View):
+    """The simulation's bucket as one process sees it, whose requests are counted and fail where a test says.
+
+    Attributes:
+        between: called before each request with its number and name: what others do meanwhile.
+        refused: keys that no delete removes.
+    """
 
     url = "memory://store"
+    identity: str = ""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(True, False, True, True, lists_uploads=not self.exact_uploads, conditional_delete=True)
+    def __init__(self, *, dates_writes: bool = True) -> None:
+        super().__init__(Bucket(lambda: self.now, page=1000, dates_writes=dates_writes, objects=_Objects()))
+        self.identity = f"memory://store-{next(_stores)}"
+        self.now = START
+        self.objects, self.open_uploads = self.bucket.objects, self.bucket.uploads
+        self.calls: Counter[str] = Counter()
+        self.fault: Fault | None = None
+        self.between: Callable[[int, str], None] | None = None
+        self.refused: set[str] = set()
+        self._requests = 0
 
-    def _request(self, name: str, act: Callable[[], Any]) -> Any:
+    def _request(self, name: str, key: str, act: Callable[[Any], T]) -> T:
+        name = _NAMES.get(name) or name.split()[0].lower()
         self.calls[name] += 1
         self._requests += 1
         if self.between is not None:
@@ -83,127 +84,26 @@ class MemoryStore:
                 self.between = between
         fault = self.fault
         if fault is None:
-            return act()
+            return act(None)
         fault.at -= 1
         if fault.at > 0:
-            return act()
+            return act(None)
         if fault.acts and fault.at == 0:
-            act()
+            act(None)
         if fault.how == "kill":
             # And whatever the dead process does while its stack unwinds does not happen.
             raise KilledError()
         self.fault = None
         raise TransientStoreError("the store is away")
 
-    def put(
-        self,
-        key: str,
-        body: Sequence[memoryview],
-        *,
-        crc32c: int | None = None,
-        if_none_match: bool = False,
-        if_match: str | None = None,
-    ) -> ObjectInfo:
-        def act() -> ObjectInfo:
-            there = self.objects.get(key)
-            if if_none_match and there is not None:
-                raise PreconditionFailedError("it exists", key=key)
-            if if_match is not None and (there is None or there[1] != if_match):
-                raise PreconditionFailedError("it is another", key=key)
-            data = b"".join(body)
-            # Of the bytes alone, as S3 makes them: what is written again as it was cannot be told from it.
-            self.objects[key] = (data, hashlib.md5(data, usedforsecurity=False).hexdigest(), self.now)
-            return self._info(key)
-
-        return self._request("put", act)
-
-    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
-        return self._request("get", lambda: (self._there(key, max_bytes)[0][:first], self._info(key)))
-
-    def head(self, key: str) -> ObjectInfo:
-        return self._request("head", lambda: self._info(key))
-
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        after = start_after or ""
-        while True:
-            page = self._request("list", lambda after=after: self._page(prefix, after))
-            yield from page
-            if len(page) < PAGE:
-                return
-            after = page[-1].key
-
-    def list_folders(self, prefix: str) -> Iterator[str]:
-        found = self._request(
-            "list_folders",
-            lambda: sorted(
-                {prefix + key[len(prefix) :].split("/")[0] + "/" for key in self.objects if self._below(key, prefix)}
-            ),
-        )
-        yield from found
-
     def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
-        failures: list[DeleteFailure] = []
-        for start in range(0, len(keys), PAGE):
-            batch = keys[start : start + PAGE]
-
-            def act(batch: Sequence[str] = batch) -> list[DeleteFailure]:
-                for key in batch:
-                    if key not in self.refused:
-                        self.objects.pop(key, None)
-                return [DeleteFailure(key, "AccessDenied", "no") for key in batch if key in self.refused]
-
-            failures += self._request("delete", act)
-        return failures
+        super().delete([key for key in keys if key not in self.refused])
+        return [DeleteFailure(key, "AccessDenied", "no") for key in keys if key in self.refused]
 
     def delete_if(self, key: str, etag: str) -> bool:
-        def act() -> bool:
-            there = self.objects.get(key)
-            if there is not None and there[1] != etag:
-                raise PreconditionFailedError("it is another", key=key)
-            if there is not None and key in self.refused:
-                raise AccessDeniedError("no", key=key)
-            self.objects.pop(key, None)
-            return True
-
-        return self._request("delete_if", act)
-
-    def create_multipart(self, key: str) -> str:
-        name = f"upload-{next(self._etags)}"
-        self.open_uploads[name] = OpenUpload(key, name, self.now)
-        return name
-
-    def abort_multipart(self, key: str, upload_id: str) -> None:
-        self._request("abort", lambda: self.open_uploads.pop(upload_id, None))
-
-    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        def act() -> list[OpenUpload]:
-            uploads = list(self.open_uploads.values())
-            if self.exact_uploads:
-                return [one for one in uploads if one.key == prefix]
-            return [one for one in uploads if one.key.startswith(prefix)]
-
-        yield from self._request("list_multipart", act)
-
-    def _page(self, prefix: str, after: str) -> list[ObjectInfo]:
-        return [self._info(key) for key in sorted(self.objects) if key.startswith(prefix) and key > after][:PAGE]
-
-    @staticmethod
-    def _below(key: str, prefix: str) -> bool:
-        return key.startswith(prefix) and "/" in key[len(prefix) :]
-
-    def _there(self, key: str, most: int | None = None) -> tuple[bytes, str, float]:
-        if key not in self.objects:
-            raise ObjectNotFoundError("no such key", key=key)
-        if most is not None and len(self.objects[key][0]) > most:
-            raise CorruptDataError("too large", key=key)
-        return self.objects[key]
-
-    def _info(self, key: str) -> ObjectInfo:
-        data, etag, modified = self._there(key)
-        return ObjectInfo(key, len(data), etag, modified)
-
-    def complete_multipart(self, key: str, upload_id: str, parts: Any) -> ObjectInfo:
-        raise UploadNotFoundError("not needed here")
+        if key in self.refused:
+            raise AccessDeniedError("no", key=key)
+        return super().delete_if(key, etag)
 
 
 @contextlib.contextmanager
@@ -218,7 +118,7 @@ def killed(store: MemoryStore, at: int, *, acts: bool = False) -> Iterator[None]
 
 
 def memory_catalog(store: MemoryStore, template: str = "step-{step}", prefix: str = "run") -> Catalog:
-    return Catalog(f"{store.url}/{prefix}", store, prefix, StepTemplate(template), clock=lambda: store.now)  # type: ignore[arg-type]
+    return Catalog(f"{store.url}/{prefix}", store, prefix, StepTemplate(template), clock=lambda: store.now)
 
 
 def metadata_bytes(token: str, objects: int = 0, **facts: Any) -> tuple[bytes, dict[str, bytes]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from tests.simulation.bucket import Bucket
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
@@ -17,7 +18,6 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.retention import Best, Keep, Prune, RetentionPolicy
-from bucketpoint.stores import ObjectInfo
 from catalog.memory import MemoryStore, commit_without_a_record, memory_catalog, save
 from catalog.test_pruner import drop
 
@@ -25,16 +25,10 @@ HOUR = 3600.0
 WRONG = pytest.mark.parametrize("wrong", [-50 * HOUR, 61 * 60, 50 * HOUR])
 
 
-class Undated(MemoryStore):
-    """A store whose replies to writes do not contain the object's time, as those of S3."""
-
-    def put(self, *given: object, **named: object) -> ObjectInfo:
-        return replace(super().put(*given, **named), modified=None)  # type: ignore[arg-type]
-
-
-@pytest.fixture(params=[MemoryStore, Undated])
+@pytest.fixture(params=[True, False])
 def store(request: pytest.FixtureRequest) -> MemoryStore:
-    return request.param()
+    """A store whose replies to writes contain the object's time, and one where they do not, as those of S3."""
+    return MemoryStore(dates_writes=request.param)
 
 
 @pytest.fixture
@@ -96,9 +90,9 @@ def test_shows_a_save_as_dead_by_the_stores_times_alone(store: MemoryStore, cata
     assert [save.is_live(seen.snapshot.taken) for save in seen.attempts] == [False]
 
 
-def test_ages_nothing_in_a_store_without_times(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = MemoryStore._info
-    monkeypatch.setattr(MemoryStore, "_info", lambda self, key: replace(real(self, key), modified=None))
+def test_ages_nothing_in_a_store_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog, real = memory_catalog(MemoryStore(dates_writes=False)), Bucket.info
+    monkeypatch.setattr(Bucket, "info", lambda self, key: replace(real(self, key), modified=None))
     for step in (100, 200, 300):
         save(catalog, step)
     SaveLog(catalog).begin(catalog.url_of(400), keys.new_token())

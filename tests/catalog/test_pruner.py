@@ -613,7 +613,7 @@ def test_records_a_committed_attempt_in_a_sweep_and_removes_nothing(store: Memor
 
 def test_finds_uploads_by_their_exact_keys_where_nothing_else_does(store: MemoryStore, catalog: Catalog) -> None:
 
-    store.exact_uploads = True
+    store.bucket.lists_uploads = False
     log, url = SaveLog(catalog), catalog.url_of(100)
     paths = {rank: [keys.data_path(keys.new_token(), rank, "model", n) for n in range(3)] for rank in range(2)}
     log.begin(url, keys.new_token())

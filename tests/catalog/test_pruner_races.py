@@ -474,7 +474,7 @@ def test_ends_a_lock_by_the_stores_time_whatever_it_says(store: MemoryStore, cat
 
 
 def test_finds_uploads_of_a_save_that_begins_during_a_sweep_with_the_next(store: MemoryStore, catalog: Catalog) -> None:
-    store.exact_uploads = True
+    store.bucket.lists_uploads = False
     save(catalog, 100)
     log, url, token = SaveLog(catalog), catalog.url_of(200), keys.new_token()
     path = keys.data_path(token, 0, "model", 0)
