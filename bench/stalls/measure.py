@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from bench import environments
 from bench.stalls.report import print_measurement
 from bucketpoint import S3Reader, S3Writer, TransferOptions
-from bucketpoint.transfer import stalls
+from bucketpoint.transfer import long_reads
 from kit import Delay, Fault, FaultProxy, Rule, Script, Slow
 from kit.http import Wire
 from kit.servers import S3Server, minio
@@ -99,7 +99,7 @@ def load(name: str, server: S3Server, url: str, expected: dict[str, torch.Tensor
     reader = S3Reader(url, storage_options=server.options, transfer=options)
     target = {key: torch.zeros_like(value) for key, value in expected.items()}
     cpu, began = time.process_time(), time.perf_counter()
-    with mock.patch.object(stalls, "LEAST_S", stalls.LEAST_S if name == "limited" else 3600.0):
+    with mock.patch.object(long_reads, "LEAST_S", long_reads.LEAST_S if name == "limited" else 3600.0):
         dcp.load(target, storage_reader=reader, no_dist=True)
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
     if not all(torch.equal(target[key], value) for key, value in expected.items()):

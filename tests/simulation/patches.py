@@ -21,10 +21,9 @@ from bucketpoint.catalog import catalog
 from bucketpoint.catalog.deletion import lock
 from bucketpoint.catalog.deletion import worker as pruning
 from bucketpoint.stores import retry, s3
-from bucketpoint.transfer import pieces, upload
+from bucketpoint.transfer import long_reads, pieces, upload
 
-# The packages have a function, or a class, of that name.
-fetch = importlib.import_module("bucketpoint.transfer.fetch")
+# The package has a class of that name.
 managing = importlib.import_module("bucketpoint.manager.manager")
 
 
@@ -229,7 +228,7 @@ def simulated() -> Iterator[None]:
         put(retry, "random", _Random)
         put(s3, "S3Store", _store)
         put(s3, "S3Options", _Options)
-        for module in (upload, pieces, fetch):
+        for module in (upload, pieces, long_reads):
             put(module, "TaskGroup", InlineGroup)
         put(pruning.Throttle, "rest", lambda self: None)
         put(pruning, "threading", _Threading())

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from bucketpoint.stores import Store, open_store, retry
-from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests, stalls
-from bucketpoint.transfer.stalls import StallLimit, StallLimits
+from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, long_reads, plan_requests
+from bucketpoint.transfer.long_reads import StallLimits
 from kit import Delay, Fault, FaultProxy, Slow, Stall, always
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
@@ -44,16 +44,16 @@ def behind(service: Service, proxy: FaultProxy) -> Store:
 
 def test_limits_by_five_seconds_or_four_medians_and_doubles_with_each_attempt() -> None:
     limits = StallLimits()
-    assert limits.limit_s() == 5
+    assert limits.doubling()() == 5
     for seconds in (0.1, 0.2, 90.0):
         limits.add(seconds)
-    assert limits.limit_s() == 5
+    assert limits.doubling()() == 5
     limits.add(8.0)
     limits.add(9.0)
-    assert limits.limit_s() == 32
-    limit = StallLimit(limits)
-    assert [limit._next() for _ in range(3)] == [32, 64, 128]
-    assert StallLimit(limits)._next() == 32
+    assert limits.doubling()() == 32
+    limit_s = limits.doubling()
+    assert [limit_s() for _ in range(3)] == [32, 64, 128]
+    assert limits.doubling()() == 32
 
 
 @pytest.mark.contract
@@ -62,7 +62,7 @@ def test_limits_by_five_seconds_or_four_medians_and_doubles_with_each_attempt() 
 def test_cuts_off_a_silent_read_and_sends_it_again(
     server: str, fault: Fault, request: pytest.FixtureRequest, fault_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalls, "LEAST_S", 0.5)
+    monkeypatch.setattr(long_reads, "LEAST_S", 0.5)
     served = request.getfixturevalue(server)
     proxy = proxy_before(served, fault_proxy)
     store = behind(Service.on(served), proxy)
@@ -80,7 +80,7 @@ def test_cuts_off_a_silent_read_and_sends_it_again(
 def test_waits_for_a_store_that_is_slow_as_a_whole(
     minio: S3Server, fault_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalls, "LEAST_S", 0.2)
+    monkeypatch.setattr(long_reads, "LEAST_S", 0.2)
     proxy = proxy_before(minio, fault_proxy)
     store = behind(Service.on(minio), proxy)
     proxy.play(always(Delay(1.0), kinds=["GetObject"]))

@@ -78,7 +78,7 @@ class StreamingStore(CountingStore):
 
     @property
     def capabilities(self) -> Any:
-        return replace(self.inner.capabilities, streams_ranges=True, many_ranges=False)
+        return replace(self.inner.capabilities, streams_ranges=True)
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> StreamedReply:
         data = bytearray(nbytes)

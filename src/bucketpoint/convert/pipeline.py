@@ -38,7 +38,8 @@ from bucketpoint.transfer import (
     upload_objects,
 )
 from bucketpoint.transfer.checksum import CrcAccumulator, combine, fold_blocks
-from bucketpoint.transfer.pieces import batched, for_each, piece_bytes
+from bucketpoint.transfer.parts import batched
+from bucketpoint.transfer.pieces import for_each, piece_bytes
 from bucketpoint.version import __version__
 
 logger = logging.getLogger(__name__)

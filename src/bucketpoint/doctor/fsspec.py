@@ -37,8 +37,7 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = f" {importlib.metadata.version(name)}"
-    reads = "many ranges in one call" if store.capabilities.many_ranges else "one call for each range, on threads"
-    yield Finding("filesystem", "ok", f"{kind.__name__} of {name}{version}: {reads}")
+    yield Finding("filesystem", "ok", f"{kind.__name__} of {name}{version}")
     try:
         able = proven(store, prefix)
     except StoreError as error:

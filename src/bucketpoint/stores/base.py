@@ -33,7 +33,6 @@ class Capabilities:
         conditional_replace: `conditional_put` covers `if_match`, too. If False, it covers only `if_none_match`.
         copies_bodies: the client holds a copy of each body while it is sent, and of each range while it is received.
         streams_ranges: the store is an `OpensRanges`, and the body of its replies can be received piece by piece.
-        many_ranges: the store has `read_many`, which reads many ranges in one call: see `ManyRanges`.
         conditional_delete: `delete_if` compares and deletes in one step. Otherwise it reads the ETag first, and misses
             a write between that read and the deletion.
         expiring_delete: the store has `expiring_delete`, and the service refuses the signed request once it has
@@ -53,7 +52,6 @@ class Capabilities:
     conditional_replace: bool = True
     copies_bodies: bool = False
     streams_ranges: bool = False
-    many_ranges: bool = False
     conditional_delete: bool = False
     expiring_delete: bool = False
     shared: bool = True
@@ -298,27 +296,6 @@ class ExpiringDeletes(Protocol):
         arrived more than `seconds` after it was signed. So a process that was suspended in between deletes nothing.
         The signing time is from this machine's clock and the arrival time from the service's clock: a difference
         between the two clocks makes the limit that much longer or shorter.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bytes `[start, stop)` of the object at `key`."""
-
-    key: str
-    start: int
-    stop: int
-
-
-class ManyRanges(Protocol):
-    """A store for which one call for many ranges costs less than one thread per range: `Capabilities.many_ranges`."""
-
-    def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
-        """Read many ranges, at most `at_once` of them at a time.
-
-        Returns:
-            For each range, exactly the bytes that it names, or the error with which reading them failed.
         """
         ...
 

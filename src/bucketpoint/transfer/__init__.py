@@ -2,7 +2,7 @@
 
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests
-from bucketpoint.transfer.fetch import fetch
+from bucketpoint.transfer.long_reads import fetch
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
 from bucketpoint.transfer.tasks import TaskGroup

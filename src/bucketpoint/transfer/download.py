@@ -316,7 +316,7 @@ def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
     whole = extent.part_of
     if whole is not None and whole.add(extent.start, extent.nbytes, crc_of(views, None)):
         _compare(url, extent, f"its {whole.nbytes} bytes", whole.total(), whole.crc32c)
-    stretches = _cut(views, [block.nbytes for block in extent.blocks])
+    stretches = cut(views, [block.nbytes for block in extent.blocks])
     position = extent.start
     for block, stretch in zip(extent.blocks, stretches, strict=True):
         _compare(url, extent, f"bytes {position}-{position + block.nbytes - 1}", crc_of(stretch, None), block.crc32c)
@@ -333,7 +333,7 @@ def _compare(url: str, extent: Extent, part: str, crc: int, written: int) -> Non
         )
 
 
-def _cut(views: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:
+def cut(views: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:
     """Yield the bytes of `views`, cut into stretches of the given sizes."""
     index = offset = 0
     for size in sizes:

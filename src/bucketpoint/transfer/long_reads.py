@@ -1,7 +1,7 @@
-"""Long reads: requests whose ranges follow each other, received one after the other from a single reply.
+"""The reads of a load, on threads: requests whose ranges follow each other are received from a single reply.
 
-Every range of a load is received here, unless the store has a call for many ranges: a request alone is a long read of
-one. A store without replies that can be received in pieces fills the memory of each request in one call.
+A request alone is a long read of one. A store without replies that can be received in pieces fills the memory of each
+request in one call, or, if its client holds a copy of what it receives, in calls within the budget.
 
 A request that needs leased memory is small, because every connection needs such memory at the same time. But each
 request to a store costs milliseconds of CPU time and a round trip. So neighbouring requests are sent as one. The same
@@ -11,20 +11,68 @@ leased memory receives each request's bytes in turn, after the ones before were 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from bucketpoint.stores import OpensRanges, RangeReply, Store
+from bucketpoint.stores.pace import silent_for
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.download import Request, deliver, is_worth_reading
+from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.parts import SMALLEST_USEFUL_PART
 from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.stalls import StallLimit, StallLimits
+from bucketpoint.transfer.tasks import TaskGroup
+
+LEAST_S = 5.0
+"""Shortest limit on a store's silence, in seconds. A store under load may take seconds for its first byte."""
+
+MEDIANS = 4.0
+"""The limit on a store's silence in medians of the recent waits, so that reads of a slow store are not cut off."""
+
+_RECENT = 128
 
 _SKIPPED_BYTES = 64 << 10
 """Size of the reused memory that receives the bytes between two requests."""
+
+
+def fetch(
+    store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
+) -> None:
+    """Run all requests in parallel: every extent is verified and delivered, or the first error is raised."""
+    streams = store.capabilities.streams_ranges
+    reads = join_requests(requests, options) if streams else [LongRead([request]) for request in requests]
+    stalls = StallLimits()
+    with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
+        for read in reads:
+            group.start(lambda read=read: fetch_long(store, read, options, pool, meter, stalls))  # type: ignore[misc]
+
+
+class StallLimits:
+    """The limits on a store's silence in one load, by the waits for its recent replies.
+
+    A read without a byte for this time is cut off and sent again. A request that a store, or something before it, has
+    lost would otherwise hold up the whole load until the client's timeout of a minute.
+    """
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, seconds: float) -> None:
+        """Add the time from a request to its reply."""
+        self._waits.append(seconds)
+
+    def doubling(self) -> Callable[[], float]:
+        """Return a function that returns the limit for each attempt of one read, in seconds.
+
+        It doubles with each attempt, so that a sudden slowdown of the store fails no load.
+        """
+        attempts = itertools.count()
+        return lambda: 2 ** next(attempts) * max(LEAST_S, MEDIANS * statistics.median(list(self._waits) or [0.0]))
 
 
 @dataclass
@@ -83,8 +131,12 @@ def fetch_long(
     If the reply breaks off, or its bytes are damaged, the rest is requested again, from the first byte on that was not
     delivered.
     """
-    with pool.lease(read.leased) as lease:
-        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], StallLimit(stalls))
+    limits, most = store.capabilities, max(request.nbytes for request in read.requests)
+    if limits.copies_bodies:
+        most = min(most, options.copied_part_bytes)
+    # As in an upload, the lease also counts the client's copy, and its pages for that copy are never touched.
+    with pool.lease(read.leased + (most if limits.copies_bodies else 0)) as lease:
+        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], most, stalls)
         try:
             for request in read.requests:
                 deliver(store.url, request, lease, functools.partial(reception.receive, request), options)
@@ -96,12 +148,14 @@ def fetch_long(
 class _Reception:
     """The reply from which a long read is received, requested again after each failure."""
 
-    def __init__(self, store: Store, read: LongRead, spare: memoryview, limit: StallLimit) -> None:
+    def __init__(self, store: Store, read: LongRead, spare: memoryview, most: int, stalls: StallLimits) -> None:
         self._store = store
         self._streams = cast("OpensRanges", store) if store.capabilities.streams_ranges else None
         self._read = read
         self._spare = spare
-        self._limit = limit
+        self._most = most
+        self._stalls = stalls
+        self._silence_s = stalls.doubling()
         self._reply: RangeReply | None = None
         self._position = 0
         self._count = 0
@@ -111,17 +165,21 @@ class _Reception:
         if not request.nbytes:
             return
         if self._streams is None:
-            self._count += 1
-            self._store.read_into(request.key, request.start, buffers, if_match=request.etag)
+            starts = range(request.start, request.stop, self._most)
+            pieces = cut(buffers, [min(self._most, request.stop - start) for start in starts])
+            for start, piece in zip(starts, pieces, strict=True):
+                self._count += 1
+                self._store.read_into(request.key, start, piece, if_match=request.etag)
             return
         if request.start < self._position:
             # They have been received, and were damaged.
             self.drop()
         if self._reply is None:
             self._count += 1
-            nbytes = self._read.stop - request.start
-            with self._limit.watch():
+            nbytes, sent = self._read.stop - request.start, time.monotonic()
+            with silent_for(self._silence_s):
                 self._reply = self._streams.open_range(request.key, request.start, nbytes, if_match=request.etag)
+            self._stalls.add(time.monotonic() - sent)
             self._position = request.start
         gap = request.start - self._position
         skipped = [self._spare] * (gap // _SKIPPED_BYTES) + [self._spare[: gap % _SKIPPED_BYTES]]

@@ -1,16 +1,19 @@
-"""Multipart uploads: division of objects into parts within a service's limits; completion and abortion."""
+"""Division of items into objects, and of objects into parts within a service's limits; the end of multipart uploads."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from bucketpoint.errors import BucketpointError, UploadNotFoundError
 from bucketpoint.stores import Capabilities, ObjectInfo, Part, Store, retry
 from bucketpoint.transfer.options import MIB, TransferOptions
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SMALLEST_USEFUL_PART = 8 * MIB
 """Parts are not made smaller to gain parallelism: in smaller parts the latency of a request dominates."""
@@ -33,6 +36,19 @@ class PartPlan:
         """Return the first and the one-past-last byte of part `number`, counted from 1."""
         start = (number - 1) * self.part_bytes
         return start, min(start + self.part_bytes, self.nbytes)
+
+
+def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Cut a sequence into batches of at most `most` bytes, or of one larger item."""
+    batches: list[list[T]] = []
+    size = 0
+    for item in items:
+        if not batches or size + nbytes(item) > most:
+            batches.append([])
+            size = 0
+        batches[-1].append(item)
+        size += nbytes(item)
+    return batches
 
 
 def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:

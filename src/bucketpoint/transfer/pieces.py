@@ -48,19 +48,6 @@ def for_each(items: Iterable[T], do: Callable[[T], None], options: TransferOptio
             group.start(work)
 
 
-def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """Cut a sequence into batches of at most `most` bytes, or of one larger item."""
-    batches: list[list[T]] = []
-    size = 0
-    for item in items:
-        if not batches or size + nbytes(item) > most:
-            batches.append([])
-            size = 0
-        batches[-1].append(item)
-        size += nbytes(item)
-    return batches
-
-
 class RangeFile(io.RawIOBase):
     """Bytes `[start, stop)` of an object as a seekable file.
 

@@ -50,12 +50,12 @@ def test_runs_nothing_of_cooperation_in_a_plain_load(minio: S3Server) -> None:
         dcp.load(loaded, checkpoint_id=url, storage_reader=reader)
 
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-    assert "transfer/fetch.py" in seen
+    assert "transfer/long_reads.py" in seen
     unwanted = [name for name in seen if name.startswith("dcp/cooperative/")]
     assert unwanted == []
 
 
-def test_crosses_five_files_between_the_readers_plan_and_the_reply(minio: S3Server, monkeypatch: Any) -> None:
+def test_crosses_four_files_between_the_readers_plan_and_the_reply(minio: S3Server, monkeypatch: Any) -> None:
     url = minio.url(minio.make_bucket(), "step-1")
     state = {"weight": torch.ones(300, 300)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
@@ -72,10 +72,9 @@ def test_crosses_five_files_between_the_readers_plan_and_the_reply(minio: S3Serv
     monkeypatch.setattr(_OpenRange, "receive", note_the_stack)
     dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=minio.options))
 
-    # Before them: dcp/reader, which waits in `fetch`, with loading/extents and read_plan. After: stores/http_store.
+    # Before them: dcp/reader, which waits for the tasks, with loading/extents and read_plan. After: stores/http_store.
     assert crossed == {
         "transfer/tasks.py",
-        "transfer/fetch.py",
         "transfer/download.py",
         "stores/retry.py",
         "transfer/long_reads.py",

@@ -17,12 +17,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import CorruptDataError, EndpointError, ObjectNotFoundError, PreconditionFailedError, StoreError
-from bucketpoint.stores import ObjectInfo, Range, proven
+from bucketpoint.stores import ObjectInfo, proven
 from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.fsspec import services as fsspec_services
 from bucketpoint.stores.trials import SCRATCH
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
-from bucketpoint.transfer.fetch import batches
 from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
 
 MIB = 1 << 20
@@ -43,17 +42,12 @@ class RecordingFileSystem(AsyncFileSystem):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.content: dict[str, bytes] = {}
-        self.calls: list[list[tuple[str, int, int]]] = []
+        self.calls: list[tuple[int, int]] = []
         self.at_once = self.most_at_once = 0
         self.broken: set[str] = set()
 
-    def cat_ranges(self, paths: Any, starts: Any, ends: Any, **settings: Any) -> Any:
-        self.calls.append(list(zip(paths, starts, ends, strict=True)))
-        from fsspec.asyn import sync
-
-        return sync(self.loop, self._cat_ranges, paths, starts, ends, **settings)
-
     async def _cat_file(self, path: str, start: Any = None, end: Any = None, **settings: Any) -> bytes:
+        self.calls.append((start, end))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0.001)
@@ -105,15 +99,13 @@ def test_finds_by_the_fsspec_probe_what_the_page_promises_and_doctor_shows(found
     assert (able.checksums, able.multipart) == (found.checks, found.parts)
     assert able == store.capabilities
 
-    creates, replaces, checks, parts, ranges = promised(found.name)
+    creates, replaces, checks, parts = promised(found.name)
     assert creates.startswith("yes" if able.conditional_put else "looks, writes, looks again")
     assert replaces.startswith("yes" if held else "looks, writes, looks again")
     assert checks.startswith("yes" if able.checksums else "no")
     assert parts.startswith("yes" if able.multipart else "no")
     if able.multipart and able.min_part_bytes >= MIB:
         assert f"from {able.min_part_bytes // MIB} MiB on" in parts
-    # The row of all others holds for both kinds.
-    assert "if it is asynchronous" in ranges or ranges == ("many in one call" if able.many_ranges else "one a call")
 
     seen = examine(store, "", probe_bytes=0)
     status = {one.check: one.status for one in seen.findings}
@@ -258,29 +250,26 @@ def test_lists_memory_again_beside_writers(monkeypatch: pytest.MonkeyPatch) -> N
     assert failures == []
 
 
-def test_receives_many_ranges_in_few_calls_and_no_byte_more_than_asked_for() -> None:
+def test_reads_ranges_at_once_and_no_byte_more_than_asked_for() -> None:
     fs = RecordingFileSystem()
     store, content = FsspecStore(fs, "bucket"), os.urandom(4 * MIB)
     fs.content["bucket/k"] = content
     # Too far apart to be joined: each is a range of its own.
     cuts = [(at, at + 1000) for at in range(0, len(content), 100_000)]
     assert read_through(store, cuts, content, connections=8) == b"".join(content[a:b] for a, b in cuts)
-    assert len(fs.calls) == 1
-    assert sorted((start, end) for _, start, end in fs.calls[0]) == cuts
+    assert sorted(fs.calls) == cuts
     assert 1 < fs.most_at_once <= 8
 
 
-def test_cuts_a_large_range_for_a_call_and_holds_no_more_than_the_budget() -> None:
+def test_cuts_a_large_range_and_holds_no_more_than_the_budget() -> None:
     fs = RecordingFileSystem()
     store, content = FsspecStore(fs, "bucket"), os.urandom(12 * MIB)
     fs.content["bucket/k"] = content
     cuts = [(at, min(at + 3 * MIB, len(content))) for at in range(0, len(content), 3 * MIB)]
-    settings = {"connections": 4, "max_inflight_bytes": 8 * MIB, "part_bytes": 3 * MIB}
+    settings = {"connections": 8, "max_inflight_bytes": 2 * MIB, "part_bytes": 3 * MIB}
     assert read_through(store, cuts, content, **settings) == content
-    for call in fs.calls:
-        assert len(call) > 1
-        assert sum(end - start for _, start, end in call) <= 4 * MIB
-    asked = sorted((start, end) for call in fs.calls for _, start, end in call)
+    assert max(end - start for start, end in fs.calls) * fs.most_at_once <= 2 * MIB
+    asked = sorted(fs.calls)
     assert [start for start, _ in asked] == [0, *(end for _, end in asked[:-1])]
 
 
@@ -292,24 +281,6 @@ def test_asks_again_for_a_range_that_fails_for_now_and_raises_for_a_short_one() 
     assert read_through(store, [(0, 1000), (500_000, 600_000)], content) == content[:1000] + content[500_000:600_000]
     with pytest.raises(CorruptDataError):
         read_through(store, [(MIB - 10, MIB + 10)], content)
-
-
-def test_says_of_each_range_in_read_many_what_became_of_it() -> None:
-    fs = RecordingFileSystem()
-    store = FsspecStore(fs, "bucket")
-    fs.content["bucket/k"] = b"0123456789"
-    answers = store.read_many([Range("k", 2, 5), Range("k", 8, 20)], at_once=2)
-    assert answers[0] == b"234"
-    assert isinstance(answers[1], CorruptDataError)
-    assert store.read_many([], at_once=2) == []
-
-
-def test_holds_every_request_once_in_batches() -> None:
-    options = TransferOptions(max_inflight_bytes=MIB, part_bytes=400_000)
-    made = [Extent("k", at, at + 300_000, lambda _: None) for at in range(0, 10 * MIB, MIB)]
-    dealt = list(batches(plan_requests(made, options), options))
-    assert [request for batch in dealt for request in batch.requests] == plan_requests(made, options)
-    assert all(batch.held <= MIB // 2 or len(batch.requests) == 1 for batch in dealt)
 
 
 @pytest.mark.contract

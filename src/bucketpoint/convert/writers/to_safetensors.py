@@ -17,7 +17,7 @@ from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError, first_of
 from bucketpoint.transfer import ObjectSource, Uploaded
-from bucketpoint.transfer.pieces import batched
+from bucketpoint.transfer.parts import batched
 
 _NAMED_AT_MOST = 5
 

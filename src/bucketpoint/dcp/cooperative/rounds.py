@@ -17,8 +17,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
-from bucketpoint.transfer.long_reads import LongRead, fetch_long
-from bucketpoint.transfer.stalls import StallLimits
+from bucketpoint.transfer.long_reads import LongRead, StallLimits, fetch_long
 
 _FINISHERS = 2
 """Threads that verify and deliver. Two suffice: a checksum takes a tenth of the time in which the bytes arrive."""

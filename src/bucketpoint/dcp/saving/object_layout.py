@@ -26,7 +26,7 @@ from bucketpoint.stores import Capabilities
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import fold_blocks
 from bucketpoint.transfer.digest import digest
-from bucketpoint.transfer.pieces import batched
+from bucketpoint.transfer.parts import batched
 from bucketpoint.transfer.upload import Fill
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.forks import ProcessLock
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.fsspec.conditions import prove
 from bucketpoint.stores.fsspec.drivers import (
@@ -39,7 +39,6 @@ from bucketpoint.stores.fsspec.drivers import (
     check,
     files_below,
     has_folders,
-    is_asynchronous,
     is_hidden,
     known,
     remove,
@@ -118,7 +117,6 @@ class FsspecStore:
             max_put_bytes=driver.max_put_bytes,
             # The memory filesystem keeps a copy of the body anyway, and its calls end at once.
             copies_bodies=not driver.private,
-            many_ranges=is_asynchronous(self.fs),
             lists_uploads=driver.lists_uploads,
             shared=driver.shared,
             **driver.limits,
@@ -219,17 +217,6 @@ class FsspecStore:
     @_given_up
     def _cat(self, key: str, start: int, end: int) -> Any:
         return self.fs.cat_file(self._path(key), start=start, end=end)
-
-    @_given_up
-    def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
-        """Read many ranges on the event loop of the filesystem: see `ManyRanges`."""
-        if not ranges:
-            return []
-        paths = [self._path(one.key) for one in ranges]
-        starts, ends = [one.start for one in ranges], [one.stop for one in ranges]
-        with self._errors("get", ranges[0].key, requests=len(ranges)):
-            bodies = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
-        return [self._read(one, data) for one, data in zip(ranges, bodies, strict=True)]
 
     @_given_up
     def head(self, key: str) -> ObjectInfo:
@@ -376,14 +363,6 @@ class FsspecStore:
             raise
         return ObjectInfo(key, size, _etag(info), _seconds(info))
 
-    def _read(self, one: Range, found: Any) -> bytes | StoreError:
-        if isinstance(found, Exception):
-            return self._translated(found, "read", one.key)
-        if len(found) != one.stop - one.start:
-            return CorruptDataError("the object ends before the range does", url=self._url(one.key))
-        data: bytes = found
-        return data
-
     def _find(self, key: str) -> ObjectInfo | None:
         info = self._describe(key)
         return None if info is None else _info(key, info)
@@ -424,11 +403,10 @@ class FsspecStore:
         key: str,
         *,
         missing: type[StoreError] = ObjectNotFoundError,
-        requests: int = 1,
         conditional: bool = False,
     ) -> Iterator[None]:
         failure: StoreError
-        process_budget().add({operation: requests})
+        process_budget().note(operation)
         try:
             yield
             return
