@@ -93,7 +93,7 @@ class Meeting:
         ranks: tuple[int, ...],
         what: str,
         *,
-        mesh: str = "",
+        note: str = "",
         purpose: str = "calls",
         error: BaseException | None = None,
     ) -> Meeting:
@@ -103,7 +103,7 @@ class Meeting:
         call meets the others again at its next one. The last rank to join compares the records of all.
 
         Args:
-            mesh: name of the mesh that this rank has; empty for none.
+            note: text for the other ranks, such as the name of the mesh that this rank has.
             purpose: kind of calls that are numbered together: all ranks make them in one order.
             error: failure of this rank, after which no rank may continue. It is raised on all ranks, also those that
                 join later.
@@ -114,24 +114,31 @@ class Meeting:
             if not job.check([f"{number}/failed/1"]):
                 break
         meeting = cls(ranks, what, dist.PrefixStore(str(number), job), f"{purpose}-{number}")
-        meeting.come(mesh)
+        meeting.come(note)
         if error is not None:
             failure = as_failure(error, dist.get_rank())
             meeting.end(Failure(dist.get_rank(), "error", failure))
             raise failure if isinstance(error, Exception) else error
         if meeting.store.add("here", 1) == len(ranks):
-            noted = [_noted(data) for data in meeting.store.multi_get([f"here/{at}" for at in range(len(ranks))])]
-            calls, names = [call for call, _ in noted], {name for _, name in noted}
+            noted = meeting._noted()
+            calls, notes = [call for call, _ in noted], {note for _, note in noted}
             if len(set(calls)) > 1:
                 meeting.end(Failure(ranks[0], "error", other_calls(ranks, calls)))
             else:
                 # Does not hold if a rank was interrupted while it waited for this one.
-                meeting.store.compare_set("all", "", json.dumps(names.pop() if len(names) == 1 else ""))
+                meeting.store.compare_set("all", "", json.dumps(notes.pop() if len(notes) == 1 else ""))
         return meeting
 
-    def come(self, mesh: str = "") -> None:
+    def come(self, note: str = "") -> None:
         """Record that this rank has joined."""
-        self.store.set(f"here/{self.ranks.index(dist.get_rank())}", json.dumps([self.what, mesh]))
+        self.store.set(f"here/{self.ranks.index(dist.get_rank())}", json.dumps([self.what, note]))
+
+    def notes(self) -> list[str]:
+        """Return the note of each rank. All must have joined."""
+        return [note for _, note in self._noted()]
+
+    def _noted(self) -> list[tuple[str, str]]:
+        return [_noted(data) for data in self.store.multi_get([f"here/{at}" for at in range(len(self.ranks))])]
 
     def missing(self) -> list[int]:
         """Return the global ranks that have not joined."""
@@ -163,7 +170,7 @@ class Meeting:
         self.verdict()
 
     def verdict(self) -> str:
-        """Return the name of the mesh that all ranks have; empty if a new one is to be made. All must have joined.
+        """Return the note that is the same on all ranks; empty if there is none. All must have joined.
 
         Raises:
             RanksDisagreeError: the ranks make different calls.
@@ -171,9 +178,9 @@ class Meeting:
         """
         data = self.store.get("all")
         with contextlib.suppress(ValueError):
-            mesh = decoded(data)
-            if isinstance(mesh, str):
-                return mesh
+            note = decoded(data)
+            if isinstance(note, str):
+                return note
         raise Failure.received(data, self.ranks).error
 
     def end(self, failure: Failure) -> None:
@@ -242,7 +249,7 @@ def other_calls(ranks: Sequence[int], calls: Sequence[str]) -> RanksDisagreeErro
 
 
 def _noted(data: bytes) -> tuple[str, str]:
-    """Decode a call and the name of a mesh; any process may have written something else there."""
+    """Decode a call and a note; any process may have written something else there."""
     with contextlib.suppress(ValueError):
         found = decoded(data)
         if isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found):

@@ -72,14 +72,20 @@ class Mesh:
             within: longest time for the connections to be made.
             lasting: how long its collectives wait; by default as long as those of `parent`.
         """
+        mesh = cls.connect(meeting, within)
+        mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
+        _by_ranks[meeting.ranks] = _beside[_or_world(parent)] = mesh
+        return mesh
+
+    @classmethod
+    def connect(cls, meeting: Meeting, within: timedelta) -> Mesh:
+        """Connect the ranks of a meeting for as long as the caller keeps the mesh. A collective call."""
         store = dist.PrefixStore("group", meeting.store)
         group = process_groups.connect(meeting.ranks, store, meeting.name, within)
         mesh = cls(group, meeting.name, within)
         mesh.ended = replace(meeting, store=dist.PrefixStore("ended", meeting.store))
-        mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
         mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
         mesh.leave.atexit = False
-        _by_ranks[meeting.ranks] = _beside[_or_world(parent)] = mesh
         return mesh
 
     def wait_for(self, timeout: timedelta, *, at_most: bool = False) -> None:
@@ -97,11 +103,15 @@ class Mesh:
         self.lost = True
         return _disconnected(self.group)
 
-    def end(self, error: BaseException, url: str | None) -> BucketpointError:
+    def end(self, error: BaseException, url: str | None, what: str = "The save") -> BucketpointError:
         """Close the connections after an error that this rank had alone. Return its cause, on all ranks.
 
         The first rank with an error finds out which ranks are lost. The others lose their connections only then, and
         working ranks notice it much later.
+
+        Args:
+            error: a `PeerFailedError` if this rank has waited for another in vain.
+            what: name of the call, for messages.
         """
         assert self.ended is not None
         ended, store, here, lost = self.ended, self.ended.store, process_groups.this_rank(), list[int]()
@@ -112,16 +122,19 @@ class Mesh:
             if first:
                 poll(lambda: not ended.missing(), time.monotonic() + ANSWERS_WITHIN_S)
                 missing = ended.missing()
-                ours = _explained(error, [rank for rank in lost if rank in missing], url)
+                silent = [rank for rank in lost if rank in missing]
+                if isinstance(error, PeerFailedError):
+                    silent = silent or missing
+                ours = _explained(error, silent, url, what)
                 store.set("why", Failure(here, "error", ours).encoded())
             elif poll(lambda: bool(store.check(["why"])), time.monotonic() + 2 * ANSWERS_WITHIN_S):
                 ours = Failure.received(store.get("why"), ended.ranks).error
                 ours.__cause__ = error
             else:
-                ours = _explained(error, lost, url)
+                ours = _explained(error, lost, url, what)
         except RuntimeError:
             # The process that holds the job's store is lost.
-            ours = _explained(error, lost or [ended.ranks[place] for place in self.cut()], url)
+            ours = _explained(error, lost or [ended.ranks[place] for place in self.cut()], url, what)
         return ours
 
     def drop(self) -> None:
@@ -211,14 +224,14 @@ def given_up(group: Any, error: BaseException, url: str | None) -> BaseException
     return gone
 
 
-def _explained(error: BaseException, lost: list[int], url: str | None) -> BucketpointError:
+def _explained(error: BaseException, lost: list[int], url: str | None, what: str) -> BucketpointError:
     if not lost:
-        return as_failure(error, process_groups.this_rank(), url, "The save")
+        return as_failure(error, process_groups.this_rank(), url, what)
     ours = PeerFailedError(
-        f"The save failed: {named(lost)} died, stopped, or did not answer",
+        f"{what} failed: {named(lost)} died, stopped, or did not answer",
         url=url,
         rank=lost[0],
-        remedy="Read the log of that rank, and start the job again. The checkpoint is committed only if all ranks had "
+        remedy="Read the log of that rank, and start the job again. A save was committed only if all ranks had "
         f"uploaded before: {LISTED}",
     )
     ours.__cause__ = error

@@ -128,7 +128,7 @@ def store_of(ranks: tuple[int, ...]) -> Any:
     """Return the part of the job's store (torch's key-value store) that is reserved for these ranks."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return dist.PrefixStore(f"bucketpoint/{_digest(ranks)}", _get_default_store())
+    return dist.PrefixStore(f"bucketpoint/{digest_of(ranks)}", _get_default_store())
 
 
 def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -> Any:
@@ -157,7 +157,7 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
         list(ranks),
         c10d.Backend(_LAZY if lazy else "gloo"),
         store,
-        f"bucketpoint-{_digest(ranks)}-{name}",
+        f"bucketpoint-{digest_of(ranks)}-{name}",
         timeout=timeout,
         group_desc="bucketpoint",
     )
@@ -212,7 +212,8 @@ def backend_of(group: Any) -> Any:
     return group._get_backend(torch.device("cpu"))
 
 
-def _digest(ranks: tuple[int, ...]) -> str:
+def digest_of(ranks: tuple[int, ...]) -> str:
+    """Return a short name for a group of ranks."""
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 

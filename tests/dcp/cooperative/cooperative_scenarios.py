@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.dcp.cooperative import peers as exchanges
 from bucketpoint.dcp.cooperative import rounds
-from bucketpoint.dcp.cooperative.peers import Message, Note, Peers, meet
+from bucketpoint.dcp.cooperative.load import Cooperation
+from bucketpoint.dcp.cooperative.peers import Message, Peers
 from bucketpoint.dcp.process_groups import disconnect
-from bucketpoint.errors import AccessDeniedError, BucketpointError
+from bucketpoint.errors import AccessDeniedError, BucketpointError, PeerFailedError
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.transfer import BufferPool
 from dcp import scenarios
@@ -371,26 +372,33 @@ def load_from_a_bucket(rank: int, world: int, url: str, options: dict[str, Any])
     assert reader.explain().startswith("Cooperative")
 
 
+def connected(url: str) -> tuple[Cooperation, Peers]:
+    cooperation = Cooperation("group", None)
+    cooperation.connect(url)
+    assert cooperation._exchange is not None
+    return cooperation, cooperation._exchange
+
+
 def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> float:
     """Rank 0 is gone. Rank 1 leaves then, and keeps what refers to its connections; rank 2 waits for its bytes."""
-    exchange = Peers(meet("group", url, None), None)
+    cooperation, exchange = connected(url)
     kept = exchange._backend
     dist.barrier()
     if rank == 0:
-        exchange.leave("gone first")
+        cooperation.close()
         dist.barrier()
         dist.barrier()
         return 0.0
     if rank == 1:
         dist.barrier()
-        exchange.leave("I have had enough")
+        cooperation.close()
         dist.barrier()
         del kept
         return 0.0
     # Not yet aware of rank 0: this rank has waited for nothing from it.
     dist.barrier()
     started = time.monotonic()
-    with contextlib.suppress(BucketpointError):
+    with contextlib.suppress(PeerFailedError):
         exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
         raise AssertionError("received what nobody sent")
     took = time.monotonic() - started
@@ -400,37 +408,37 @@ def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> f
 
 def one_rank_is_known_to_be_lost(rank: int, world: int, url: str) -> list[str]:
     """Rank 1 is gone, and gloo knows of it, when the others send and receive; what they raise."""
-    exchange = Peers(meet("group", url, None), None)
+    cooperation, exchange = connected(url)
     dist.barrier()
     if rank == 1:
         disconnect(exchange._backend, [peer for peer in range(world) if peer != rank])
     dist.barrier()
     uses: list[Callable[[], object]] = [
-        lambda: exchange.agree(Note()),
+        lambda: exchange.agree(range(world)),
         lambda: exchange.move([], [Message(1, 0, memoryview(bytearray(1)))]),
     ]
     texts = []
     for use in 3 * uses if rank != 1 else []:
         try:
             use()
-        except BucketpointError as error:
+        except PeerFailedError as error:
             texts.append(str(error))
     dist.barrier()
-    exchange.close()
+    cooperation.close()
     return texts
 
 
 def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
     """Rank 1 goes while rank 2 waits for its bytes and all others for its word."""
-    exchange = Peers(meet("group", url, None), None)
+    cooperation, exchange = connected(url)
     started = time.monotonic()
     try:
-        if rank == 1:
-            raise BucketpointError("I have had enough")
-        if rank == 2:
-            exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
-        exchange.agree(Note())
+        with cooperation.taking_part():
+            if rank == 1:
+                raise BucketpointError("I have had enough")
+            if rank == 2:
+                exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
+            exchange.agree(range(world))
     except BucketpointError as error:
-        exchange.leave(str(error))
         return type(error).__name__, str(error), time.monotonic() - started
     raise AssertionError("went on without a rank")

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import os
+import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bucketpoint.dcp.cooperative.peers import Note, Peers, meet
-from bucketpoint.dcp.cooperative.rounds import SharedLoad, reason_of, round_bytes
+from bucketpoint.dcp import process_groups
+from bucketpoint.dcp.cooperative.peers import Peers
+from bucketpoint.dcp.cooperative.rounds import SharedLoad, round_bytes
 from bucketpoint.dcp.cooperative.schedule import Overlaps, Schedule
-from bucketpoint.dcp.error_boundary import decoded, from_plain, to_plain
-from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.dcp.meeting import Meeting
+from bucketpoint.dcp.meshes import Mesh
+from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
 
 _MODES = ("off", "node", "group")
-
-_PLANNED, _REFUSED = 0, 1
 
 
 class Cooperation:
@@ -46,55 +48,64 @@ class Cooperation:
             )
         self._mode = mode
         self._group = group
+        self._url: str | None = None
         self._exchange: Peers | None = None
         self.explanation = "Nothing has been loaded yet"
 
     def connect(self, url: str | None) -> None:
-        """Begin a load: find the ranks that take part.
+        """Begin a load: find the ranks that take part, and connect them. A collective call, unless there is one rank.
 
-        Makes a collective on the group, unless there is one rank.
+        Raises:
+            BucketpointError: this rank is not in the group, or a rank is missing.
+            RanksDisagreeError: a rank loads something else, or in another mode.
         """
         self.close()
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
+        self._url, ranks = url, process_groups.ranks_of(self._group)
+        if len(ranks) == 1:
             self.explanation = "Plain: there is one rank"
-        else:
-            members = meet(self._mode, url, self._group)
-            self.explanation = "Plain: this rank is alone on its node"
-            if len(members) > 1:
-                self._exchange = Peers(members, self._group)
+            return
+        # Containers may all have the same host name, so the number of torchrun's agent is part of the node's name.
+        node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+        within = process_groups.timeout_of(self._group)
+        call = f"the load of {url} with cooperative={self._mode!r}"
+        meeting = Meeting.begin(ranks, call, note=node, purpose="loads")
+        meeting.wait(within.total_seconds())
+        members = ranks
+        if self._mode == "node":
+            members = tuple(rank for rank, other in zip(ranks, meeting.notes(), strict=True) if other == node)
+        self.explanation = "Plain: this rank is alone on its node"
+        if len(members) > 1:
+            store = dist.PrefixStore(f"members/{members[0]}", meeting.store)
+            # The members may be the ranks of another group, too, whose meetings have the same numbers.
+            name = f"{meeting.name}-{process_groups.digest_of(ranks)}"
+            self._exchange = Peers(Mesh.connect(replace(meeting, ranks=members, store=store, name=name), within))
 
     def close(self) -> None:
         """Give up a load that has begun and not ended. Notifies the other ranks, so that none waits for this one."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.leave("it gave up this load before it read anything")
+        if self._exchange is not None:
+            self._give_up(BucketpointError("It gave up this load before it read anything"))
 
     def _end(self) -> None:
         """End the cooperation: all reads until the next `connect` are plain."""
         if self._exchange is not None:
-            self._exchange.close()
+            self._exchange.mesh.drop()
             self._exchange = None
+
+    def _give_up(self, error: BaseException) -> BucketpointError | None:
+        """End the cooperation on all ranks. Return the failure that ended it; None if it had ended before."""
+        if self._exchange is None:
+            return None
+        failure = self._exchange.mesh.end(error, self._url, "The load")
+        self._end()
+        return failure
 
     def read_once(self, get: Callable[[], bytes]) -> bytes:
         """Call `get` on the first member only; return or raise the same on all members."""
         exchange = self._exchange
         if exchange is None:
             return get()
-        data, outcome = b"", _PLANNED
         with self.taking_part():
-            if exchange.rank == 0:
-                try:
-                    data = get()
-                except Exception as error:  # noqa: BLE001 (raised on every member)
-                    ours = error if isinstance(error, BucketpointError) else BucketpointError(reason_of(error))
-                    data, outcome = json.dumps(to_plain(ours)).encode(), _REFUSED
-            nbytes, outcome = exchange.agree(Note((len(data), outcome)))[0].numbers
-            received = exchange.broadcast(data, nbytes)
-        if outcome == _REFUSED:
-            self._end()
-            self.explanation = "Plain: there is no common metadata"
-            raise from_plain(decoded(bytes(received)))
-        return data if exchange.rank == 0 else bytes(received)
+            return bytes(exchange.broadcast(get() if exchange.rank == 0 else b""))
 
     def fetch(
         self,
@@ -108,8 +119,8 @@ class Cooperation:
         """Plan this rank's requests and run them. Bytes that several members want are read together.
 
         Raises:
-            PeerFailedError: another rank failed; it is named.
-            BucketpointError: another rank is lost.
+            BucketpointError: the error of another rank that failed.
+            PeerFailedError: another rank is lost; it is named.
         """
         exchange = self._exchange
         if exchange is None:
@@ -117,12 +128,7 @@ class Cooperation:
             return
         with self.taking_part():
             exchange.arrive()
-            try:
-                requests = plan()
-            except Exception as error:
-                with contextlib.suppress(BucketpointError):
-                    exchange.agree(Note(failure=reason_of(error)))
-                raise
+            requests = plan()
             numbers = {key: _number_of(key) for key in {request.key for request in requests}}
             schedule = self._agree(exchange, requests, numbers, options)
             if schedule is None:
@@ -138,31 +144,26 @@ class Cooperation:
         self, exchange: Peers, requests: list[Request], numbers: dict[str, int], options: TransferOptions
     ) -> Schedule | None:
         """Agree on a schedule. Return None, on all members, if no two of them need the same bytes."""
-        notes = exchange.agree(Note((len(requests), options.max_inflight_bytes)))
         # The caller may have set another default device, which is common when a model is built.
         with torch.device("cpu"):
+            most = min(map(int, exchange.gather(torch.tensor([options.max_inflight_bytes]))))
             table = [(numbers[own.key], own.start, own.stop) for own in requests]
-            rows = torch.tensor(table, dtype=torch.int64).reshape(-1, 3)
-            overlaps = Overlaps(exchange.gather(rows, [note.numbers[0] for note in notes]))
-            self.explanation = _explain(len(notes), overlaps)
+            overlaps = Overlaps(exchange.gather(torch.tensor(table, dtype=torch.int64).reshape(-1, 3)))
+            self.explanation = _explain(exchange.size, overlaps)
             if overlaps.total == overlaps.distinct:
                 return None
-            size = round_bytes(min(note.numbers[1] for note in notes))
-            return overlaps.schedule(exchange.rank, size)
+            return overlaps.schedule(exchange.rank, round_bytes(most))
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Report any error in the block to the other ranks, so that none waits forever."""
+        """Raise an error in the block on all ranks, so that none waits forever; on this one the first of all ranks."""
         try:
             yield
-        except PeerFailedError:
-            self._end()
-            raise
         except BaseException as error:
-            exchange, self._exchange = self._exchange, None
-            if exchange is not None:
-                exchange.leave(reason_of(error))
-            raise
+            failure = self._give_up(error)
+            if failure is None or failure.rank == process_groups.this_rank() or not isinstance(error, Exception):
+                raise
+            raise failure from error
 
 
 def _fetch_alone(

@@ -10,10 +10,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
-from bucketpoint.dcp.cooperative.peers import Message, Note, Peers
+from bucketpoint.dcp.cooperative.peers import Message, Peers
 from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
 from bucketpoint.dcp.cooperative.targets import Targets
-from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
@@ -33,11 +32,6 @@ _GRAIN = 256 << 10
 def round_bytes(max_inflight_bytes: int) -> int:
     """Return the limit on the bytes of a round, from the memory of the rank that has the least."""
     return max(int(max_inflight_bytes * _ROUND), 1)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the text of an error for the other ranks."""
-    return f"{type(error).__name__}: {error}"
 
 
 class SharedLoad:
@@ -166,10 +160,8 @@ class SharedLoad:
         with self._state:
             error = self._error
         if error is not None:
-            with contextlib.suppress(BucketpointError):
-                self._exchange.agree(Note(failure=reason_of(error)), self._schedule.peers)
             raise error
-        self._exchange.agree(Note(), self._schedule.peers)
+        self._exchange.agree(self._schedule.peers)
 
     def _hand_out(self, cells: Sequence[Cell], finishing: TaskGroup) -> None:
         here = self._exchange.rank

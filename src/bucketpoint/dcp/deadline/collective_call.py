@@ -331,7 +331,7 @@ class CollectiveCall:
     def _meet(self) -> meshes.Mesh:
         """Wait until all ranks make this call. Return their mesh, or a new one if some of them have none."""
         former = meshes.mesh_of(self._parent)
-        meeting = Meeting.begin(self._ranks, self._what, mesh=former.name if former is not None else "")
+        meeting = Meeting.begin(self._ranks, self._what, note=former.name if former is not None else "")
         self._meeting = meeting
         poll(
             lambda: meeting.store.check(["all"]) or self._hears(meeting) or self._stopped is not None,
