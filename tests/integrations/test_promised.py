@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -335,3 +336,35 @@ def test_refuses_what_torch_refuses() -> None:
             memory["w"].view(2, 2)
         with pytest.raises(RuntimeError):
             torch.zeros(1).expand(3).copy_(memory["w"])
+
+
+def test_counts_the_bytes_that_were_written_of_a_parameter() -> None:
+    memory = Memory(a=counting(4, 3))
+    fused, padded, untouched = torch.empty(8, 3), torch.empty(6, 3), torch.empty(2)
+    with memory.promises.noting():
+        for _ in range(2):
+            fused[:4].copy_(memory["a"])
+        padded[:4].copy_(memory["a"])
+        padded[4:].fill_(0)
+    written = [memory.promises.written(tensor) for tensor in (fused, padded, untouched)]
+    assert written == [fused.nbytes // 2, padded.nbytes, 0]
+
+
+def test_reads_before_an_operation_of_an_extension_that_no_mode_sees() -> None:
+    """Such an operation has one kernel for all keys, which reads the memory: vLLM packs weights for a CPU so."""
+    library = torch.library.Library("promised_test", "DEF")
+    library.define("total(Tensor packed) -> float")
+
+    def total(packed: torch.Tensor) -> float:
+        with torch._C.DisableTorchFunction():
+            address, size = packed.data_ptr(), packed.numel()
+        return sum((ctypes.c_float * size).from_address(address))
+
+    library.impl("total", total, "CompositeImplicitAutograd")
+    for call in (torch.ops.promised_test.total, torch.ops.promised_test.total.default):
+        memory = Memory(a=counting(4, 3))
+        parameter = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        with memory.promises.noting():
+            parameter.data.copy_(memory["a"])
+            assert call(parameter.t()) == 78
+        assert call(memory["a"]) == 78

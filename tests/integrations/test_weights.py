@@ -123,3 +123,16 @@ def test_refuses_to_mix_two_checkpoints_of_one_url(tmp_path: Path, at_once: bool
             assert tensors["a"].sum().item() == 4
         save(url, new)
         torch.zeros(2, 2).copy_(tensors["b"])
+
+
+@pytest.mark.parametrize("by", ["file", "function"])
+def test_refuses_a_mapping_that_swaps_two_tensors(tmp_path: Path, by: str) -> None:
+    save(f"file://{tmp_path}/step", {"q": torch.ones(3), "k": torch.zeros(3), "v": torch.zeros(3)})
+    (tmp_path / "names.json").write_text('{"q": "k", "k": "q"}')
+    names = str(tmp_path / "names.json") if by == "file" else f"{__name__}:exchanged"
+    with pytest.raises(MismatchError, match="gives k the values of q, and q those of k"):
+        loaded(url=f"file://{tmp_path}/step", names=names)
+
+
+def exchanged(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {"q": tensors["k"], "k": tensors["q"], "v": tensors["v"]}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bucketpoint import BucketWriter
@@ -35,11 +35,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def exported(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def exported(folder: Path, kind: str, seed: int = 0, scale: float = 1) -> dict[str, torch.Tensor]:
     """Write a tiny model of random weights as vLLM reads it from a disk, and return its tensors."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **MODELS[kind])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.mul_(1 if "norm" in name else scale)
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
@@ -114,6 +117,15 @@ def test_gives_every_parameter_as_the_exported_model_does(tmp_path: Path, kind: 
     assert sum(result["read"] for result in loaded) <= 1.02 * sum(tensor.nbytes for tensor in weights.values())
 
 
+def test_loads_weights_again_into_layers_that_pack_them_meanwhile(tmp_path: Path) -> None:
+    url = checkpoint(tmp_path / "run", exported(tmp_path / "exported", "llama"))
+    model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
+    (loaded,) = run(1, tmp_path / "ours", reload=True, **ours(url), **model)
+    first, again = loaded["parameters"]["first"], loaded["parameters"]["again"]
+    assert len(first) == 8
+    assert [name for name in first if not torch.equal(first[name], again[name])] == []
+
+
 def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path) -> None:
     weights = exported(tmp_path / "exported", "llama")
     model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
@@ -121,6 +133,10 @@ def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path)
     url = checkpoint(tmp_path / "lacking", lacking)
     with pytest.raises(AssertionError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.weight .*1\.mlp\.down_proj"):
         run(1, tmp_path / "one", **ours(url), **model)
+    without_keys = {name: tensor for name, tensor in weights.items() if "1.self_attn.k_proj" not in name}
+    url = checkpoint(tmp_path / "without-keys", without_keys)
+    with pytest.raises(AssertionError, match=r"lacks model\.layers\.1\.self_attn\.qkv_proj\.weight of"):
+        run(1, tmp_path / "part", **ours(url), **model)
     url = checkpoint(tmp_path / "surplus", {**weights, "model.layers.0.mlp.down_projection.weight": torch.ones(2)})
     with pytest.raises(AssertionError, match=r"refuses .*nearest names of the model are .*0\.mlp\.down_proj\.weight"):
         run(1, tmp_path / "two", **ours(url), **model)
@@ -140,13 +156,24 @@ def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_generates_the_tokens_of_the_exported_model(tmp_path: Path, world: int) -> None:
-    weights = exported(tmp_path / "exported", "llama")
-    # Larger weights, so that the tokens depend on them.
-    weights = {name: tensor * 8 if "norm" not in name else tensor for name, tensor in weights.items()}
-    save_file(weights, tmp_path / "exported" / "model.safetensors", {"format": "pt"})
-    url = checkpoint(tmp_path / "run", weights)
-    model = {"model": str(tmp_path / "exported"), "dtype": "float32", "generate": True}
-    expected = run(world, tmp_path / "theirs", load_format="safetensors", **model)
-    assert len(set(expected[0])) > 2
-    assert run(world, tmp_path / "ours", **ours(url), **model) == expected
+def test_generates_the_tokens_of_the_exported_model_also_after_an_update(tmp_path: Path, world: int) -> None:
+    # Large weights, so that the tokens depend on them.
+    weights = [exported(tmp_path / f"exported-{seed}", "llama", seed, scale=8) for seed in (0, 1)]
+    run_url = checkpoint(tmp_path / "run", weights[0])
+    checkpoint(tmp_path / "later", weights[1])
+    arrives = {f"{tmp_path}/later/step-7": f"{tmp_path}/run/step-8"}
+    arguments = {"dtype": "float32", "generate": True}
+    expected = [
+        run(
+            world,
+            tmp_path / f"theirs-{seed}",
+            model=str(tmp_path / f"exported-{seed}"),
+            load_format="safetensors",
+            **arguments,
+        )
+        for seed in (0, 1)
+    ]
+    assert len({*map(str, expected)}) == 2
+    model = str(tmp_path / "exported-0")
+    updated = run(world, tmp_path / "ours", model=model, arrives=arrives, **ours(run_url), **arguments)
+    assert updated == [[*expected[0][0], *expected[1][0]]]

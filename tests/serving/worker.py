@@ -31,11 +31,20 @@ def count_reads() -> None:
     LocalStore.read_into = counting  # type: ignore[method-assign]
 
 
-def parameters(arguments: dict[str, Any], place: str) -> dict[str, Any]:
+def outputs(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what each linear layer makes of ones. On a CPU it multiplies by a packed copy of its weight."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
+    return {name: layer(torch.ones(1, layer.input_size))[0].clone() for name, layer in layers.items()}
+
+
+def parameters(arguments: dict[str, Any], place: str, reload: bool) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -43,6 +52,12 @@ def parameters(arguments: dict[str, Any], place: str) -> dict[str, Any]:
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"file://{place}", local_rank=rank, backend="gloo")
         initialize_model_parallel(world)
+        if reload:
+            with torch.device("cpu"):
+                model = get_model_loader(config.load_config).load_model(config, config.model_config)
+            first = outputs(model)
+            reload_weights(config, model, None, None, is_checkpoint_format=True)
+            return {"first": first, "again": outputs(model)}
         # Without the last step of `load_model`, in which layers of a CPU replace their parameters by packed ones.
         loader = get_model_loader(config.load_config)
         with set_default_torch_dtype(config.model_config.dtype):
@@ -52,21 +67,30 @@ def parameters(arguments: dict[str, Any], place: str) -> dict[str, Any]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def tokens(arguments: dict[str, Any], world: int) -> list[int]:
+def tokens(arguments: dict[str, Any], world: int, arrives: dict[str, str]) -> list[list[int]]:
+    """Return the tokens that the model generates, and those after each checkpoint of `arrives` came to its place."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(**arguments, tensor_parallel_size=world, enforce_eager=True, max_model_len=64, max_num_seqs=1)
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-    (result,) = engine.generate([{"prompt_token_ids": [3, 14, 15, 92]}], sampling)
-    return list(result.outputs[0].token_ids)
+    results = []
+    for came in (None, *arrives.items()):
+        if came is not None:
+            os.rename(*came)
+            engine.collective_rpc("reload_weights")
+        (result,) = engine.generate([{"prompt_token_ids": [3, 14, 15, 92]}], sampling)
+        results.append(list(result.outputs[0].token_ids))
+    return results
 
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
     out = Path(arguments.pop("out"))
     if arguments.pop("generate", False):
-        out.write_text(json.dumps(tokens(arguments, int(os.environ["WORLD_SIZE"]))))
+        arrives = arguments.pop("arrives", {})
+        out.write_text(json.dumps(tokens(arguments, int(os.environ["WORLD_SIZE"]), arrives)))
     else:
         count_reads()
         place = arguments.pop("place")
-        torch.save({"parameters": parameters(arguments, place), "read": read_bytes}, out)
+        result = parameters(arguments, place, arguments.pop("reload", False))
+        torch.save({"parameters": result, "read": read_bytes}, out)

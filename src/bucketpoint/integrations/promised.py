@@ -4,7 +4,8 @@ A view of a promised tensor is a promised tensor. A copy of one into a tensor wi
 are read together. Two rules keep the values right:
 
 1. Any other operation on a promised tensor reads the whole saved tensor first, and uses it from then on.
-2. Any operation but a view on elements that wait for a noted copy makes all noted copies happen first.
+2. Any operation but a view on elements that wait for a noted copy makes all noted copies happen first, as does a
+   function that reaches their memory without an operation.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Promised(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _READ_MEMORY:
+        if _reaches_memory(func):
             args, kwargs = _with_real((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -106,6 +107,7 @@ class Promises:
         self._load = load
         self._notes: list[SavedBox] = []
         self._waiting: dict[Any, list[torch.Tensor]] = {}
+        self._written: dict[Any, dict[Any, int]] = {}
         self._thread: int | None = None
         self._lock = threading.RLock()
 
@@ -168,7 +170,17 @@ class Promises:
                 args, kwargs = _with_real((args, kwargs))
             if not getattr(func, "is_view", False):
                 self.settle(leaves, whole=torch.Tag.inplace_view in getattr(func, "tags", ()))
+                if args and isinstance(args[0], torch.Tensor) and func._schema.is_mutable:
+                    self._note_written(args[0])
             return func(*args, **kwargs)
+
+    def written(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of the tensor that this thread wrote in `noting`; those of overlapping views count twice."""
+        return sum(self._written.get(_place(tensor), {}).values())
+
+    def _note_written(self, view: torch.Tensor) -> None:
+        if (place := _place(view)) is not None:
+            self._written.setdefault(place, {})[view.storage_offset(), view.shape, view.stride()] = view.nbytes
 
     def settle(self, tensors: Sequence[torch.Tensor], *, whole: bool = False) -> None:
         """Make all noted copies if one of the tensors has elements that wait for one.
@@ -216,6 +228,7 @@ class Promises:
         if box is None:
             return NotImplemented
         self.used.add(box.key)
+        self._note_written(target)
         if target.numel():
             self._notes.append(box)
             self._waiting.setdefault(place, []).append(target.detach())
@@ -262,12 +275,24 @@ class _WatchMemory(TorchFunctionMode):
         if name == "__set__":
             # `param.data = promise` gives the parameter the memory of the promise.
             args = (args[0], *_with_real(args[1:]))
-        elif name in _READ_MEMORY:
+        elif _reaches_memory(func):
             args, kwargs = _with_real((args, kwargs))
             with torch._C.DisableTorchFunction():
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 self._promises.settle(tensors, whole=True)
         return func(*args, **kwargs)
+
+
+def _reaches_memory(func: Any) -> bool:
+    """Return True for a function that may read the memory of its tensors without an operation of `_Watch`.
+
+    Among them are operations of extensions: one kernel for all keys is called before any mode, as that of vLLM that
+    packs a weight for a CPU. Functions that an extension binds to Python directly are seen by no mode.
+    """
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+        return packet._qualified_op_name.partition("::")[0] not in ("aten", "prim", "prims")
+    return getattr(func, "__name__", "") in _READ_MEMORY
 
 
 def _with_real(values: Any) -> Any:

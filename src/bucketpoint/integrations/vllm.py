@@ -54,7 +54,11 @@ class BucketpointLoader(BaseModelLoader):
                 loaded = model.load_weights(_noting_names(tensors.items(), passed))
                 if loaded is not None and model_config.quantization is None:
                     # vLLM's own check leaves out every layer that is processed after the load: all linear ones.
-                    lacking = [name for name, value in model.named_parameters() if value.numel() and name not in loaded]
+                    lacking = [
+                        name
+                        for name, value in model.named_parameters()
+                        if value.numel() and (name not in loaded or weights.has_gaps(value))
+                    ]
                 if lacking:
                     raise KeyError(lacking[0])
         except (BucketpointError, torch.cuda.OutOfMemoryError):
@@ -92,7 +96,7 @@ def _misfit(
 ) -> MismatchError:
     """Return the error for names that do not fit, with the nearest names of both sides."""
     if lacking:
-        text = f"The checkpoint lacks {first_of(lacking, _NAMED_AT_MOST)} of the model"
+        text = f"The checkpoint lacks {first_of(lacking, _NAMED_AT_MOST)} of the model, or parts of them"
         near = f"the nearest names of the checkpoint are {first_of(nearest(lacking, names), _NAMED_AT_MOST)}"
     else:
         text = f"The model's loader refuses the tensors of the checkpoint, at {passed}: {type(error).__name__}: {error}"

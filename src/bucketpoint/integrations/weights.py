@@ -24,7 +24,7 @@ from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import LISTED, BucketpointError, CheckpointNotFoundError, MismatchError, first_of
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
-from bucketpoint.integrations.promised import Promises
+from bucketpoint.integrations.promised import Promised, Promises
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
 
@@ -83,6 +83,7 @@ class Weights:
 
     def __init__(self, options: WeightsOptions, process_group: Any = None) -> None:
         self.options = options
+        self._promises: Promises | None = None
         self._group = process_group if process_group is not None and dist.get_world_size(process_group) > 1 else None
 
     @contextmanager
@@ -117,9 +118,13 @@ class Weights:
             if failure is None or not alone:
                 reader.load(boxes, metadata, process_group=group, alone=alone or not last, failure=failure)
 
-        promises = Promises(load)
+        self._promises = promises = Promises(load)
         with promises.noting():
             yield self._named(promises, metadata, url)
+
+    def has_gaps(self, parameter: torch.Tensor) -> bool:
+        """Return True if `loading` has written a part of a parameter, and left the rest as it was."""
+        return self._promises is not None and 0 < self._promises.written(parameter) < parameter.nbytes
 
     def _named(self, promises: Promises, metadata: Metadata, url: str) -> dict[str, torch.Tensor]:
         saved: dict[str, torch.Tensor] = {}
@@ -142,7 +147,20 @@ class Weights:
                 url=url,
                 remedy="Pass the start of the names of the model's tensors as the key prefix",
             )
-        return saved if function is None else dict(function(saved))
+        given = saved if function is None else dict(function(saved))
+        own = {
+            name: without_wrappers(tensor.saved.key[len(prefix) :])
+            for name, tensor in given.items()
+            if isinstance(tensor, Promised)
+        }
+        for name, saved_as in own.items():
+            if name < saved_as and own.get(saved_as) == name:
+                raise MismatchError(
+                    f"The mapping gives {name} the values of {saved_as}, and {saved_as} those of {name}",
+                    url=url,
+                    remedy="Remove both names from the mapping",
+                )
+        return given
 
     def _on_first_rank(self, find: Callable[[], str]) -> str:
         """Call `find` on the first rank of the group; return its result, or raise its error, on all."""
