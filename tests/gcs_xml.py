@@ -15,13 +15,13 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from awscrt import checksums
 
 from gcs_server import GCSServer
+from stores.scripted import Answer, Seen, scripted
 
 JSON_API = ("/storage/", "/upload/", "/download/", "/batch/", "/_internal/")
 # https://cloud.google.com/storage/quotas#requests
@@ -125,6 +125,55 @@ class Uploads:
         ]
         return document("ListMultipartUploadsResult", described)
 
+    def answer(self, request: Seen, number: int) -> Answer:
+        if request.path.startswith(JSON_API):
+            return self._passed_on(request)
+        _, bucket, *rest = request.path.split("/", 2)
+        query = parse_qs(urlsplit(request.target).query, keep_blank_values=True)
+        try:
+            named = {name: values[0] for name, values in query.items()}
+            return self._multipart(request, unquote(bucket), unquote(rest[0] if rest else ""), named)
+        except Refused as error:
+            # The namespace is that of replies: errors have none.
+            said = f"<?xml version='1.0'?><Error><Code>{error.code}</Code><Message>It is so.</Message></Error>"
+            return Answer(error.status, body=said.encode())
+
+    def _multipart(self, request: Seen, bucket: str, key: str, query: dict[str, str]) -> Answer:
+        name = query.get("uploadId", "")
+        if request.method == "POST" and "uploads" in query:
+            return Answer(body=self.create(bucket, key, request.headers))
+        if request.method == "GET" and "uploads" in query:
+            return Answer(body=self.listed(bucket, query))
+        if request.method == "PUT" and name:
+            part = int(query["partNumber"])
+            return Answer(headers={"ETag": self.put(name, part, request.body, request.headers.get("x-goog-hash"))})
+        if request.method == "POST" and name:
+            return Answer(body=self.complete(name, request.body))
+        if request.method == "DELETE" and name:
+            self.abort(name)
+            return Answer(204)
+        raise Refused(400, "InvalidArgument")
+
+    def _passed_on(self, request: Seen) -> Answer:
+        # https://cloud.google.com/storage/docs/request-preconditions: the server behind ignores it of deletions.
+        path, _, query = request.target.partition("?")
+        wanted = parse_qs(query).get("ifGenerationMatch")
+        if request.method == "DELETE" and wanted:
+            bucket, key = (unquote(name) for name in path.removeprefix("/storage/v1/b/").split("/o/"))
+            if key in self.behind.keys(bucket) and self.behind.generation(bucket, key) != wanted[0]:
+                refusal = {"error": {"code": 412, "errors": [{"reason": "conditionNotMet"}], "message": "It is so."}}
+                return Answer(412, body=json.dumps(refusal).encode())
+        connection = http.client.HTTPConnection(urlsplit(self.behind.endpoint).netloc, timeout=60)
+        try:
+            headers = {name: value for name, value in request.headers.items() if name not in ("host", "connection")}
+            connection.request(request.method, request.target, request.body, headers)
+            reply = connection.getresponse()
+            of_message = ("connection", "content-length", "transfer-encoding")
+            kept = {name: value for name, value in reply.getheaders() if name.lower() not in of_message}
+            return Answer(reply.status, kept, reply.read())
+        finally:
+            connection.close()
+
     def _find(self, name: str) -> Upload:
         upload = self.open.get(name)
         if upload is None:
@@ -158,101 +207,8 @@ class XMLServer(GCSServer):
 def with_multipart(behind: GCSServer) -> Iterator[XMLServer]:
     """A server on a port of its own, on a thread of this process."""
     uploads = Uploads(behind)
-
-    class Handler(_Handler):
-        pass
-
-    Handler.uploads = uploads
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield XMLServer(f"http://127.0.0.1:{server.server_port}", pid=behind.pid, uploads=uploads)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    # Head and body of a reply in one packet each would wait for each other.
-    disable_nagle_algorithm = True
-    uploads: Uploads
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing: the tests' output is for tests."""
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = urlsplit(self.path)
-        if parts.path.startswith(JSON_API):
-            self._pass_on(body)
-            return
-        _, bucket, *rest = parts.path.split("/", 2)
-        query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        try:
-            self._multipart(unquote(bucket), unquote(rest[0] if rest else ""), query, body)
-        except Refused as error:
-            # The namespace is that of replies: errors have none.
-            said = f"<?xml version='1.0'?><Error><Code>{error.code}</Code><Message>It is so.</Message></Error>"
-            self._answer(error.status, said.encode())
-
-    do_GET = do_PUT = do_POST = do_DELETE = _serve
-
-    def _multipart(self, bucket: str, key: str, query: dict[str, str], body: bytes) -> None:
-        name = query.get("uploadId", "")
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        if self.command == "POST" and "uploads" in query:
-            self._answer(200, self.uploads.create(bucket, key, headers))
-        elif self.command == "GET" and "uploads" in query:
-            self._answer(200, self.uploads.listed(bucket, query))
-        elif self.command == "PUT" and name:
-            etag = self.uploads.put(name, int(query["partNumber"]), body, headers.get("x-goog-hash"))
-            self._answer(200, b"", {"ETag": etag})
-        elif self.command == "POST" and name:
-            self._answer(200, self.uploads.complete(name, body))
-        elif self.command == "DELETE" and name:
-            self.uploads.abort(name)
-            self._answer(204, b"")
-        else:
-            raise Refused(400, "InvalidArgument")
-
-    def _pass_on(self, body: bytes) -> None:
-        # https://cloud.google.com/storage/docs/request-preconditions: the server behind ignores it of deletions.
-        path, _, query = self.path.partition("?")
-        wanted = parse_qs(query).get("ifGenerationMatch")
-        if self.command == "DELETE" and wanted:
-            bucket, key = (unquote(name) for name in path.removeprefix("/storage/v1/b/").split("/o/"))
-            if key in self.uploads.behind.keys(bucket) and self.uploads.behind.generation(bucket, key) != wanted[0]:
-                refusal = {"error": {"code": 412, "errors": [{"reason": "conditionNotMet"}], "message": "It is so."}}
-                self._answer(412, json.dumps(refusal).encode())
-                return
-        connection = http.client.HTTPConnection(urlsplit(self.uploads.behind.endpoint).netloc, timeout=60)
-        try:
-            headers = {
-                name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")
-            }
-            connection.request(self.command, self.path, body, headers)
-            reply = connection.getresponse()
-            content = reply.read()
-            kept = {
-                name: value
-                for name, value in reply.getheaders()
-                if name.lower() not in ("connection", "content-length", "transfer-encoding")
-            }
-            self._answer(reply.status, content, kept)
-        finally:
-            connection.close()
-
-    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    with scripted(uploads.answer, remembers=False) as server:
+        yield XMLServer(server.endpoint, pid=behind.pid, uploads=uploads)
 
 
 def document(name: str, content: dict[str, Any]) -> bytes:

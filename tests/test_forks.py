@@ -107,7 +107,7 @@ def _take(lock: ProcessLock) -> None:
 
 
 def test_counts_requests_of_each_process_by_itself() -> None:
-    process_budget().note("get")
+    process_budget().add({"get": 1})
 
     def check() -> None:
         assert not process_budget().counts

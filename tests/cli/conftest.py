@@ -38,7 +38,7 @@ Program = Callable[..., Done]
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and a program its environment: tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
+    monkeypatch.setattr(s3_client.clients, "_clients", {})
 
 
 @pytest.fixture

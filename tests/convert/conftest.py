@@ -22,7 +22,7 @@ SMALL = TransferOptions(max_inflight_bytes=32 << 20, part_bytes=5 << 20, connect
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
+    monkeypatch.setattr(s3_client.clients, "_clients", {})
 
 
 @pytest.fixture(params=["file", "minio"])

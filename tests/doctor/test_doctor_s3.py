@@ -40,7 +40,7 @@ def ignoring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         client.api.meta.events.register("before-sign.s3", without)
         return client
 
-    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
+    monkeypatch.setattr(s3_client.clients, "_clients", {})
     monkeypatch.setattr(s3_client, "build_client", build_without)
     return headers
 

@@ -30,8 +30,8 @@ COMMIT = "run/step-500/.metadata"
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
-    monkeypatch.setattr(gcs_client, "_clients", gcs_client._GCSClients())
+    monkeypatch.setattr(s3_client.clients, "_clients", {})
+    monkeypatch.setattr(gcs_client.clients, "_clients", {})
 
 
 def blocks(page: str, language: str, heading: str = "") -> list[str]:

@@ -222,7 +222,7 @@ def test_raises_for_an_object_replaced_where_it_was_committed_and_for_no_copy(
         root = f"file://{tmp_path}"
     else:
         # A process keeps its clients, and this one's environment leads to one server after the other.
-        monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
+        monkeypatch.setattr(s3_client.clients, "_clients", {})
         server = request.getfixturevalue(kind)
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)

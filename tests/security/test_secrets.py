@@ -118,7 +118,7 @@ def test_quotes_no_options_that_are_wrong() -> None:
 
 
 def test_tells_no_secret_in_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
+    monkeypatch.setattr(s3_client.clients, "_clients", {})
     with scripted(lambda request, number: error(403, "SignatureDoesNotMatch")) as server:
         for command in ("show", "verify", "ls", "doctor"):
             for more in ([], ["--json"], ["--debug"]):

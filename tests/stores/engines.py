@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from bucketpoint.stores import ObjectInfo, Part
 from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
+from kit.buffers import views
 from kit.servers import s3_attempts
 from stores.scripted import Answer, ScriptedServer, Seen
 from stores.scripted import error as s3_error
@@ -22,15 +24,49 @@ OBJECT = {"name": "k", "size": "5", "generation": "7"}
 """What GCS says of an object."""
 
 
-def s3_at(server: ScriptedServer, *, max_attempts: int = 3, **options: Any) -> S3Store:
-    config = {**s3_attempts(max_attempts)["config_kwargs"], **options.pop("config_kwargs", {})}
-    given = {"endpoint_url": server.endpoint, "access_key": "a", "secret_key": "hush", "config_kwargs": config}
-    return S3Store("bucket", S3Options(**given, **options))
+CALLS: dict[str, Callable[[Any], object]] = {
+    "put": lambda store: store.put("k", views(b"x")),
+    "get": lambda store: store.get("k"),
+    "read": lambda store: store.read_into("k", 0, views(bytearray(5))),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list("run/")),
+    "delete": lambda store: store.delete(["k"]),
+    "copy": lambda store: store.copy(ObjectInfo("k", 5, "7"), "c"),
+    "create": lambda store: store.create_multipart("k"),
+    "part": lambda store: store.put_part("k", "up", 1, views(b"x")),
+    "complete": lambda store: store.complete_multipart("k", "up", [Part(1, 1, "e")]),
+    "abort": lambda store: store.abort_multipart("k", "up"),
+    "uploads": lambda store: list(store.list_multipart("run/")),
+}
+"""Calls of a store, by name."""
 
 
-def gcs_at(server: ScriptedServer, **options: Any) -> GCSStore:
-    given = {"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 3, **options}
-    return GCSStore("bucket", GCSOptions(**given))
+def s3_at(server: ScriptedServer | str, *, max_attempts: int | None = 3, **options: Any) -> S3Store:
+    config = {
+        **(s3_attempts(max_attempts)["config_kwargs"] if max_attempts else {}),
+        **options.pop("config_kwargs", {}),
+    }
+    given = {"access_key": "a", "secret_key": "hush-hush", "config_kwargs": config, **options}
+    return S3Store("bucket", S3Options(endpoint_url=_endpoint(server), **given))
+
+
+def gcs_at(server: ScriptedServer | str, **options: Any) -> GCSStore:
+    given = {"token": "anon", "max_attempts": 3, **options}
+    return GCSStore("bucket", GCSOptions(endpoint_url=_endpoint(server), **given))
+
+
+def _endpoint(server: ScriptedServer | str) -> str:
+    return server if isinstance(server, str) else server.endpoint
+
+
+def sent_by_each(store: S3Store | GCSStore, server: ScriptedServer, calls: Iterable[str]) -> dict[str, Seen]:
+    """What each call puts on the wire: its first request, as some send others afterwards."""
+    sent = {}
+    for name in calls:
+        before = len(server.seen)
+        CALLS[name](store)
+        sent[name] = server.seen[before]
+    return sent
 
 
 def gcs_reply(content: Any) -> Answer:
@@ -125,7 +161,7 @@ ENGINES = {"s3": S3, "gcs": GCS}
 
 def client_of(store: S3Store | GCSStore) -> int:
     """The identity of the client that this process has for the store."""
-    return id((GCS if isinstance(store, GCSStore) else S3).clients.client_for(store.options))
+    return id((GCS if isinstance(store, GCSStore) else S3).clients.clients.get(store.options))
 
 
 def read_in_child(store: S3Store | GCSStore, parent_client: int, results: Any) -> None:

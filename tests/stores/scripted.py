@@ -44,9 +44,9 @@ Script = Callable[[Seen, int], Answer]
 
 
 class ScriptedServer:
-    """Answers each request with `script(request, how many came before)`."""
+    """Answers each request with `script(request, how many came before)`, and remembers it."""
 
-    def __init__(self, script: Script, tls: Path | None = None) -> None:
+    def __init__(self, script: Script, tls: Path | None = None, *, remembers: bool = True) -> None:
         self.script = script
         self.seen: list[Seen] = []
         self.connections = 0
@@ -55,6 +55,8 @@ class ScriptedServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # Head and body of a reply in one packet each would wait for each other.
+            disable_nagle_algorithm = True
 
             def setup(self) -> None:
                 with outer._lock:
@@ -69,7 +71,8 @@ class ScriptedServer:
                 request = Seen(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
                 with outer._lock:
                     number = len(outer.seen)
-                    outer.seen.append(request)
+                    if remembers:
+                        outer.seen.append(request)
                 self.answer(outer.script(request, number))
 
             def answer(self, answer: Answer) -> None:
@@ -117,9 +120,9 @@ class ScriptedServer:
 
 
 @contextmanager
-def scripted(script: Script, tls: Path | None = None) -> Iterator[ScriptedServer]:
+def scripted(script: Script, tls: Path | None = None, *, remembers: bool = True) -> Iterator[ScriptedServer]:
     """Serve by a script; over TLS with the certificate and the key in a folder."""
-    server = ScriptedServer(script, tls)
+    server = ScriptedServer(script, tls, remembers=remembers)
     server.start()
     try:
         yield server

@@ -171,15 +171,7 @@ ROWS: list[tuple[Any, str, int, str, str, type[StoreError], str]] = [
     (gcs, "objects.insert", 409, "conflict", "IfMatch", TransientStoreError, ""),
     (gcs, "objects.get", 400, "userProjectMissing", "", AccessDeniedError, "requester_pays="),
     (gcs, "objects.get", 401, "authError", "", CredentialsError, "gcloud auth"),
-    (
-        gcs,
-        "complete multipart upload",
-        403,
-        "accessDenied",
-        "",
-        AccessDeniedError,
-        "needs storage.multipartUploads.create",
-    ),
+    (gcs, "upload part", 403, "accessDenied", "", AccessDeniedError, "needs storage.multipartUploads.create"),
     (s3, "GetObject", 403, "InvalidObjectState", "", StoreError, "restore-object"),
     (s3, "GetObject", 404, "kms:KeyNotFound", "", StoreError, "key"),
     (s3, "PutObject", 412, "PreconditionFailed", "IfMatch", PreconditionFailedError, ""),
@@ -199,33 +191,14 @@ ROWS: list[tuple[Any, str, int, str, str, type[StoreError], str]] = [
     (s3, "PutObject", 400, "KMS.KMSInvalidStateException", "", StoreError, "SSEKMSKeyId in request_kwargs"),
     (s3, "PutObject", 403, "kms:NotAuthorized", "", StoreError, "SSEKMSKeyId in request_kwargs"),
     (s3, "PutObject", 404, "kms:KeyNotFound", "IfMatch", StoreError, "SSEKMSKeyId in request_kwargs"),
-    (s3, "PutObject", 501, "NotImplemented", "IfNoneMatch", UnsupportedRequestError, 'conditional_puts": false'),
-    (
-        s3,
-        "PutObject",
-        501,
-        "NotImplemented",
-        "SSEKMSKeyId ServerSideEncryption",
-        UnsupportedRequestError,
-        "by SSEKMSKeyId in",
-    ),
-    (
-        s3,
-        "PutObject",
-        501,
-        "NotImplemented",
-        "ServerSideEncryption",
-        UnsupportedRequestError,
-        "by ServerSideEncryption in",
-    ),
-    (
-        s3,
-        "PutObject",
-        501,
-        "NotImplemented",
-        "ServerSideEncryption IfNoneMatch",
-        UnsupportedRequestError,
-        "conditional_puts",
+    *(
+        (s3, "PutObject", 501, "NotImplemented", asked, UnsupportedRequestError, word)
+        for asked, word in (
+            ("IfNoneMatch", 'conditional_puts": false'),
+            ("SSEKMSKeyId ServerSideEncryption", "by SSEKMSKeyId in"),
+            ("ServerSideEncryption", "by ServerSideEncryption in"),
+            ("ServerSideEncryption IfNoneMatch", "conditional_puts"),
+        )
     ),
 ]
 

@@ -745,7 +745,9 @@ class TestLocal:
         store.put("other", views(b"x"))
         failures = store.delete(["folder", "other"])
         assert [failure.key for failure in failures] == ["folder"]
-        assert failures[0].code in (errno.errorcode[errno.EISDIR], errno.errorcode[errno.EPERM])
+        # Linux says that this is a folder, other systems that it is not permitted.
+        assert failures[0].code in ("StoreError", "AccessDeniedError")
+        assert failures[0].remedy
         assert [info.key for info in store.list("")] == ["folder/file"]
 
     @pytest.mark.parametrize("offset", [8, 1 << 50, 1 << 62, 1 << 64])
@@ -844,7 +846,8 @@ class TestLocal:
                     call(f"{name}/data")
                 assert caught.value.remedy
             failures = store.delete([f"{name}/data"])
-            assert [(failure.key, failure.code) for failure in failures] == [(f"{name}/data", "ELOOP")]
+            assert [(failure.key, failure.code) for failure in failures] == [(f"{name}/data", "StoreError")]
+            assert "Name the target of the link" in (failures[0].remedy or "")
         assert outside.get("data")[0] == b"somebody's"
         assert store.get("inside/data")[0] == b"mine"
 
@@ -897,9 +900,7 @@ class TestLocal:
         store = LocalStore(str(tmp_path))
         content = bytes(range(250)) * 20
         store.put("k", [memoryview(content)[at : at + 1] for at in range(len(content))])
-        memory = bytearray(len(content))
-        store.read_into("k", 0, [memoryview(memory)[at : at + 1] for at in range(len(content))])
-        assert memory == content
+        assert store.get("k")[0] == content
 
     def test_gives_a_folder_that_was_put_back_another_identity(self, tmp_path: Path) -> None:
         import shutil

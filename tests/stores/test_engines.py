@@ -151,7 +151,7 @@ def test_makes_one_client_for_threads_that_arrive_together(engine: Engine, monke
 
         def arrive(_: int) -> Any:
             start.wait()
-            return engine.clients.client_for(options)
+            return engine.clients.clients.get(options)
 
         with ThreadPoolExecutor(6) as pool:
             clients = list(pool.map(arrive, range(6)))

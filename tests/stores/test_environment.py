@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 
-from bucketpoint import BucketpointError
 from bucketpoint.stores import Store, open_store
 from kit import servers
 from kit.servers import S3Server
@@ -45,19 +44,3 @@ def test_uses_another_endpoint_for_stores_that_are_made_afterwards(
         assert moto.keys(bucket) == ["one", "three"]
         enter(moto)
         assert keys(open_store(f"s3://{bucket}")[0]) == ["one", "three"]
-
-
-@pytest.mark.contract
-def test_uses_another_profile_for_stores_that_are_made_afterwards(
-    moto: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in moto.env.items():
-        monkeypatch.setenv(name, value)
-    bucket = moto.make_bucket()
-    before = open_store(f"s3://{bucket}")[0]
-    put(before, "one")
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(BucketpointError, match="nobody"):
-        put(open_store(f"s3://{bucket}")[0], "two")
-    put(before, "three")
-    assert keys(before) == ["one", "three"]

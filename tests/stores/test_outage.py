@@ -15,11 +15,10 @@ import pytest
 from bucketpoint.errors import StoreError, ThrottledError
 from bucketpoint.stores import retry
 from bucketpoint.stores.fsspec import FsspecStore
-from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.outage import REPEAT_S, SILENT_S
 from bucketpoint.stores.retry import retry_transient
-from bucketpoint.stores.s3 import S3Options, S3Store
-from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
+from stores.engines import GCS, S3, Engine
+from stores.scripted import Answer, Seen, scripted
 
 
 class Clock:
@@ -60,31 +59,21 @@ def answers(count: int, answer: Answer, then: Answer) -> Callable[[Seen, int], A
     return lambda request, number: answer if number < count else then
 
 
-def s3(server: ScriptedServer) -> S3Store:
-    return S3Store("bucket", S3Options(endpoint_url=server.endpoint, access_key="a", secret_key="hush-hush"))
-
-
-def test_warns_of_an_outage_of_s3_and_tells_its_end(lines: Any) -> None:
-    slow = answers(20, error(503, "SlowDown"), Answer(headers={"ETag": '"e"'}))
-    with scripted(slow) as server:
-        s3(server).put("run/k", [memoryview(b"content")])
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [(S3, "PutObject failed: SlowDown (HTTP 503)"), (GCS, "objects.insert failed: rateLimitExceeded (HTTP 429)")],
+    ids=["s3", "gcs"],
+)
+def test_warns_of_an_outage_and_tells_its_end(engine: Engine, said: str, lines: Any) -> None:
+    with scripted(answers(20, engine.failures["throttled"], engine.written)) as server:
+        engine.at(server, max_attempts=None).put("run/k", [memoryview(b"content")])
     (warned, warning), (told, over) = lines()
     assert (warned, told) == ("WARNING", "INFO")
-    assert warning.startswith(f"requests to s3://bucket have failed for {SILENT_S:.0f} s, since 20")
-    assert "ThrottledError: PutObject failed: SlowDown (HTTP 503)" in warning
-    assert "url=s3://bucket/run/k" in warning
+    assert warning.startswith(f"requests to {engine.scheme}://bucket have failed for {SILENT_S:.0f} s, since 20")
+    assert f"ThrottledError: {said}" in warning
+    assert f"url={engine.scheme}://bucket/run/k" in warning
     assert "hush" not in warning
-    assert over == "requests to s3://bucket succeed again, after 20 s"
-
-
-def test_warns_of_an_outage_of_gcs_and_tells_its_end(lines: Any) -> None:
-    found = Answer(200, body=b'{"name": "k", "size": "7", "generation": "1", "etag": "e"}')
-    with scripted(answers(20, Answer(503), found)) as server:
-        GCSStore("bucket", GCSOptions(endpoint_url=server.endpoint, token="anon", max_attempts=40)).head("k")
-    (warned, warning), (told, _) = lines()
-    assert (warned, told) == ("WARNING", "INFO")
-    assert "requests to gs://bucket have failed" in warning
-    assert "HTTP 503" in warning
+    assert over == f"requests to {engine.scheme}://bucket succeed again, after 20 s"
 
 
 def test_warns_of_an_outage_of_a_filesystem_and_tells_its_end(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +96,8 @@ def test_warns_of_an_outage_of_a_filesystem_and_tells_its_end(lines: Any, monkey
 
 
 def test_logs_nothing_that_passes_soon(lines: Any) -> None:
-    with scripted(answers(3, error(503, "SlowDown"), Answer(headers={"ETag": '"e"'}))) as server:
-        s3(server).put("k", [memoryview(b"content")])
+    with scripted(answers(3, S3.failures["throttled"], S3.written)) as server:
+        S3.at(server, max_attempts=None).put("k", [memoryview(b"content")])
     assert lines() == []
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from bucketpoint.errors import StoreError
 from bucketpoint.stores import pace
-from bucketpoint.stores.gcs import GCSOptions, GCSStore
-from bucketpoint.stores.http_store import HttpStore
 from bucketpoint.stores.retry import retry_transient
-from bucketpoint.stores.s3 import S3Options, S3Store
+from stores.engines import Make, gcs_at, s3_at
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +64,6 @@ def dripping(head: bytes, body: bytes, *, drips: int | None, read: int = 1 << 20
         listener.close()
 
 
-def s3(endpoint: str, retry_deadline_s: float) -> HttpStore:
-    options = S3Options(endpoint_url=endpoint, access_key="a", secret_key="b", retry_deadline_s=retry_deadline_s)
-    return S3Store("bucket", options)
-
-
-def gcs(endpoint: str, retry_deadline_s: float) -> HttpStore:
-    return GCSStore("bucket", GCSOptions(endpoint_url=endpoint, token="anon", retry_deadline_s=retry_deadline_s))
-
-
 OBJECT = (
     b'HTTP/1.1 206 Partial\r\nETag: "e"\r\nx-goog-generation: 1\r\nContent-Range: bytes 0-499/500\r\n'
     b"Content-Length: 500\r\nConnection: close\r\n\r\n"
@@ -82,24 +71,22 @@ OBJECT = (
 ERROR = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: 500\r\nConnection: close\r\n\r\n"
 
 
-@pytest.mark.parametrize("make", [s3, gcs])
+@pytest.mark.parametrize("make", [s3_at, gcs_at])
 @pytest.mark.parametrize(
     ("head", "body"),
     [(OBJECT, b"x" * 500), (ERROR, b"<Error>".ljust(500)), (b"", OBJECT * 3)],
     ids=["object", "error", "head"],
 )
-def test_ends_an_answer_that_drips_at_the_deadline(
-    make: Callable[[str, float], HttpStore], head: bytes, body: bytes
-) -> None:
+def test_ends_an_answer_that_drips_at_the_deadline(make: Make, head: bytes, body: bytes) -> None:
     with dripping(head, body, drips=None) as endpoint, pytest.raises(StoreError, match="TooSlowError"):
-        make(endpoint, 0.5).get("k", first=500)
+        make(endpoint, max_attempts=None, retry_deadline_s=0.5).get("k", first=500)
 
 
-@pytest.mark.parametrize("make", [s3, gcs])
-def test_cuts_off_a_read_that_drips_and_sends_it_again(make: Callable[[str, float], HttpStore]) -> None:
+@pytest.mark.parametrize("make", [s3_at, gcs_at])
+def test_cuts_off_a_read_that_drips_and_sends_it_again(make: Make) -> None:
     with dripping(OBJECT, b"x" * 500, drips=2) as endpoint:
         data = bytearray(500)
-        store = make(endpoint, 60)
+        store = make(endpoint, max_attempts=None, retry_deadline_s=60)
         retry_transient(lambda: store.read_into("k", 0, [memoryview(data)]))
     assert data == b"x" * 500
 
@@ -119,4 +106,4 @@ def test_cuts_off_an_upload_that_drips() -> None:
     endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
     body = memoryview(bytes(32 << 20))
     with listener, pytest.raises(StoreError, match="PutObject failed"):
-        s3(endpoint, 0.5).put("k", [body])
+        s3_at(endpoint, max_attempts=None, retry_deadline_s=0.5).put("k", [body])

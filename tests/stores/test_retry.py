@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -32,8 +33,9 @@ from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3.errors import RULE_BY_TYPE, RULES
 from bucketpoint.transfer import TaskGroup
-from kit.servers import S3Server, s3_attempts
-from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
+from kit.servers import S3Server
+from stores.engines import s3_at
+from stores.scripted import Answer, Seen, error, scripted
 
 OK = Answer(headers={"ETag": '"e"'})
 
@@ -47,9 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def store_at(server: ScriptedServer | str, **options: Any) -> S3Store:
-    endpoint = server if isinstance(server, str) else server.endpoint
-    return S3Store("bucket", S3Options(endpoint_url=endpoint, access_key="a", secret_key="hush", **options))
+store_at = functools.partial(s3_at, max_attempts=None)
 
 
 def unshared() -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_gives_up_a_store_that_throttles_for_ever_at_the_deadline() -> None:
 
 def test_counts_every_kind_in_the_users_number_of_attempts() -> None:
     with scripted(lambda request, number: error(503, "SlowDown")) as server, pytest.raises(ThrottledError):
-        put(store_at(server, **s3_attempts(3)))
+        put(s3_at(server))
     assert len(server.seen) == 3
 
 
@@ -375,14 +375,14 @@ def test_asks_again_for_expired_credentials(tmp_path: Path, monkeypatch: pytest.
     write("gone", "gone")
     bucket = minio.make_bucket()
     store = S3Store(bucket, S3Options(endpoint_url=minio.endpoint, **unshared()))
-    client = s3_client.client_for(store.options)
+    client = s3_client.clients.get(store.options)
     with pytest.raises(CredentialsError, match="attempt 3"):
         put(store)
     write(minio.key, minio.secret)
     put(store)
     assert store.get("k")[0] == b"content"
-    assert s3_client.client_for(store.options) is not client
-    assert s3_client.client_for(store.options).gate is client.gate
+    assert s3_client.clients.get(store.options) is not client
+    assert s3_client.clients.get(store.options).gate is client.gate
     assert retry.process_budget().counts["refreshed"] == 3
 
 
@@ -410,7 +410,7 @@ def test_makes_one_new_client_for_threads_whose_credentials_expire_together(
     monkeypatch.setattr(s3_client, "build_client", counting)
     with scripted(script) as server:
         store = S3Store("b", S3Options(endpoint_url=server.endpoint, **unshared()))
-        s3_client.client_for(store.options)
+        s3_client.clients.get(store.options)
         path.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = hush\n")
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda _: put(store), range(6)))
@@ -437,12 +437,6 @@ def test_reads_damaged_bytes_once_more(damaged: int) -> None:
         with pytest.raises(CorruptDataError):
             retry_transient(attempt, attempts=5)
     assert len(reads) == 2
-
-
-def test_sends_a_body_again_that_the_store_found_damaged() -> None:
-    with scripted(failing(1, error(400, "BadDigest"))) as server:
-        put(store_at(server))
-    assert [request.body for request in server.seen] == [b"content"] * 2
 
 
 # Listings

@@ -8,11 +8,25 @@ retry a range whose body broke off: `transfer` does. `get`, for small objects, d
 from __future__ import annotations
 
 import builtins
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from bucketpoint.errors import StoreError
+from bucketpoint.errors import (
+    BucketNotFoundError,
+    CredentialsError,
+    EndpointError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+
+SCRATCH = ".bucketpoint-probe-"
+"""Prefix of the names of scratch objects; random characters follow."""
+
+UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
+"""Errors that leave open whether the store supports the condition."""
 
 Buffers = Sequence[memoryview]
 """Byte-format (`"B"`), C-contiguous views whose bytes follow each other in an object."""
@@ -298,6 +312,11 @@ class ExpiringDeletes(Protocol):
         between the two clocks makes the limit that much longer or shorter.
         """
         ...
+
+
+def scratch_key(prefix: str) -> str:
+    """Return a new key for a scratch object below `prefix`."""
+    return f"{prefix}{prefix and '/'}{SCRATCH}{secrets.token_hex(8)}"
 
 
 def proven(store: Store, prefix: str) -> Capabilities:

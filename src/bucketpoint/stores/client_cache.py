@@ -7,8 +7,7 @@ import importlib.metadata
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.cancellation import give_up_when_cut
@@ -27,17 +26,9 @@ _PROXIES_AND_AUTHORITIES = (
 """Variables, in upper or lower case, that decide how a client reaches the service and finds its files."""
 
 
-@dataclass(frozen=True)
-class Environment:
-    """Digests of the environment variables that concern a service; not the values, as some of them are secrets.
-
-    Attributes:
-        place: digest of the variables that decide which store is reached, and how.
-        credentials: digest of the variables that hold credentials.
-    """
-
-    place: bytes
-    credentials: bytes
+Environment = tuple[bytes, bytes]
+"""Digests of the environment variables that concern a service: of those that decide which store is reached, and how;
+and of those that hold credentials. Not the values, as some of them are secrets."""
 
 
 class FirstEnvironment:
@@ -59,35 +50,30 @@ class FirstEnvironment:
         return FirstEnvironment, ()
 
 
-class Closable(Protocol):
-    """A client with idle connections, which can be closed without making the client unusable."""
-
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=Closable)
+C = TypeVar("C")
 
 
 class ClientCache(Generic[C]):
     """Cache of one client for each set of options, environment and process. Thread-safe.
 
-    Attributes:
+    Args:
+        build: builds a new client from options.
         prefixes, variables: prefixes and names of the environment variables that the service's library reads.
         credentials: names of those variables that hold credentials rather than decide which store is reached.
     """
 
-    prefixes: tuple[str, ...] = ()
-    variables: frozenset[str] = frozenset()
-    credentials: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        build: Callable[[Any], C],
+        prefixes: tuple[str, ...],
+        *,
+        variables: frozenset[str] = frozenset(),
+        credentials: frozenset[str] = frozenset(),
+    ) -> None:
+        self._build, self._prefixes, self._variables, self._credentials = build, prefixes, variables, credentials
         self._clients: dict[tuple[Any, ...], C] = {}
         # Two processes that write to one TLS connection would garble it.
         self._lock = ProcessLock(self._clients.clear)
-
-    def build(self, options: Any) -> C:
-        """Build a new client. Each service has its own."""
-        raise NotImplementedError
 
     def get(self, options: Any, pin: FirstEnvironment | None = None) -> C:
         """Return the client for these options, built at the first call.
@@ -95,7 +81,7 @@ class ClientCache(Generic[C]):
         Args:
             pin: environment of the store; None means the environment as it is now.
         """
-        key = self.key(options, pin)
+        key = self._key(options, pin)
         client = self._clients.get(key)
         if client is None:
             client = give_up_when_cut(lambda: self._built(key, options), "making the client")
@@ -105,27 +91,37 @@ class ClientCache(Generic[C]):
         with self._lock:
             client = self._clients.get(key)
             if client is None:
-                client = self._clients[key] = self.build(options)
+                client = self._clients[key] = self._build(options)
         return client
 
+    def renew(self, options: Any, pin: FirstEnvironment | None, stale: C, build: Callable[[Any, C], C]) -> None:
+        """Replace a stale client by `build(options, stale)`, unless another thread has replaced it already."""
+        key = self._key(options, pin)
+        with self._lock:
+            if self._clients.get(key) in (stale, None):
+                self._clients[key] = build(options, stale)
+
     def close(self, options: Any, pin: FirstEnvironment | None = None) -> None:
-        """Close the idle connections of the client for these options, if it was built already."""
-        client = self._clients.get(self.key(options, pin))
+        """Close the idle connections of the client for these options, if it was built already. It stays usable."""
+        client: Any = self._clients.get(self._key(options, pin))
         if client is not None:
             client.close()
 
-    def key(self, options: Any, pin: FirstEnvironment | None) -> tuple[Any, ...]:
-        """Return the cache key: equal for options and environments that can share one client."""
-        return options.cache_key(), (pin or FirstEnvironment()).environment(self.environment)
+    def is_same_place(self, options: Any, pin: FirstEnvironment | None) -> bool:
+        """Return True if the environment still leads to the store that the client for these options reaches."""
+        return self._environment()[0] == self._key(options, pin)[1][0]
 
-    def environment(self) -> Environment:
-        """Read the environment as it is now."""
+    def _key(self, options: Any, pin: FirstEnvironment | None) -> tuple[Any, Environment]:
+        """Return the cache key: equal for options and environments that can share one client."""
+        return options.cache_key(), (pin or FirstEnvironment()).environment(self._environment)
+
+    def _environment(self) -> Environment:
         place, credentials = hashlib.sha256(), hashlib.sha256()
         for name, value in sorted(os.environ.items()):
-            if name.startswith(self.prefixes) or name in self.variables or name.upper() in _PROXIES_AND_AUTHORITIES:
-                digest = credentials if name in self.credentials else place
+            if name.startswith(self._prefixes) or name in self._variables or name.upper() in _PROXIES_AND_AUTHORITIES:
+                digest = credentials if name in self._credentials else place
                 digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
-        return Environment(place.digest(), credentials.digest())
+        return place.digest(), credentials.digest()
 
 
 def version(distribution: str) -> str:

@@ -6,10 +6,12 @@ import enum
 import re
 import ssl
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from bucketpoint.errors import Action, EndpointError, StoreError
+from bucketpoint.errors import Action, EndpointError, StoreError, TransientStoreError
 from bucketpoint.stores.redact import HIDDEN, clean, without_credentials
+
+T = TypeVar("T")
 
 ERROR_BYTES = 1 << 20
 """Bound on the body of an error: stores send a few hundred bytes."""
@@ -80,6 +82,12 @@ class ErrorRule(NamedTuple):
     action: Action
     remedy: str | None = None
 
+    def error(self, message: str, url: str, remedy: str | None = None) -> StoreError:
+        """Return the error of a failure, with the rule's remedy or a better one."""
+        failure = self.kind(message, url=url, remedy=remedy or self.remedy)
+        failure.action = self.action
+        return failure
+
 
 RuleKey = str | int | tuple[str | int, Asked]
 """The code of an answer, or its HTTP status; with a kind of request, for answers to such requests only."""
@@ -112,6 +120,33 @@ def answers(
 
 _PROOFS = frozenset({404, 409, 412, 416})
 """Statuses that alone mean a missing, existing, replaced or short object, but not beside a code of another cause."""
+
+
+def raise_translated(
+    act: Callable[[], T], kinds: tuple[type[BaseException], ...], translate: Callable[[BaseException], StoreError]
+) -> T:
+    """Call `act`, and raise the bucketpoint error for an exception of a client library.
+
+    Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
+    become the `__context__` of the error.
+    """
+    try:
+        return act()
+    except kinds as error:
+        failure = translate(error)
+    raise failure
+
+
+def rule_for(rules: Mapping[RuleKey, ErrorRule], code: str, status: int, asked: Collection[Asked]) -> ErrorRule:
+    """Return the rule for an answer; for one without a rule by its status, where 200 is that of a broken answer."""
+    known = find_rule(rules, code, status, asked)
+    return known or rule_of(TransientStoreError if status >= 500 or status == 200 else StoreError)
+
+
+def answer_text(operation: str, code: str, status: int, message: str) -> str:
+    """Return the message for an error that a service has answered."""
+    text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
+    return f"{text}: {message.rstrip('.')}" if message else text
 
 
 def find_rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import http.client
 import re
 from abc import abstractmethod
@@ -12,12 +13,13 @@ from dataclasses import dataclass, field, fields, replace
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
 from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, TransientStoreError
 from bucketpoint.stores.base import Buffers, Capabilities, CopiesInside, ObjectInfo, RangeReply, Store
-from bucketpoint.stores.client_cache import frozen
+from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, frozen
 from bucketpoint.stores.http_body import Receiver, discard
 from bucketpoint.stores.retry import DEADLINE_S, READ_ATTEMPTS, RetryPolicy, run
 
@@ -141,18 +143,48 @@ class Reply:
 
 @dataclass(frozen=True)
 class HttpStore(Store, CopiesInside):
-    """A bucket of a service that answers GET requests for objects and ranges of them (RFC 9110)."""
+    """A bucket of a service that answers GET requests for objects and ranges of them (RFC 9110).
+
+    A store pickles as configuration only; each process makes the client at the first use. `put` and `put_part` read the
+    body's memory until they return, again for each retry: it must not change meanwhile.
+
+    Attributes:
+        pin: the environment in which the store was first used.
+        scheme: scheme of the service's URLs.
+        reads: the service's name of a read of an object, for messages.
+        clients: the clients of this process.
+        translated: calls a function, and translates the exceptions of the client library: `(act, operation, url)`.
+    """
 
     bucket: str
     options: Any
+    pin: FirstEnvironment = field(default_factory=FirstEnvironment, init=False, repr=False, compare=False)
+
+    scheme: ClassVar[str]
+    reads: ClassVar[str]
+    clients: ClassVar[ClientCache[Any]]
+    translated: ClassVar[Callable[..., Any]]
 
     @abstractmethod
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         """Request an object, or only the bytes that the Range header `wanted` names."""
 
+    @property
     @abstractmethod
-    def _translated(self, act: Callable[[], None], key: str) -> None:
-        """Call `act`, which receives a body, and translate the exceptions of the client library."""
+    def _endpoint(self) -> str | None:
+        """The URL of the service; None if the bucket's name is unique without it."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.bucket}"
+
+    @property
+    def identity(self) -> str:
+        if self._endpoint is None:
+            return self.url
+        parts = urlsplit(self._endpoint)
+        # Without the text before an "@", which may hold credentials.
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{self.bucket}"
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         # `_open` repeats a request that fails. The loop here repeats it when the body breaks off.
@@ -219,7 +251,7 @@ class HttpStore(Store, CopiesInside):
 
     def _received(self, act: Callable[[], None], key: str) -> None:
         try:
-            self._translated(act, key)
+            self.translated(act, self.reads, self._url(key))
         except StoreError as error:
             # Loops that request a body again do not know the options.
             error.limit_s = self.options.retry_deadline_s
@@ -235,6 +267,15 @@ class HttpStore(Store, CopiesInside):
         if not isinstance(other, type(self)):
             return False
         return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
+
+    def close(self) -> None:
+        self.clients.close(self.options, self.pin)
+
+    @property
+    def client(self) -> Any:
+        """This process's client for the options, made at the first use."""
+        make = functools.partial(self.clients.get, self.options, self.pin)
+        return self.translated(make, f"making the client of {self.scheme}:// URLs", self.url)
 
     def _url(self, key: str | None) -> str:
         return f"{self.url}/{key}" if key else self.url

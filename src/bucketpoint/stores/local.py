@@ -207,42 +207,30 @@ class LocalStore:
         failures = []
         for key in keys:
             try:
-                failure = self._deleted(key)
+                self._deleted(key)
             except StoreError as error:
-                failure = DeleteFailure(key, type(error).__name__, error.message, error.remedy)
-            failures += [] if failure is None else [failure]
+                failures.append(DeleteFailure(key, type(error).__name__, error.message, error.remedy))
         return failures
 
-    @_retried
-    def _deleted(self, key: str) -> DeleteFailure | None:
-        try:
-            self._unlink(key)
-        except _ABSENT:
-            pass
-        except OSError as error:
-            if error.errno in _PASSING:
-                raise self._failure(error, "delete", key) from None
-            code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-            return DeleteFailure(key, code, error.strerror or "", REMEDIES.get(error.errno or 0))
-        prune(self.root, split(key)[0])
-        return None
-
-    @_retried
     def delete_if(self, key: str, etag: str) -> bool:
-        with self._errors("delete", key):
-            with contextlib.suppress(*_ABSENT):
-                self._unlink(key, etag)
-            prune(self.root, split(key)[0])
+        self._deleted(key, etag)
         return True
 
-    def _unlink(self, key: str, etag: str | None = None) -> None:
-        # Locked without an ETag, too: otherwise the file could be deleted while another writer compares its ETag.
-        with self._above(key) as (above, name), locked(above, name, needed=etag is not None) as ensure:
-            if etag is not None and _etag(self._status(key, above, name)) != etag:
-                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
-            ensure()
-            # If the name is a link to a file, the link is removed and the file stays.
-            os.unlink(name, dir_fd=above)
+    @_retried
+    def _deleted(self, key: str, etag: str | None = None) -> None:
+        with self._errors("delete", key):
+            with (
+                contextlib.suppress(*_ABSENT),
+                self._above(key) as (above, name),
+                # Without an ETag, too: otherwise the file could be deleted while another writer compares its ETag.
+                locked(above, name, needed=etag is not None) as ensure,
+            ):
+                if etag is not None:
+                    self._check_etag(_info(key, self._status(key, above, name)), etag)
+                ensure()
+                # If the name is a link to a file, the link is removed and the file stays.
+                os.unlink(name, dir_fd=above)
+            prune(self.root, split(key)[0])
 
     @_retried
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
@@ -504,6 +492,8 @@ class LocalStore:
             kind, remedy = ThrottledError, "If no job writes to this folder, delete the lock file"
         elif isinstance(error, NotADirectoryError) and operation in ("put", "create_multipart"):
             reason, remedy = "a file is where a folder should be", "Save below another folder, or move that file"
+        elif isinstance(error, IsADirectoryError) and operation == "delete":
+            remedy = "This is the folder of other objects: name these"
         elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             kind, reason = missing, "no such file"
         elif isinstance(error, PermissionError):

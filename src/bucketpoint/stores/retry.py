@@ -177,16 +177,13 @@ class Budget:
             if self.tokens < 1:
                 return False
             self.tokens -= 1
-        self.note("retried")
+        self.add({"retried": 1})
         return True
 
     def succeeded(self) -> None:
         with self._lock:
             self.tokens = min(self.tokens + REFUND, BUDGET_TOKENS)
-        self.note("succeeded")
-
-    def note(self, name: str) -> None:
-        self.add({name: 1})
+        self.add({"succeeded": 1})
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add to the counts, such as those of another process, and to those that this thread was given."""
@@ -271,7 +268,7 @@ def run(
             while True:
                 ends = latest if gate is None or gate.answered else min(latest, started + UNSEEN_S)
                 if kind is not None:
-                    budget.note(kind)
+                    budget.add({kind: 1})
                 try:
                     with until(ends, computes=kind in COMPUTED):
                         value = attempt() if gate is None else _through(gate, attempt, ends)
@@ -296,7 +293,7 @@ def run(
                 waits = action in (Action.THROTTLE, Action.OUTAGE)
                 if waits:
                     waited += 1
-                    budget.note("throttled" if action is Action.THROTTLE else "retried")
+                    budget.add({"throttled" if action is Action.THROTTLE else "retried": 1})
                 else:
                     failed += 1
                 counted = failed + (waited if policy.counts_throttled else 0)
@@ -311,7 +308,7 @@ def run(
                     if refreshed >= MOST_REFRESHES or refresh is None or not refresh():
                         break
                     refreshed += 1
-                    budget.note("refreshed")
+                    budget.add({"refreshed": 1})
                 # Waiting for the store takes no token of the budget: the deadline bounds it, and the gate.
                 elif action is Action.RETRY and not budget.take():
                     break
@@ -321,7 +318,7 @@ def run(
     finally:
         if outage is not None:
             outage.leave(time.monotonic(), succeeded=well)
-    budget.note("given_up")
+    budget.add({"given_up": 1})
     message, tried = last.message, failed + waited
     if tried > 1:
         message += f" (attempt {tried}, after {time.monotonic() - started:.1f} s"

@@ -81,4 +81,4 @@ def test_ends_a_look_up_that_does_not_return(
     check(caught, "GetObject|making the client")
     monkeypatch.undo()
     stuck.set()
-    s3_client.close_client(S3Options.from_storage_options(options))
+    s3_client.clients.close(S3Options.from_storage_options(options))

@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import CorruptDataError, EndpointError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import ObjectInfo, proven
+from bucketpoint.stores.base import SCRATCH
 from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.fsspec import services as fsspec_services
-from bucketpoint.stores.trials import SCRATCH
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
 

@@ -19,26 +19,23 @@ pytest.importorskip("google.cloud.storage")
 
 import bucketpoint
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
-from bucketpoint.stores import ObjectInfo, Part, retry
+from bucketpoint.stores import retry
 from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
-from bucketpoint.stores.gcs import multipart as gcs_multipart
 from gcs_server import GCSServer
 from kit.buffers import views
 from kit.certificates import make_certificates
 from kit.servers import free_port
+from stores.engines import CALLS, OBJECT, gcs_at, sent_by_each
+from stores.engines import gcs_reply as reply
 from stores.scripted import Answer, ScriptedServer, Seen, scripted
 
 pytestmark = pytest.mark.contract
 
-OBJECT = {"name": "k", "size": "5", "generation": "7"}
 CREATED = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
 COMPLETED = b"<CompleteMultipartUploadResult/>"
 KMS_KEY = "projects/p/locations/eu/keyRings/r/cryptoKeys/k"
-
-
-def reply(content: Any) -> Answer:
-    return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
+EACH = ("put", "create", "part", "complete", "abort", "read", "head", "copy", "list")
 
 
 def answer(request: Seen, number: int) -> Answer:
@@ -58,29 +55,8 @@ def answer(request: Seen, number: int) -> Answer:
 
 
 def sent_by_each_operation(**options: Any) -> dict[str, Seen]:
-    """What each operation puts on the wire under these options: the last request of it."""
     with scripted(answer) as server:
-        store = GCSStore(
-            "bucket", GCSOptions(**{"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 1, **options})
-        )
-        part = Part(1, 5, "7", None)
-        operations: dict[str, tuple[str, Callable[[], Any]]] = {
-            "put": ("/upload/storage/v1/b/bucket/o", lambda: store.put("k", views(b"x"))),
-            "create": ("/bucket/k", lambda: store.create_multipart("k")),
-            "part": ("/bucket/k", lambda: store.put_part("k", "up", 1, views(b"x"))),
-            "complete": ("/bucket/k", lambda: store.complete_multipart("k", "up", [part])),
-            "abort": ("/bucket/k", lambda: store.abort_multipart("k", "up")),
-            "read": ("/download/", lambda: store.read_into("k", 0, views(bytearray(5)))),
-            "head": ("/storage/v1/b/bucket/o/k", lambda: store.head("k")),
-            "copy": ("/rewriteTo/", lambda: store.copy(ObjectInfo("k", 5, "7"), "c")),
-            "list": ("/storage/v1/b/bucket/o", lambda: list(store.list(""))),
-        }
-        sent = {}
-        for name, (path, call) in operations.items():
-            before = len(server.seen)
-            call()
-            sent[name] = next(request for request in server.seen[before:] if path in request.path)
-        return sent
+        return sent_by_each(gcs_at(server, max_attempts=1, **options), server, EACH)
 
 
 def query(request: Seen) -> dict[str, list[str]]:
@@ -349,21 +325,20 @@ def refusal(permission: str, *, terse: bool) -> Callable[[Seen, int], Answer]:
 @pytest.mark.parametrize(
     ("permission", "call"),
     [
-        ("storage.objects.create", lambda store: store.put("k", views(b"x"))),
-        ("storage.objects.get", lambda store: store.get("k")),
-        ("storage.objects.get", lambda store: store.head("k")),
-        ("storage.objects.list", lambda store: list(store.list(""))),
-        ("storage.multipartUploads.create", lambda store: store.create_multipart("k")),
-        ("storage.multipartUploads.create", lambda store: store.put_part("k", "up", 1, views(b"x"))),
-        ("storage.multipartUploads.abort", lambda store: store.abort_multipart("k", "up")),
-        ("storage.multipartUploads.list", lambda store: list(gcs_multipart.open_uploads(store._requests, ""))),
+        ("storage.objects.create", "put"),
+        ("storage.objects.get", "get"),
+        ("storage.objects.get", "head"),
+        ("storage.objects.list", "list"),
+        ("storage.multipartUploads.create", "create"),
+        ("storage.multipartUploads.create", "part"),
+        ("storage.multipartUploads.abort", "abort"),
+        ("storage.multipartUploads.list", "uploads"),
     ],
-    ids=["put", "get", "head", "list", "create", "part", "abort", "uploads"],
 )
-def test_names_a_permission_that_is_missing(permission: str, call: Callable[[Any], Any], terse: bool) -> None:
+def test_names_a_permission_that_is_missing(permission: str, call: str, terse: bool) -> None:
     with scripted(refusal(permission, terse=terse)) as server, pytest.raises(AccessDeniedError) as caught:
-        call(GCSStore("bucket", GCSOptions(token="anon", endpoint_url=server.endpoint, uploads="xml", max_attempts=1)))
-    assert caught.value.url in ("gs://bucket/k", "gs://bucket")
+        CALLS[call](gcs_at(server, uploads="xml", max_attempts=1))
+    assert caught.value.url in ("gs://bucket/k", "gs://bucket", "gs://bucket/run/")
     assert f"This request needs {permission}" in str(caught.value)
     assert (WHO.format(permission) in caught.value.message) != terse
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from bucketpoint import errors
 from bucketpoint.errors import (
-    CorruptDataError,
     EndpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -24,8 +23,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import ObjectInfo, http_body
 from bucketpoint.stores.s3 import S3Options, S3Store
-from bucketpoint.stores.s3 import body as s3_body
 from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.stores.s3 import exchange as s3_exchange
 from bucketpoint.stores.s3 import store as s3_store
 from kit.buffers import views
 from kit.servers import S3Server
@@ -45,7 +44,7 @@ def etag(request: Seen, number: int) -> Answer:
 @given(st.lists(st.integers(0, 400_000).map(lambda size: os.urandom(1) * size), max_size=12), st.data())
 def test_reads_seeks_and_tells_an_outgoing_body_like_a_file(chunks: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(chunks)
-    body = s3_body.OutgoingBody(views(*chunks))
+    body = s3_exchange.OutgoingBody(views(*chunks))
     assert len(body) == len(whole)
     assert b"".join(http_body.pieces(views(*chunks))) == whole
     at = data.draw(st.integers(0, len(whole)))
@@ -85,13 +84,13 @@ def test_signs_payloads_on_an_open_network_but_not_on_the_loopback_or_over_tls(
         seen: list[Any] = []
 
         def capture(request: Any, **_: Any) -> Any:
-            s3_body.send_from_memory(request)
+            s3_exchange.send_from_memory(request)
             seen.append((request.headers["X-Amz-Content-SHA256"], b"".join(request.body)))
             raise InterruptedError
 
         client.api.meta.events.register_first("before-send.s3", capture)
         with pytest.raises(InterruptedError):
-            client.call("PutObject", Bucket="b", Key="k", Body=s3_body.OutgoingBody(views(content)))
+            client.call("PutObject", Bucket="b", Key="k", Body=s3_exchange.OutgoingBody(views(content)))
         digest, body = seen[0]
         return digest.decode() if isinstance(digest, bytes) else digest, body
 
@@ -122,7 +121,7 @@ def test_uses_as_many_connections_as_there_are_threads(minio: S3Server) -> None:
     content = os.urandom(MIB)
     store.put("k", views(content))
     sockets: set[int] = set()
-    api = s3_client.client_for(store.options).api
+    api = s3_client.clients.get(store.options).api
 
     def note(request: Any, **_: Any) -> None:
         pool = api._endpoint.http_session._manager
@@ -150,7 +149,7 @@ def test_receives_a_reply_piece_by_piece_over_one_connection(
     assert store.capabilities.streams_ranges
     content = os.urandom(500_000)
     store.put("k", views(content))
-    manager = s3_client.client_for(store.options).api._endpoint.http_session._manager
+    manager = s3_client.clients.get(store.options).api._endpoint.http_session._manager
 
     def connections() -> int:
         return sum(manager.pools.get(key).num_connections for key in manager.pools.keys())  # noqa: SIM118
@@ -187,12 +186,6 @@ def test_retries_a_reply_that_breaks_off_after_a_piece() -> None:
         reply.receive(views(bytearray(4)))
         with pytest.raises(TransientStoreError):
             reply.receive(views(bytearray(6)))
-
-
-def test_treats_a_short_content_range_as_an_object_that_ends_too_early() -> None:
-    short = Answer(206, {"Content-Range": "bytes 0-4/5", "ETag": '"e"'}, b"12345")
-    with scripted(lambda request, number: short) as server, pytest.raises(CorruptDataError):
-        store_at(server).read_into("k", 0, views(bytearray(10)))
 
 
 # Failures
@@ -283,8 +276,8 @@ def test_shares_one_client_among_stores_with_equal_options(s3: S3Server) -> None
     one = S3Options.from_storage_options(s3.options)
     other = S3Options.from_storage_options(s3.options)
     assert one is not other
-    assert s3_client.client_for(one) is s3_client.client_for(other)
-    assert s3_client.client_for(one) is not s3_client.client_for(one.replace(requester_pays=True))
+    assert s3_client.clients.get(one) is s3_client.clients.get(other)
+    assert s3_client.clients.get(one) is not s3_client.clients.get(one.replace(requester_pays=True))
 
 
 def test_reads_a_bundle_of_certificates_once_for_all_connections(

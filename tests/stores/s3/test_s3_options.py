@@ -13,11 +13,11 @@ import pytest
 from botocore.config import Config
 
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
-from bucketpoint.stores import ObjectInfo
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from kit.buffers import views
 from kit.servers import S3Server, s3_attempts
+from stores.engines import sent_by_each
 from stores.scripted import Answer, Seen, scripted
 
 CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
@@ -39,25 +39,9 @@ def answer(request: Seen, number: int) -> Answer:
 
 
 def sent_by_each_operation(**storage_options: Any) -> dict[str, Seen]:
-    """What each operation puts on the wire under these options."""
     with scripted(answer) as server:
         options = {"endpoint_url": server.endpoint, "key": "a", "secret": "hush", **storage_options}
-        store = S3Store("bucket", S3Options.from_storage_options(options))
-        sent = {}
-        for name, call in {
-            "put": lambda: store.put("k", views(b"x")),
-            "create": lambda: store.create_multipart("k"),
-            "part": lambda: store.put_part("k", "up", 1, views(b"x")),
-            "read": lambda: store.read_into("k", 0, views(bytearray(5))),
-            "head": lambda: store.head("k"),
-            "copy": lambda: store.copy(ObjectInfo("k", 5, "e"), "c"),
-            "list": lambda: list(store.list("")),
-        }.items():
-            before = len(server.seen)
-            call()
-            # A copy is followed by a HEAD of it.
-            sent[name] = server.seen[before]
-        return sent
+        return sent_by_each(S3Store("bucket", S3Options.from_storage_options(options)), server, EACH)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, Precondit
 from bucketpoint.format import catalog_keys
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
-from bucketpoint.stores.trials import SCRATCH
+from bucketpoint.stores.base import SCRATCH
 
 LOCK_SECONDS = 900.0
 """Seconds for which a lock holds, by the store's time of its write. Longer than the deletion of a batch."""

@@ -16,9 +16,8 @@ from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.errors import PreconditionFailedError, StoreError
 from bucketpoint.forks import ProcessLock
-from bucketpoint.stores.base import Capabilities, Store
+from bucketpoint.stores.base import UNDECIDED, Capabilities, Store, scratch_key
 from bucketpoint.stores.fsspec.drivers import Driver, Probed, known, remember
-from bucketpoint.stores.trials import UNDECIDED, scratch_key
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +33,7 @@ class _FilesystemStore(Store, Protocol):
     def root(self) -> str: ...
     @property
     def driver(self) -> Driver: ...
-    def create_unseen(self, key: str, data: bytes) -> None: ...
-    def replace_unseen(self, key: str, data: bytes, etag: str) -> None: ...
+    def put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None: ...
 
 
 def prove(store: _FilesystemStore, prefix: str) -> Capabilities:
@@ -95,11 +93,11 @@ def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
 def _creates(store: _FilesystemStore, key: str) -> None:
     """Create an object twice. Raises PreconditionFailedError if exclusive creates work."""
     try:
-        store.create_unseen(key, b"first")
+        store.put_unseen(key, b"first")
     except PreconditionFailedError as error:
         raise StoreError(f"it was refused although there was no object: {error.message}", url=store.url) from None
     try:
-        store.create_unseen(key, b"second")
+        store.put_unseen(key, b"second")
     except PreconditionFailedError:
         if store.get(key)[0] != b"first":
             raise StoreError("it was refused, but the object was replaced", url=store.url) from None
@@ -110,10 +108,10 @@ def _replaces(store: _FilesystemStore, key: str) -> None:
     """Replace an object twice, expecting the same ETag. Raises PreconditionFailedError if the condition works."""
     before = store.head(key).etag or ""
     try:
-        store.replace_unseen(key, b"third", before)
+        store.put_unseen(key, b"third", before)
     except PreconditionFailedError as error:
         raise StoreError(f"it was refused although the ETag was right: {error.message}", url=store.url) from None
-    store.replace_unseen(key, b"fourth", before)
+    store.put_unseen(key, b"fourth", before)
 
 
 def _checks(store: _FilesystemStore, key: str) -> bool:

@@ -202,34 +202,24 @@ def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]
         return {name: info for name, info in files.items() if info.get("type") == "file"}
 
 
-def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[Exception | None]:
+def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[BaseException | None]:
     """Delete files, in parallel if the filesystem is asynchronous. Returns the exception, or None, for each file."""
     # Not `rm`, which treats `[`, `]` and `*` in a name as a pattern.
-    if not is_asynchronous(fs):
-        return [_failure(lambda path=path: fs.rm_file(path)) for path in paths]  # type: ignore[misc]
+    outcomes: list[Any] = []
 
-    async def all_of_them() -> list[Exception | None]:
-        turns = asyncio.Semaphore(_DELETES_AT_ONCE)
+    async def remove_all() -> None:
+        for start in range(0, len(paths), _DELETES_AT_ONCE):
+            some = map(fs._rm_file, paths[start : start + _DELETES_AT_ONCE])
+            outcomes.extend(await asyncio.gather(*some, return_exceptions=True))
 
-        async def one(path: str) -> Exception | None:
-            async with turns:
-                try:
-                    await fs._rm_file(path)
-                except Exception as error:  # noqa: BLE001 (returned)
-                    return error
-            return None
-
-        return await asyncio.gather(*map(one, paths))
-
-    return fsspec.asyn.sync(fs.loop, all_of_them)  # type: ignore[no-any-return]
-
-
-def _failure(action: Callable[[], None]) -> Exception | None:
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 (returned)
-        return error
-    return None
+    if is_asynchronous(fs):
+        fsspec.asyn.sync(fs.loop, remove_all)
+    for path in paths[len(outcomes) :]:
+        try:
+            outcomes.append(fs.rm_file(path))
+        except Exception as error:  # noqa: BLE001 (returned)
+            outcomes.append(error)
+    return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
 
 
 def write_reply(reply: Any) -> WriteReply:

@@ -140,7 +140,7 @@ RULES: dict[RuleKey, ErrorRule] = {
 
 
 def translate(
-    error: Exception,
+    error: BaseException,
     operation: str,
     url: str,
     options: Mapping[str, Any] | None = None,
@@ -157,15 +157,13 @@ def translate(
         return error
     asked = asked_by(operation)
     rule = _rule_for(error, (Asked.CONDITION, asked) if conditional else (asked,))
-    remedy = rule.remedy
-    if rule.kind is AccessDeniedError and remedy is None:
+    remedy = None
+    if rule.kind is AccessDeniedError and rule.remedy is None:
         lacking = f"The credentials lack the right to {_RIGHTS.get(operation, operation)} here"
         remedy = f"{lacking}. A trainer needs to write and to read; a reader, to read"
     # Only the first line: in further lines Azure's library quotes the reply.
     text = error.message if isinstance(error, BucketpointError) else describe(error, options).partition("\n")[0]
-    failure = rule.kind(f"{operation} failed: {text}", url=url, remedy=remedy)
-    failure.action = rule.action
-    return failure
+    return rule.error(f"{operation} failed: {text}", url, remedy)
 
 
 def code_of(error: BaseException) -> str:
@@ -193,7 +191,7 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def _rule_for(error: Exception, asked: Collection[Asked]) -> ErrorRule:
+def _rule_for(error: BaseException, asked: Collection[Asked]) -> ErrorRule:
     code, status = code_of(error), status_of(error)
     if not code:
         if isinstance(error, FileExistsError):

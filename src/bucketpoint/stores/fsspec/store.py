@@ -77,8 +77,7 @@ class FsspecStore:
     The service checks conditions if it can. Otherwise this store checks them before the write, which is atomic only for
     the memory filesystem, because no other process has access to that.
 
-    Parts are sent in any order if the driver has multipart uploads. Otherwise parts are separate objects, read back and
-    written as one at the end. That moves each byte three times, so `capabilities.multipart` is False: use one `put`.
+    Parts are sent in any order if the driver has multipart uploads. Otherwise `capabilities.multipart` is False.
     """
 
     fs: AbstractFileSystem
@@ -166,16 +165,13 @@ class FsspecStore:
             return self._written(key, len(data), reply, crc32c, looked=conditional and not native)
 
     @_given_up
-    def create_unseen(self, key: str, data: bytes) -> None:
-        """Create an object by the service's condition alone, for the probe."""
-        with self._errors("put", key, missing=self._above, conditional=True):
-            self._written(key, len(data), self.driver.create(self.fs, self._path(key), data, None))
-
-    @_given_up
-    def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
-        """Replace an object by the service's condition alone, for the probe."""
-        with self._errors("put", key, conditional=True):
-            self._written(key, len(data), self.driver.replace(self.fs, self._path(key), data, etag, None))
+    def put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None:
+        """Create an object, or replace the one with this ETag, by the service's condition alone, for the probe."""
+        target = self.fs, self._path(key), data
+        with self._errors("put", key, missing=self._above if etag is None else ObjectNotFoundError, conditional=True):
+            driver = self.driver
+            reply = driver.create(*target, None) if etag is None else driver.replace(*target, etag, None)
+            self._written(key, len(data), reply)
 
     @_given_up
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
@@ -393,7 +389,7 @@ class FsspecStore:
     def _url(self, key: str) -> str:
         return f"{self.url.rstrip('/')}/{key}"
 
-    def _translated(self, error: Exception, operation: str, key: str, *, conditional: bool = False) -> StoreError:
+    def _translated(self, error: BaseException, operation: str, key: str, *, conditional: bool = False) -> StoreError:
         return translate(error, operation, self._url(key), _options(self.fs), conditional=conditional)
 
     @contextmanager
@@ -406,7 +402,7 @@ class FsspecStore:
         conditional: bool = False,
     ) -> Iterator[None]:
         failure: StoreError
-        process_budget().note(operation)
+        process_budget().add({operation: 1})
         try:
             yield
             return

@@ -18,9 +18,9 @@ from urllib.parse import urlencode, urlsplit
 from bucketpoint.errors import INSTALL_GCS, CredentialsError, EndpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
-from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
-from bucketpoint.stores.gcs.answer import GCSReply, received
+from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent, version
 from bucketpoint.stores.gcs.errors import OPERATIONS, failure_of, failures, translate, translated
+from bucketpoint.stores.gcs.messages import GCSReply, received
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.http_store import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.stores.redact import clean, hide
@@ -110,31 +110,16 @@ class GCSClient:
             adapter.close()
 
 
-class _GCSClients(ClientCache[GCSClient]):
-    """Cache of clients. The first one takes a second to make, because the library is imported."""
-
-    prefixes = ("GOOGLE_", "CLOUDSDK_", "GCE_", "GCLOUD_")
-    variables = frozenset({"API_ENDPOINT_OVERRIDE", "NO_GCE_CHECK", "STORAGE_EMULATOR_HOST"})
-
-    def build(self, options: GCSOptions) -> GCSClient:
-        return build_client(options)
-
-
-_clients = _GCSClients()
-
-
-def client_for(options: GCSOptions, pin: FirstEnvironment | None = None) -> GCSClient:
-    """Return this process's client for these options, built at the first call."""
-    return _clients.get(options, pin)
-
-
-def close_client(options: GCSOptions, pin: FirstEnvironment | None = None) -> None:
-    """Close the idle connections of the client for these options. The client stays usable."""
-    _clients.close(options, pin)
+# The first client takes a second to make, because the library is imported.
+clients = ClientCache[GCSClient](
+    lambda options: build_client(options),
+    ("GOOGLE_", "CLOUDSDK_", "GCE_", "GCLOUD_"),
+    variables=frozenset({"API_ENDPOINT_OVERRIDE", "NO_GCE_CHECK", "STORAGE_EMULATOR_HOST"}),
+)
 
 
 def build_client(options: GCSOptions) -> GCSClient:
-    """Build a new client. Use `client_for` instead, unless the caller is going to modify the client.
+    """Build a new client. Use `clients.get` instead, unless the caller is going to modify the client.
 
     Raises:
         StoreError: there are no credentials, or the endpoint is not valid.

@@ -31,11 +31,12 @@ from bucketpoint.stores.foreign import (
     ForeignAnswer,
     Operation,
     RuleKey,
+    answer_text,
     answers,
     asked_by,
     causes,
-    find_rule,
-    rule_of,
+    raise_translated,
+    rule_for,
     speaks_plainly,
 )
 from bucketpoint.stores.http_body import BrokenBody
@@ -173,9 +174,7 @@ def translate(error: BaseException, operation: str, url: str, endpoint: str | No
     text = describe(error)
     if rule.kind is EndpointError and endpoint is not None:
         text = f"{clean(endpoint)} cannot be reached: {describe(_reason(error))}"
-    failure = rule.kind(f"{operation} failed: {text}", url=url, remedy=rule.remedy)
-    failure.action = rule.action
-    return failure
+    return rule.error(f"{operation} failed: {text}", url)
 
 
 def _rule_for(error: BaseException) -> ErrorRule:
@@ -213,16 +212,8 @@ def _rule_for(error: BaseException) -> ErrorRule:
 
 
 def translated(act: Callable[[], T], operation: str, url: str, endpoint: str | None = None) -> T:
-    """Call `act`, and raise the bucketpoint error for an exception of the client library.
-
-    Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
-    become the `__context__` of the error.
-    """
-    try:
-        return act()
-    except failures() as error:
-        failure = translate(error, operation, url, endpoint)
-    raise failure
+    """Call `act`, and raise the bucketpoint error for an exception of the client library."""
+    return raise_translated(act, failures(), lambda error: translate(error, operation, url, endpoint))
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -244,24 +235,14 @@ def failure_of(
     code, message = _details(body)
     name, known = code[:1].lower() + code[1:], OPERATIONS.get(operation)
     asked = asked_by(known.kind if known is not None else None)
-    rule = find_rule(RULES, name, status, (Asked.CONDITION, asked) if conditional else (asked,))
-    if rule is None:
-        rule = rule_of(TransientStoreError if status >= 500 or status == 200 else StoreError)
-    text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
-    if message:
-        text += f": {message.rstrip('.')}"
-    remedy = rule.remedy
+    rule = rule_for(RULES, name, status, (Asked.CONDITION, asked) if conditional else (asked,))
+    remedy = None
     if rule is RULES[403] and name not in _GENERAL:
         remedy = "The code and the message above name the reason, which is not a missing permission"
     elif rule is RULES[403] and known is not None:
-        remedy = ". ".join(
-            (
-                f"This request needs {known.right}",
-                remedy or "",
-                *filter(None, [_OTHERWISE.get(asked)]),
-            )
-        )
-    failure = rule.kind(text, url=url, remedy=remedy)
+        parts = (f"This request needs {known.right}", rule.remedy, _OTHERWISE.get(asked))
+        remedy = ". ".join(part for part in parts if part)
+    failure = rule.error(answer_text(operation, code, status, message), url, remedy)
     if status in (502, 504):
         # A proxy, or Google's front end, that does not reach the service.
         failure.action = Action.OUTAGE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bucketpoint.stores.gcs.api import Bucket
 from bucketpoint.stores.gcs.store import GCSStore
 
 
@@ -26,7 +25,8 @@ class BucketConfiguration:
 def bucket_configuration(store: GCSStore) -> BucketConfiguration:
     """Read the settings. Raises StoreError."""
     # https://cloud.google.com/storage/docs/json_api/v1/buckets#resource
-    found = Bucket(store.bucket, store.options, store.pin).describe_bucket("versioning,softDeletePolicy,lifecycle")
+    path, fields = store._path().removesuffix("/o"), "versioning,softDeletePolicy,lifecycle"
+    found = store._call("buckets.get", None, "GET", path, {"fields": fields}).json()
     rules = found.get("lifecycle", {}).get("rule", [])
     days = [
         rule.get("condition", {}).get("daysSinceNoncurrentTime")

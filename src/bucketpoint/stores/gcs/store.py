@@ -5,24 +5,29 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from awscrt import checksums
+
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CorruptDataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    UploadNotFoundError,
+)
 from bucketpoint.stores import http_store
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
-from bucketpoint.stores.client_cache import FirstEnvironment
 from bucketpoint.stores.foreign import follow
-from bucketpoint.stores.gcs import multipart as gcs_multipart
-from bucketpoint.stores.gcs.answer import described
-from bucketpoint.stores.gcs.api import Bucket
-from bucketpoint.stores.gcs.body import BINARY, Incoming
-from bucketpoint.stores.gcs.client import close_client
-from bucketpoint.stores.gcs.errors import translated
-from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.http_body import crc_of
-from bucketpoint.stores.http_store import LENGTH, ContentRange, HttpStore, Reply, http_seconds
+from bucketpoint.stores.gcs.api import MAX_BATCH_CALLS, OBJECT_FIELDS, GCSBucket
+from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S
+from bucketpoint.stores.gcs.messages import BINARY, Incoming, described, seconds, with_metadata
+from bucketpoint.stores.http_body import Pieces, crc_of, encoded_crc
+from bucketpoint.stores.http_store import LENGTH, ContentRange, Reply, http_seconds
 
 T = TypeVar("T")
 
@@ -34,27 +39,16 @@ CAPABILITIES = replace(http_store.CAPABILITIES, max_put_bytes=5 << 40, condition
 
 
 @dataclass(frozen=True)
-class GCSStore(HttpStore):
-    """A bucket of GCS. A store pickles as configuration only; each process makes the client at the first use.
+class GCSStore(GCSBucket):
+    """A bucket of GCS.
 
     The ETags of this store are object generations: every write gives an object a new generation, and conditions and
     pinned reads name the generation. In a bucket with versioning a pinned read also finds a generation that was
     replaced.
 
-    `put` and `put_part` read the body's memory until they return, and again for each retry: the memory must not change
-    meanwhile.
+    Multipart uploads go through the XML API. Parts are not objects: after completion there is nothing to delete, and
+    nothing more is billed. https://cloud.google.com/storage/docs/multipart-uploads
     """
-
-    options: GCSOptions = field(default_factory=GCSOptions)
-    pin: FirstEnvironment = field(default_factory=FirstEnvironment, init=False, repr=False, compare=False)
-
-    @property
-    def url(self) -> str:
-        return self._requests.url
-
-    @property
-    def identity(self) -> str:
-        return self._requests.identity
 
     @property
     def capabilities(self) -> Capabilities:
@@ -70,25 +64,34 @@ class GCSStore(HttpStore):
         if_match: str | None = None,
     ) -> ObjectInfo:
         generation = 0 if if_none_match else self._generation(key, if_match)
-        return self._sent(body, crc32c, lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation))
+        metadata = {"name": key, "contentType": BINARY, "crc32c": encoded_crc(crc_of(body, crc32c))}
+        if self.options.storage_class is not None:
+            metadata["storageClass"] = self.options.storage_class
+        query: dict[str, Any] = {"uploadType": "multipart", "fields": OBJECT_FIELDS}
+        if generation is not None:
+            query["ifGenerationMatch"] = generation
+        if self.options.kms_key_name is not None:
+            query["kmsKeyName"] = self.options.kms_key_name
+        content_type, content = with_metadata(metadata, body)
+        headers, path = {"Content-Type": content_type}, f"/upload{self._path()}"
+
+        def insert() -> ObjectInfo:
+            reply = self._call("objects.insert", key, "POST", path, query, headers=headers, body=content)
+            resource = reply.json()
+            # Only some emulators leave it out.
+            if resource.get("crc32c") not in (None, metadata["crc32c"]):
+                raise CorruptDataError("the store has another CRC32C than was sent", url=self._url(key))
+            return described(resource, key)
+
+        return self._sent(body, crc32c, insert)
 
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         generation = self._generation(key, if_match)
-        bucket = self._requests
-        query: dict[str, Any] = {"alt": "media"}
-        if generation is not None:
-            query["generation"] = generation
+        query = {"alt": "media"} if generation is None else {"alt": "media", "generation": generation}
+        headers = {} if wanted is None else {"Range": wanted}
+        path = f"/download{self._path(key)}"
         try:
-            reply = bucket.call(
-                "objects.get",
-                key,
-                "GET",
-                f"/download{bucket.path(key)}",
-                query=bucket.billed(query),
-                headers={} if wanted is None else {"Range": wanted},
-                stream=True,
-                of_object=True,
-            )
+            reply = self._call("objects.get", key, "GET", path, query, headers=headers, stream=True)
         except ObjectNotFoundError:
             if generation is None:
                 raise
@@ -100,37 +103,40 @@ class GCSStore(HttpStore):
             received = int(length) if LENGTH.fullmatch(length) else None
             part = ContentRange.of(reply.status_code, reply.headers.get("Content-Range"))
             whole = received if part is None or part.whole is None else part.whole
-            return Reply(_info(key, reply, whole or 0), Incoming(reply.raw), received, part)
+            modified = http_seconds(reply.headers.get("Last-Modified"))
+            info = ObjectInfo(key, whole or 0, reply.headers.get("x-goog-generation"), modified)
+            return Reply(info, Incoming(reply.raw), received, part)
         raise replaced
 
     def head(self, key: str) -> ObjectInfo:
-        return described(self._requests.describe(key), key)
+        return described(self._describe(key), key)
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         start = {} if start_after is None else {"startOffset": start_after}
-        for page in self._requests.pages(prefix, **start):
+        for page in self._pages(prefix, **start):
             for item in page.get("items", []):
                 info = described(item, "")
                 if info.key != start_after:
                     yield info
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        for page in self._requests.pages(prefix, delimiter="/"):
+        for page in self._pages(prefix, delimiter="/"):
             yield from page.get("prefixes", [])
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
-        return self._requests.delete(keys)
+        failed: builtins.list[DeleteFailure] = []
+        for start in range(0, len(keys), MAX_BATCH_CALLS):
+            failed += self._delete_batch(keys[start : start + MAX_BATCH_CALLS], {})
+        return failed
 
     def delete_if(self, key: str, etag: str) -> bool:
-        bucket = self._requests
-        query = bucket.billed({"ifGenerationMatch": self._generation(key, etag)})
+        query = {"ifGenerationMatch": self._generation(key, etag)}
         with contextlib.suppress(ObjectNotFoundError):
-            bucket.call("objects.delete", key, "DELETE", bucket.path(key), query=query, of_object=True)
+            self._call("objects.delete", key, "DELETE", self._path(key), query)
         return True
 
     def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
         """Copy an object from a bucket that this store's credentials can read."""
-        bucket = self._requests
         query: dict[str, Any] = {}
         if source.etag is not None:
             query["ifSourceGenerationMatch"] = other._generation(source.key, source.etag)
@@ -138,19 +144,11 @@ class GCSStore(HttpStore):
             query["destinationKmsKeyName"] = self.options.kms_key_name
         chosen = self.options.storage_class
         body = b"" if chosen is None else json.dumps({"storageClass": chosen, "contentType": BINARY}).encode()
-        path = f"{other._requests.path(source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
+        headers = {"Content-Type": "application/json"}
+        path = f"{other._path(source.key)}/rewriteTo{self._path(target).removeprefix('/storage/v1')}"
         seen: set[Hashable] = set()
         while True:
-            reply = bucket.call(
-                "objects.rewrite",
-                source.key,
-                "POST",
-                path,
-                query=bucket.billed(query),
-                headers={"Content-Type": "application/json"},
-                body=body,
-                of_object=True,
-            ).json()
+            reply = self._call("objects.rewrite", source.key, "POST", path, query, headers=headers, body=body).json()
             if reply.get("done"):
                 return described(reply.get("resource") or {}, target)
             # The service rewrites a large object that changes location or storage class in several requests.
@@ -159,24 +157,84 @@ class GCSStore(HttpStore):
             follow(mark, seen, "objects.rewrite", other._url(source.key))
 
     def create_multipart(self, key: str) -> str:
-        return gcs_multipart.create(self._requests, key)
+        options = self.options
+        named = {
+            "x-goog-storage-class": options.storage_class,
+            "x-goog-encryption-kms-key-name": options.kms_key_name,
+        }
+        headers = {"Content-Type": BINARY, **{name: value for name, value in named.items() if value is not None}}
+        operation = "create multipart upload"
+        reply = self._call_xml(operation, key, "POST", {"uploads": ""}, headers=headers)
+        upload_id = self._parsed(reply, operation).findtext("{*}UploadId")
+        if not upload_id:
+            raise StoreError("the reply that begins a multipart upload has no upload id", url=self.url, key=key)
+        return upload_id
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
-        send = gcs_multipart.put_part
-        return self._sent(body, crc32c, lambda: send(self._requests, key, upload_id, number, body, crc32c))
+        crc, content = crc_of(body, crc32c), Pieces(body)
+        query = {"partNumber": number, "uploadId": upload_id}
+        headers = {"Content-Type": BINARY, "x-goog-hash": f"crc32c={encoded_crc(crc)}"}
+        # The `requests` library would send an empty iterable body with chunked encoding.
+        sent = content if len(content) else b""
+
+        def send() -> Part:
+            reply = self._call_xml("upload part", key, "PUT", query, headers=headers, body=sent)
+            return Part(number, len(content), reply.headers.get("ETag", "").strip('"'), crc)
+
+        return self._sent(body, crc32c, send)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
-        return gcs_multipart.complete(self._requests, key, upload_id, parts)
+        ordered = sorted(parts, key=lambda part: part.number)
+        root = ElementTree.Element("CompleteMultipartUpload")
+        for part in ordered:
+            entry = ElementTree.SubElement(root, "Part")
+            ElementTree.SubElement(entry, "PartNumber").text = str(part.number)
+            ElementTree.SubElement(entry, "ETag").text = f'"{part.etag}"'
+        operation = "complete multipart upload"
+        reply = self._call_xml(
+            operation,
+            key,
+            "POST",
+            {"uploadId": upload_id},
+            headers={"Content-Type": "application/xml"},
+            body=ElementTree.tostring(root),
+            timeout=COMPLETE_TIMEOUT_S,
+        )
+        self._parsed(reply, operation)
+        # The reply contains neither the generation nor the checksum of the object.
+        try:
+            resource = self._describe(key)
+        except AccessDeniedError:
+            # Without the permission to read, neither can be checked. The service compared each part with a checksum,
+            # and loads compare their own checksums.
+            return ObjectInfo(key, sum(part.size for part in ordered))
+        if not _fits(resource.get("crc32c"), ordered):
+            # Only this generation is deleted, permanently: also a bucket with versioning does not keep it.
+            self._delete_batch([key], {key: str(resource["generation"])})
+            raise CorruptDataError("the CRC32C of the object is not that of its parts", url=self.url, key=key)
+        return described(resource, key)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        gcs_multipart.abort(self._requests, key, upload_id)
+        with contextlib.suppress(UploadNotFoundError):
+            self._call_xml("abort multipart upload", key, "DELETE", {"uploadId": upload_id})
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        if self.options.multipart:
-            yield from gcs_multipart.open_uploads(self._requests, prefix)
-
-    def close(self) -> None:
-        close_client(self.options, self.pin)
+        # https://cloud.google.com/storage/docs/xml-api/get-bucket-uploads
+        operation, start = "list multipart uploads", dict[str, str]()
+        seen: set[Hashable] = set()
+        while self.options.multipart:
+            reply = self._call_xml(operation, None, "GET", {"uploads": "", "prefix": prefix, **start})
+            root = self._parsed(reply, operation)
+            for entry in root.iterfind("{*}Upload"):
+                key = entry.findtext("{*}Key") or ""
+                yield OpenUpload(key, entry.findtext("{*}UploadId") or "", seconds(entry.findtext("{*}Initiated")))
+            if root.findtext("{*}IsTruncated") != "true":
+                return
+            start = {
+                "key-marker": root.findtext("{*}NextKeyMarker") or "",
+                "upload-id-marker": root.findtext("{*}NextUploadIdMarker") or "",
+            }
+            follow("".join(start.values()), seen, operation, self.url)
 
     def _sent(self, body: Buffers, crc32c: int | None, send: Callable[[], T]) -> T:
         """Send a body, once more if it is refused although it fits its checksum: it may have been damaged on the way.
@@ -193,10 +251,6 @@ class GCSStore(HttpStore):
             raise CorruptDataError(message, url=url)
         return send()
 
-    @property
-    def _requests(self) -> Bucket:
-        return Bucket(self.bucket, self.options, self.pin)
-
     def _generation(self, key: str, etag: str | None) -> int | None:
         if etag is None:
             return None
@@ -206,12 +260,15 @@ class GCSStore(HttpStore):
             raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         return generation
 
-    def _translated(self, act: Callable[[], None], key: str) -> None:
-        translated(act, "objects.get", self._url(key))
 
-
-def _info(key: str, reply: Any, size: int) -> ObjectInfo:
-    """Describe an object from the headers of a read."""
-    return ObjectInfo(
-        key, size, reply.headers.get("x-goog-generation"), http_seconds(reply.headers.get("Last-Modified"))
-    )
+def _fits(reported: Any, parts: Sequence[Part]) -> bool:
+    """Return True if the reported CRC32C of an object fits those of its parts, or if one of these is not known."""
+    if not reported:
+        return True
+    crc = 0
+    for part in parts:
+        if part.crc32c is None:
+            return True
+        if part.size:
+            crc = int(checksums.combine_crc32c(crc, part.crc32c, part.size))
+    return bool(encoded_crc(crc) == reported)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from botocore.parsers import ResponseParserError
 
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
-from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
+from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent
 from bucketpoint.stores.http_store import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
@@ -93,63 +93,27 @@ def _entries(part: Any) -> list[Any]:
     return part if isinstance(part, list) else [part] if isinstance(part, dict) else []
 
 
-class _S3Clients(ClientCache[S3Client]):
-    """Cache of boto3 clients: building one takes some 100 ms, and many threads can share it."""
-
-    prefixes = ("AWS_", "BOTO_")
-    credentials = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"})
-
-    def build(self, options: S3Options) -> S3Client:
-        return build_client(options)
-
-    def is_renewable(self, options: S3Options, pin: FirstEnvironment | None) -> bool:
-        """Return True if newer credentials may be had for the same store: not if the options contain them."""
-        fixed = options.anon or options.access_key or options.client_kwargs.get("aws_access_key_id")
-        # Newer credentials in the environment are used only if the environment still leads to the same store.
-        return not fixed and self.environment().place == self.key(options, pin)[1].place
-
-    def renew(self, options: S3Options, stale: S3Client, pin: FirstEnvironment | None) -> None:
-        """Replace a client by one with newly fetched credentials.
-
-        Raises:
-            CredentialRetrievalError: the source of the credentials does not answer. The stale client stays.
-        """
-        key = self.key(options, pin)
-        with self._lock:
-            # Another thread whose request was refused may have replaced the client already.
-            if self._clients.get(key) in (stale, None):
-                # A new session asks every source of credentials again. The service stays the same, so the limiter and
-                # the results of trials are kept.
-                made = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
-                if getattr(getattr(made.api, "_request_signer", None), "_credentials", made) is None:
-                    # Otherwise no later request would have any, even once the source is back.
-                    raise CredentialRetrievalError(
-                        provider="every source", error_msg="there are no credentials any more"
-                    )
-                self._clients[key] = made
+# Building a client takes some 100 ms, and many threads can share it.
+clients = ClientCache[S3Client](
+    lambda options: build_client(options),
+    ("AWS_", "BOTO_"),
+    credentials=frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"}),
+)
 
 
-_clients = _S3Clients()
+def renewed_client(options: S3Options, stale: S3Client) -> S3Client:
+    """Build a client with newly fetched credentials.
 
-
-def client_for(options: S3Options, pin: FirstEnvironment | None = None) -> S3Client:
-    """Return this process's client for these options, built at the first call."""
-    return _clients.get(options, pin)
-
-
-def is_renewable(options: S3Options, pin: FirstEnvironment | None = None) -> bool:
-    """Return True if a client whose credentials were refused can be replaced by `renew_client`."""
-    return _clients.is_renewable(options, pin)
-
-
-def renew_client(options: S3Options, stale: S3Client, pin: FirstEnvironment | None = None) -> None:
-    """Replace a client whose credentials were refused: see `_S3Clients.renew`."""
-    give_up_when_cut(lambda: _clients.renew(options, stale, pin), "fetching new credentials")
-
-
-def close_client(options: S3Options, pin: FirstEnvironment | None = None) -> None:
-    """Close the idle connections of the client for these options. The client stays usable."""
-    _clients.close(options, pin)
+    Raises:
+        CredentialRetrievalError: the source of the credentials does not answer. The stale client stays.
+    """
+    # A new session asks every source of credentials again. The service stays the same, so the limiter and the results
+    # of trials are kept.
+    made = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
+    if getattr(getattr(made.api, "_request_signer", None), "_credentials", made) is None:
+        # Otherwise no later request would have any, even once the source is back.
+        raise CredentialRetrievalError(provider="every source", error_msg="there are no credentials any more")
+    return made
 
 
 @functools.lru_cache(maxsize=8)
@@ -159,21 +123,27 @@ def _loader(data_path: str | None) -> botocore.loaders.Loader:
 
 
 def build_client(options: S3Options) -> S3Client:
-    """Build a new client. Use `client_for` instead, unless the caller is going to modify the client."""
+    """Build a new client. Use `clients.get` instead, unless the caller is going to modify the client."""
     core = botocore.session.Session(profile=options.profile)
     policy = _retry_policy(options, core)
     arguments = _client_arguments(options, core)
     core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
     chosen = "payload_signing_enabled" in _own_s3_settings(options)
     api = None
-    with contextlib.suppress(ValueError), _named_arguments():
-        client = core.create_client(
-            "s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments
-        )
-        if not chosen and _is_open_network(client.meta.endpoint_url):
-            # AWS documents unsigned payloads for HTTPS only. Over plain HTTP on a network the signature is the only
-            # thing that binds the body to the request. On the loopback it would only cost 0.8 s of SHA-256 a gigabyte.
-            client = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
+    with contextlib.suppress(ValueError):
+        try:
+            client = core.create_client(
+                "s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments
+            )
+            endpoint = urlsplit(client.meta.endpoint_url)
+            if not chosen and endpoint.scheme == "http" and not is_loopback(endpoint.hostname or ""):
+                # AWS documents unsigned payloads for HTTPS only. Over plain HTTP on a network the signature is the only
+                # thing that binds the body to the request. On the loopback it would only cost 0.8 s of SHA-256 a
+                # gigabyte.
+                client = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
+        except TypeError as error:
+            remedy = "See boto3.session.Session.client for what it takes"
+            raise BucketpointError(f"client_kwargs: {error}", remedy=remedy) from None
         api = client
     if api is None:
         # The text of botocore's ValueError is dropped: it quotes the endpoint, which may contain a password.
@@ -193,16 +163,6 @@ def build_client(options: S3Options) -> S3Client:
     api.meta.events.register("before-send.s3", exchange)
     by_operation = _parameters_by_operation(api, parameters)
     return S3Client(api, str(api.meta.region_name), by_operation, policy, service, exchange)
-
-
-@contextlib.contextmanager
-def _named_arguments() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        raise BucketpointError(
-            f"client_kwargs: {error}", remedy="See boto3.session.Session.client for what it takes"
-        ) from None
 
 
 def _refuse_key_in_clear(endpoint_url: str, parameters: Mapping[str, Any]) -> None:
@@ -329,12 +289,6 @@ def _configured_attempts(options: S3Options) -> Any:
     if "total_max_attempts" in given:
         return given["total_max_attempts"]
     return int(given["max_attempts"]) + 1 if "max_attempts" in given else None
-
-
-def _is_open_network(endpoint_url: str) -> bool:
-    """Return True if requests leave this machine unencrypted."""
-    parts = urlsplit(endpoint_url)
-    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _parameters_by_operation(api: Any, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -24,12 +24,11 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import ExpiringDeletes, Store
+from bucketpoint.stores.base import UNDECIDED, ExpiringDeletes, Store, scratch_key
 from bucketpoint.stores.http_store import http_seconds
 from bucketpoint.stores.s3.client import S3Client
 from bucketpoint.stores.s3.errors import FAILURES, translate
 from bucketpoint.stores.s3.services import S3Service
-from bucketpoint.stores.trials import UNDECIDED, scratch_key
 
 _OPERATION = "DeleteObject"
 

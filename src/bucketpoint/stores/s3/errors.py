@@ -37,10 +37,12 @@ from bucketpoint.stores.foreign import (
     ForeignAnswer,
     Operation,
     RuleKey,
+    answer_text,
     answers,
     asked_by,
     causes,
-    find_rule,
+    raise_translated,
+    rule_for,
     speaks_plainly,
 )
 from bucketpoint.stores.http_body import BrokenBody
@@ -237,7 +239,6 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
 )
 
 _UNKNOWN = ErrorRule(StoreError, _FATAL)
-_FAILING = ErrorRule(TransientStoreError, _RETRY)
 _UNTRUSTED = ErrorRule(EndpointError, _FATAL)
 _UNENCRYPTED = ErrorRule(EndpointError, _FATAL, _PLAIN)
 
@@ -271,22 +272,14 @@ def translate(
         rule = _UNENCRYPTED
     elif isinstance(error, boto.HTTPClientError) and any(type(one) is ValueError for one in causes(error)):
         rule = ErrorRule(CredentialsError, _FATAL, _LINE_BREAK)
-    return _made(rule, f"{operation} failed: {describe(error)}", url=url, remedy=rule.remedy)
+    return rule.error(f"{operation} failed: {describe(error)}", url)
 
 
 def translated(
     act: Callable[[], T], operation: str, url: str, *, region: str | None = None, asked: Collection[str] = ()
 ) -> T:
-    """Call `act`, and raise the bucketpoint error for an exception of boto3: see `translate`.
-
-    Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
-    become the `__context__` of the error.
-    """
-    try:
-        return act()
-    except FAILURES as error:
-        failure = translate(error, operation, url, region=region, asked=asked)
-    raise failure
+    """Call `act`, and raise the bucketpoint error for an exception of boto3: see `translate`."""
+    return raise_translated(act, FAILURES, lambda error: translate(error, operation, url, region=region, asked=asked))
 
 
 def why_kept(entry: dict[str, Any]) -> tuple[str, str | None]:
@@ -301,15 +294,6 @@ def why_kept(entry: dict[str, Any]) -> tuple[str, str | None]:
     )
 
 
-def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
-    if rule.kind is BucketNotFoundError:
-        # The key would not help the reader: the first request of a call is often for an internal one.
-        url = "/".join(url.split("/")[:3])
-    failure = rule.kind(message, url=url, remedy=remedy)
-    failure.action = rule.action
-    return failure
-
-
 def _from_reply(
     reply: dict[str, Any], operation: str, url: str, region: str | None, asked: Collection[str]
 ) -> StoreError:
@@ -321,26 +305,25 @@ def _from_reply(
     named = bool(code) and not code.isdigit()
     conditions = () if _CONDITIONS.isdisjoint(asked) else (Asked.CONDITION,)
     kind = asked_by(OPERATIONS[operation].kind if operation in OPERATIONS else None)
-    rule = find_rule(RULES, code if named else "", int(code) if code.isdigit() else status, (*conditions, kind))
-    if rule is None:
-        rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
-    text = f"{operation} failed: {code if named else 'no error code'} (HTTP {status})"
-    message = str(detail.get("Message", ""))
-    if message and named:
-        text += f": {message.rstrip('.')}"
+    code, answered = (code, status) if named else ("", int(code or status))
+    rule = rule_for(RULES, code, answered, (*conditions, kind))
+    text = answer_text(operation, code, status, str(detail.get("Message", "")) if named else "")
     if request_id := meta.get("RequestId"):
         text += f" (request {request_id})"
+    if rule.kind is BucketNotFoundError:
+        # The key would not help the reader: the first request of a call is often for an internal one.
+        url = "/".join(url.split("/")[:3])
     if rule.kind is WrongRegionError:
         right = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region") or detail.get("Region")
         if right and right != region:
-            return _made(rule, text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
-    return _made(rule, text, url=url, remedy=_remedy(rule, operation, asked))
+            return rule.error(text, url, f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
+    return rule.error(text, url, _remedy(rule, operation, asked))
 
 
 def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | None:
-    """Return a remedy if the rule, the operation or the request allows a better one than that of the error class."""
+    """Return a remedy if the operation or the request allows a better one than that of the error class."""
     if rule.remedy is not None:
-        return rule.remedy
+        return None
     if rule.kind is AccessDeniedError and operation in OPERATIONS:
         _, right, _, role = OPERATIONS[operation]
         more = _UNTOLD if right == "s3:GetObject" else _GRANTED.format(role)

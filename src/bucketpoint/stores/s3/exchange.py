@@ -1,25 +1,75 @@
-"""One request and its answer, which is accepted only if it is the store's own.
+"""One request, whose body is sent from memory, and its answer, which is accepted only if it is the store's own.
 
 botocore accepts any answer with status 200: it would treat a login page as a stored object, or an empty listing.
 """
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from botocore.awsrequest import AWSResponse
 
 from bucketpoint.errors import Action, CorruptDataError
+from bucketpoint.stores.base import Buffers
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
-from bucketpoint.stores.http_body import Delivered
-from bucketpoint.stores.s3.body import send_from_memory
+from bucketpoint.stores.http_body import Delivered, Pieces
 from bucketpoint.stores.s3.errors import OPERATIONS
 from bucketpoint.stores.s3.services import S3Service
 
 _CRC, _ID, _REGION = "x-amz-checksum-crc32c", "x-amz-request-id", "x-amz-bucket-region"
 
 _WRITES = frozenset({"PutObject", "UploadPart"})
+
+
+class OutgoingBody(io.RawIOBase):
+    """A file-like `Body` for botocore, which measures and rewinds it, and reads it if the payload is signed.
+
+    boto3 does not send the bytes from this file: see `send_from_memory`.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = [view for view in buffers if view.nbytes]
+        self._size = sum(view.nbytes for view in self.buffers)
+        self._position = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = min(max(base + offset, 0), self._size)
+        return self._position
+
+    def readinto(self, room: Any) -> int:
+        start, done = self._position, 0
+        for view in self.buffers:
+            if done == len(room):
+                break
+            if start < view.nbytes:
+                piece = view[start : start + len(room) - done]
+                room[done : done + len(piece)] = piece
+                done += len(piece)
+            start = max(start - view.nbytes, 0)
+        self._position += done
+        return done
+
+
+def send_from_memory(request: Any, **_: Any) -> None:
+    """Replace the body of a signed request by the caller's memory. Handler of botocore's `before-send` event."""
+    if isinstance(request.body, OutgoingBody):
+        request.body = Pieces(request.body.buffers)
+    # Waiting for "100 Continue" would cost a round trip for every part. The header is not signed, so it can be removed.
+    if "Expect" in request.headers:
+        del request.headers["Expect"]
 
 
 class S3Exchange:

@@ -10,7 +10,6 @@ from typing import Any
 import botocore.exceptions
 
 from bucketpoint.stores.http_store import http_seconds
-from bucketpoint.stores.s3.client import client_for
 from bucketpoint.stores.s3.errors import translate
 from bucketpoint.stores.s3.store import S3Store
 
@@ -88,7 +87,7 @@ def clock(store: S3Store) -> Clock | None:
 
 def partition(store: S3Store) -> str:
     """Return the partition of the region in use, such as `aws` or `aws-cn`."""
-    return str(client_for(store.options, store.pin).api.meta.partition)
+    return str(store.client.api.meta.partition)
 
 
 def server_header(store: S3Store) -> str | None:
@@ -105,7 +104,7 @@ def _headers(store: S3Store) -> dict[str, str]:
 
 def _ask(store: S3Store, method: str, *, accepted: Callable[[str], bool] = lambda code: False) -> dict[str, Any]:
     """Send a request about the bucket and return the reply, which may be a refusal with an `accepted` error code."""
-    call: Callable[..., dict[str, Any]] = getattr(client_for(store.options, store.pin).api, method)
+    call: Callable[..., dict[str, Any]] = getattr(store.client.api, method)
     try:
         return call(Bucket=store.bucket)
     except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -14,14 +15,14 @@ import botocore
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError, UploadNotFoundError
 from bucketpoint.stores import http_store, retry
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
-from bucketpoint.stores.client_cache import FirstEnvironment
+from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.http_body import crc_of, encoded_crc
 from bucketpoint.stores.http_store import ContentRange, HttpStore, Reply, http_seconds
-from bucketpoint.stores.s3.body import OutgoingBody
-from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, is_renewable, renew_client
+from bucketpoint.stores.s3.client import S3Client, clients, http_session, renewed_client
 from bucketpoint.stores.s3.deletes import signed_delete, tried
 from bucketpoint.stores.s3.errors import OPERATIONS, translated, why_kept
+from bucketpoint.stores.s3.exchange import OutgoingBody
 from bucketpoint.stores.s3.options import S3Options
 from bucketpoint.stores.s3.services import SERVICES, S3Service
 
@@ -45,36 +46,29 @@ _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
 
 @dataclass(frozen=True)
 class S3Store(HttpStore):
-    """A bucket of S3. A store pickles as configuration only; each process makes the client at the first use.
-
-    `put` and `put_part` read the body's memory until they return, again for each retry: it must not change meanwhile.
-    """
+    """A bucket of S3."""
 
     options: S3Options = field(default_factory=S3Options)
-    pin: FirstEnvironment = field(default_factory=FirstEnvironment, init=False, repr=False, compare=False)
+
+    scheme = "s3"
+    reads = "GetObject"
+    clients = clients
+    translated = staticmethod(translated)
 
     @property
-    def url(self) -> str:
-        return f"s3://{self.bucket}"
-
-    @property
-    def identity(self) -> str:
-        endpoint = urlsplit(self._client().api.meta.endpoint_url)
-        host = endpoint.hostname or ""
+    def _endpoint(self) -> str | None:
+        endpoint = str(self.client.api.meta.endpoint_url)
         # On AWS the bucket's name is enough: regional, dual-stack and private endpoints all lead to the same bucket.
-        if host.endswith(SERVICES["aws"].hosts):
-            return self.url
-        # Without the text before an "@", which may hold credentials.
-        return f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}/{self.bucket}"
+        return None if (urlsplit(endpoint).hostname or "").endswith(SERVICES["aws"].hosts) else endpoint
 
     @property
     def plain_http(self) -> bool:
         """True if requests are not encrypted on the way."""
-        return str(self._client().api.meta.endpoint_url).startswith("http:")
+        return str(self.client.api.meta.endpoint_url).startswith("http:")
 
     @property
     def capabilities(self) -> Capabilities:
-        client, service = self._client(), self.service
+        client, service = self.client, self.service
         deletes = client.deletes.get(self.bucket, service)
         signs = client.api.meta.config.signature_version is not botocore.UNSIGNED
         return replace(
@@ -89,7 +83,7 @@ class S3Store(HttpStore):
 
     def prove_deletes(self, prefix: str) -> Capabilities:
         """Return the capabilities, after a trial of deletions below `prefix` if those of the service are unknown."""
-        service, deletes = self.service, self._client().deletes
+        service, deletes = self.service, self.client.deletes
         if not (service.conditional_delete or service.expiring_delete or self.bucket in deletes):
             deletes[self.bucket] = tried(self, prefix, service)
         return self.capabilities
@@ -97,7 +91,8 @@ class S3Store(HttpStore):
     @property
     def service(self) -> S3Service:
         """The service behind the endpoint, and its features, as known from the options or the endpoint."""
-        return self._client().service
+        service: S3Service = self.client.service
+        return service
 
     def put(
         self,
@@ -198,7 +193,7 @@ class S3Store(HttpStore):
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
         """Sign a deletion that expires: see `ExpiringDeletes`."""
-        client, url = self._client(), self._url(key)
+        client, url = self.client, self._url(key)
         return translated(lambda: signed_delete(client, self.bucket, key, seconds, url), "signing DeleteObject", url)
 
     def can_copy_from(self, other: Store) -> bool:
@@ -299,14 +294,8 @@ class S3Store(HttpStore):
                 started = entry.get("Initiated")
                 yield OpenUpload(entry["Key"], entry["UploadId"], started.timestamp() if started else None)
 
-    def close(self) -> None:
-        close_client(self.options, self.pin)
-
     def _crc(self, body: Buffers, crc32c: int | None) -> int | None:
         return crc_of(body, crc32c) if self.service.checksums else None
-
-    def _translated(self, act: Callable[[], None], key: str) -> None:
-        translated(act, "GetObject", self._url(key))
 
     def _call(self, operation: str, key: str | None, **parameters: Any) -> Any:
         used: S3Client | None = None
@@ -315,10 +304,10 @@ class S3Store(HttpStore):
         def attempt() -> Any:
             nonlocal used, stale
             if stale is not None:
-                refused = stale
-                translated(lambda: renew_client(self.options, refused, self.pin), operation, self._url(key))
+                renew = functools.partial(self.clients.renew, self.options, self.pin, stale, renewed_client)
+                translated(lambda: give_up_when_cut(renew, "fetching new credentials"), operation, self._url(key))
                 stale = None
-            used = client = self._client()
+            used = client = self.client
             return translated(
                 lambda: client.call(operation, Bucket=self.bucket, **parameters),
                 operation,
@@ -329,10 +318,12 @@ class S3Store(HttpStore):
 
         def refresh() -> bool:
             nonlocal stale
-            stale = used
-            return used is not None and is_renewable(self.options, self.pin)
+            stale, options = used, self.options
+            fixed = options.anon or options.access_key or options.client_kwargs.get("aws_access_key_id")
+            # Newer credentials in the environment are used only if the environment still leads to the same store.
+            return used is not None and not fixed and self.clients.is_same_place(self.options, self.pin)
 
-        client = self._client()
+        client = self.client
         return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh, kind=OPERATIONS[operation].kind)
 
     def _pages(self, operation: str, prefix: str, marks: dict[str, str], **parameters: Any) -> Iterator[Any]:
@@ -346,9 +337,6 @@ class S3Store(HttpStore):
             following = {name: page[field] for name, field in marks.items() if page.get(field)}
             follow(tuple(following.items()), seen, operation, self._url(prefix))
             parameters.update(following)
-
-    def _client(self) -> S3Client:
-        return translated(lambda: client_for(self.options, self.pin), "making the S3 client", self.url)
 
 
 def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
