@@ -29,6 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
+
 
 class Call:
     """Pickles as a call of anything."""
@@ -56,6 +59,17 @@ def global_(module: str, name: str) -> bytes:
 
 def stack_global(module: str, name: str) -> bytes:
     return short(module) + short(name) + b"\x93"
+
+
+def refusal(data: bytes) -> str | None:
+    """What an item is refused for; nothing if it is read, and None if it is no item."""
+    try:
+        read_item(data)
+    except RefusedError as error:
+        return str(error)
+    except UnreadableError:
+        return None
+    return ""
 
 
 P4 = b"\x80\x04"

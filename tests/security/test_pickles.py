@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from bucketpoint.format.pickles.items import refused_globals
 from kit.tally import Tally
-from security.corpus import bombs, programs
+from security.corpus import bombs, programs, refusal
 
 LIMIT = 64 << 20
 """What reading one small pickle may allocate."""
@@ -147,7 +146,7 @@ def test_sets_off_no_bomb_of_the_corpus(outcomes: dict[str, Any]) -> None:
 )
 def test_refuses_calls_that_allocate_what_they_are_told(name: str) -> None:
     """These are only names of the allow-list: it is the call that is refused, as `torch.load` would make it."""
-    assert refused_globals(bombs()[name])
+    assert refusal(bombs()[name])
 
 
 def test_refuses_an_archive_that_is_compressed() -> None:
@@ -156,7 +155,7 @@ def test_refuses_an_archive_that_is_compressed() -> None:
         archive.writestr("archive/data.pkl", b"\x80\x04" + b"N0" * 20_000_000 + b"N.")
         archive.writestr("archive/version", b"3\n")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert refused_globals(stream.getvalue()) == ["<a compressed archive>"]
+    assert refusal(stream.getvalue()) == "<a compressed archive>"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
 
 
@@ -168,11 +167,11 @@ def _archive() -> bytes:
 
 def test_refuses_an_archive_whose_directory_lies_before_its_beginning() -> None:
     data = _archive()
-    assert refused_globals(data[:4] + data[1000:]) is None
+    assert refusal(data[:4] + data[1000:]) is None
 
 
 def test_refuses_an_archive_whose_names_are_no_text() -> None:
     data = bytearray(_archive())
     at = data.rindex(b"version", 0, data.rindex(b"PK\x05\x06"))
     data[at : at + 2] = b"\xff\xec"
-    assert refused_globals(bytes(data)) in (None, [])
+    assert refusal(bytes(data)) in (None, "")

@@ -28,10 +28,9 @@ from bucketpoint.format.index.derived import fits
 from bucketpoint.format.index.ref import MAGIC
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata import codec, plain
-from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.zip_probe import probe_frame
 from bucketpoint.stores import open_store
-from security.corpus import ORDERED, P4, archive, global_, short, text
+from security.corpus import ORDERED, P4, archive, global_, refusal, short, text
 
 np = pytest.importorskip("numpy")
 
@@ -73,7 +72,7 @@ def items() -> dict[str, bytes]:
 def test_bounds_the_work_for_an_item_by_its_length(name: str) -> None:
     data = items()[name]
     began = time.process_time()
-    found = refused_globals(data)
+    found = refusal(data)
     assert time.process_time() - began <= LIMIT_S * max(len(data) / PIECE, 1)
     assert found
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from bucketpoint.format.pickles.archive import LOCAL_HEADER, MAGIC
-from bucketpoint.format.pickles.items import RefusedError, interpret
+from bucketpoint.format.pickles.items import interpreter
 from bucketpoint.format.pickles.torch_names import STORAGE_TYPE_NAMES
-from bucketpoint.format.pickles.vocabulary import MalformedPickleError
+from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 
 PROBE_BYTES = 4096
 """First bytes of a frame that suffice to probe it. The headers of torch.save take about 700 for any tensor."""
@@ -54,7 +54,7 @@ def probe_frame(head: bytes | bytearray | memoryview) -> ProbedFrame | None:
     """
     try:
         return _probe(bytes(memoryview(head)[:PROBE_BYTES]))
-    except (_NotSimpleError, RefusedError, MalformedPickleError):
+    except (_NotSimpleError, RefusedError, UnreadableError):
         return None
 
 
@@ -93,7 +93,7 @@ def _tensor(body: bytes) -> tuple[torch.Tensor, str, int]:
     def storage(key: str, nbytes: int, location: str) -> torch.UntypedStorage:
         return storages.setdefault((key, nbytes), torch.UntypedStorage(nbytes, device="meta"))  # type: ignore[no-untyped-call]
 
-    value, _ = interpret(body, paid=len(body), storage=storage, distributed=False)
+    value = interpreter(body, paid=len(body), storage=storage, distributed=False).run()
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or vars(value) or value.layout is not torch.strided:
         raise _NotSimpleError
     # The stored bytes of a tensor with a conj or neg bit are not its values.

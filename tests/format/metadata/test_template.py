@@ -27,7 +27,6 @@ from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, 
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.pickles import dcp_metadata
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.opcodes import run
 from bucketpoint.format.storage_info import make_storage_info
 
 U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
@@ -119,7 +118,7 @@ def test_says_in_a_template_of_chunks_what_a_pickle_of_objects_says(
         for index, info in zip(named, unpack(columns), strict=True)
     }
     # Of any chunks: what lies outside of its tensor is refused later.
-    run(Machine(filled, dcp_metadata.vocabulary()))
+    Machine(filled, dcp_metadata.vocabulary()).run()
     for load in (pickle.loads, pickle._loads):  # type: ignore[attr-defined]
         found = load(filled)
         assert list(found.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())

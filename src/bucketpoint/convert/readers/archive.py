@@ -21,8 +21,8 @@ from bucketpoint.convert.source import Checksum, Decoded, Stretch, exclude_optio
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
-from bucketpoint.format.pickles.items import RefusedError, interpret
-from bucketpoint.format.pickles.vocabulary import MalformedPickleError
+from bucketpoint.format.pickles.items import interpreter
+from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.zip_probe import STORAGE_NAMES
 from bucketpoint.transfer.pieces import for_each
@@ -150,23 +150,20 @@ class Skeleton:
     def _interpreted(self) -> Any:
         body, key = self.archive.pickle, self.archive.key
         try:
-            root, _ = interpret(
+            machine = interpreter(
                 body, paid=len(body), storage=lambda name, nbytes, location: self._storage(name), distributed=False
             )
-            return settled(root)
-        except MalformedPickleError as error:
+            return settled(machine.run())
+        except (ObjectionError, UnreadableError) as error:
             raise self._malformed(str(error)) from None
         except RefusedError as error:
-            names = [name for name in error.refused if not name.startswith("<")]
-            if not names:
-                raise self._malformed(str(error)[:300]) from None
-            if all(name.startswith(f"{_DISTRIBUTED}.") for name in names):
+            if str(error).startswith(f"{_DISTRIBUTED}."):
                 raise MismatchError(
                     "The file holds DTensors, of which it has only the shards of one process",
                     key=key,
                     remedy="Save with torch.distributed.checkpoint, or save the results of full_tensor()",
                 ) from None
-            raise UnsafeDataError(f"The pickle names {str(error)[:500]}", key=key) from None
+            raise UnsafeDataError(f"The pickle names {error}", key=key) from None
 
     def _malformed(self, reason: str) -> MetadataError:
         return _malformed(self.archive.source, self.archive.key, reason)

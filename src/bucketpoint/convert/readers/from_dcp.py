@@ -38,7 +38,8 @@ from bucketpoint.dcp.loading.decode import decode_item, undone_bytes
 from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.pickles.items import refused_globals
+from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
 from bucketpoint.transfer import BufferPool
 from bucketpoint.transfer.checksum import crc32c
@@ -179,15 +180,16 @@ class _Reading:
         """
         if self._trusted:
             return
-        refused = refused_globals(data)
-        if refused is None or refused:
-            named = f"names {', '.join(refused)}" if refused else "is not in the format of torch.save"
+        try:
+            read_item(bytes(data))
+        except (RefusedError, UnreadableError) as error:
+            named = f"names {error}" if isinstance(error, RefusedError) else "is not in the format of torch.save"
             raise UnsafeDataError(
                 f"The item {named}",
                 url=self._saved.url,
                 key=fqn,
                 remedy=f"Leave it out with {exclude_option(fqn)}, or pass --trusted if you trust the writer",
-            )
+            ) from None
 
     def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
         if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:

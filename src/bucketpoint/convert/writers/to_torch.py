@@ -22,7 +22,8 @@ from bucketpoint.convert.target import TargetLayout, held, with_checksums
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.planning.nested_state import nested
 from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
-from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
+from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.tensor_bytes import tensor_bytes
 from bucketpoint.format.torch_zip import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from bucketpoint.errors import UNSAVEABLE, BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import GroupRule, group_of
-from bucketpoint.format.pickles.items import refused_globals
+from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
 from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, tensor_bytes
 from bucketpoint.format.torch_zip import frameable, tensor_frame
@@ -239,12 +240,15 @@ def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Seg
         data = memoryview(buffer.getvalue())
     if write.type == WriteItemType.BYTE_IO:
         # The warning comes now, while the program can still change the value.
-        refused = refused_globals(bytes(data))
-        if refused:
+        try:
+            read_item(bytes(data))
+        except UnreadableError:
+            pass  # bytes of a planner's own, which no load unpickles
+        except RefusedError as error:
             logger.warning(
                 "%s contains %s, which a load refuses by default: save plain values, or load with trusted=True",
                 write.index.fqn,
-                ", ".join(refused),
+                error,
             )
     return [Segment(len(data), data, block_nbytes=len(data))]
 

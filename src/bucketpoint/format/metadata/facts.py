@@ -17,8 +17,7 @@ from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
-from bucketpoint.format.pickles.opcodes import run
-from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
+from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
 from bucketpoint.format.record import CommitRecord
 
 FORMAT_VERSION = 1
@@ -199,20 +198,12 @@ def refuse_marker(data: bytes, url: str | None) -> None:
 
 
 def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None, most: int) -> Any:
-    machine, reason, metadata = Machine(data, vocabulary, most=most), None, None
     try:
-        metadata = run(machine)
-    except OverspentError:
-        reason = "it needs more work or memory than its length allows"
-    except MalformedPickleError as error:
-        reason = str(error)
-    names = [name for name in machine.refused if not name.startswith("<")]
-    if names:
-        raise UnsafeDataError(f"The metadata names {', '.join(names)}", url=url)
-    reason = next(iter((*machine.refused, *machine.faults)), reason)
-    if reason is not None:
-        raise not_metadata(reason, url)
-    return metadata
+        return Machine(data, vocabulary, most=most).run()
+    except (ObjectionError, UnreadableError) as error:
+        raise not_metadata(str(error), url) from None
+    except RefusedError as error:
+        raise UnsafeDataError(f"The metadata names {error}", url=url) from None
 
 
 def not_metadata(reason: str, url: str | None) -> MetadataError:

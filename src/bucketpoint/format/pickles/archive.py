@@ -7,6 +7,8 @@ import struct
 import zipfile
 from collections.abc import Sequence
 
+from bucketpoint.format.pickles.vocabulary import ObjectionError, UnreadableError
+
 MAGIC = b"PK\x03\x04"  # torch.load itself recognises an archive by it
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END, _END_BYTES = b"PK\x05\x06", 22
@@ -15,46 +17,30 @@ DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, Ov
 """Exceptions that `zipfile` raises for a damaged directory."""
 
 
-class ArchiveError(ValueError):
-    """The bytes begin as an archive, but torch.save did not write it. The message has the reason, for a person."""
-
-
-class CompressedError(ArchiveError):
-    """A record is compressed.
-
-    torch never compresses, and a small compressed record could expand to any amount of memory.
-    """
-
-
-class AmbiguousError(ArchiveError):
-    """Two readers of zip files may find different records in the archive, so that other records may be loaded than were
-    checked."""
-
-
 def records(data: bytes) -> dict[str, tuple[int, int]]:
     """Return start and stop of each record of an archive, by the record's name without the folder.
 
     Raises:
-        ArchiveError: the directory of the archive is malformed.
+        ObjectionError: a record is compressed, as torch never does and as a small one could expand to any memory; or
+            two readers of zip files may find different records, so that other records may be loaded than are checked.
+        UnreadableError: the directory of the archive is malformed.
     """
     found = {}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if archive.start_dir != _stated_directory(data) or not _told_apart(archive.infolist()):
-                raise AmbiguousError("an archive in which another reader may find other records")
+                raise ObjectionError("an archive in which another reader may find other records")
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
-                    raise CompressedError("a compressed archive")
+                    raise ObjectionError("a compressed archive")
                 head = LOCAL_HEADER.unpack_from(data, entry.header_offset)
                 start = entry.header_offset + LOCAL_HEADER.size + head[-2] + head[-1]
                 stop = start + entry.file_size
                 if head[0] != MAGIC or stop > len(data):
-                    raise ArchiveError("a record does not lie within the archive")
+                    raise UnreadableError("a record does not lie within the archive")
                 found[entry.filename.partition("/")[2]] = start, stop
-    except ArchiveError:
-        raise
     except DAMAGED as error:
-        raise ArchiveError(f"the directory of the archive cannot be read: {error}") from None
+        raise UnreadableError(f"the directory of the archive cannot be read: {error}") from None
     return found
 
 

@@ -12,8 +12,13 @@ import torch
 
 from bucketpoint.format.pickles import archive, plain, tensors
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.opcodes import run
-from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError, Registered, Vocabulary
+from bucketpoint.format.pickles.vocabulary import (
+    ObjectionError,
+    RefusedError,
+    Registered,
+    UnreadableError,
+    Vocabulary,
+)
 
 _MAGIC_BEFORE_TORCH_1_6 = 0x1950A86A20F9469CFC6C
 _MAX_PICKLES = 5
@@ -24,22 +29,6 @@ _DTENSOR = {
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
     "torch.distributed.tensor.placement_types": "Partial Replicate Shard _StridedShard",
 }
-
-
-class RefusedError(Exception):
-    """Raised for an item with content that is read only if the item is trusted.
-
-    Attributes:
-        refused: the refused names and constructs, each once.
-    """
-
-    def __init__(self, refused: list[str]) -> None:
-        super().__init__(", ".join(refused))
-        self.refused = refused
-
-
-class UnreadableError(Exception):
-    """Raised for an item that is neither in a format of torch.save nor a pickle."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +59,6 @@ def read_item(data: bytes) -> Item:
         UnreadableError: the data is neither format, so loading it runs nothing.
     """
     return _read_zip(data) if data[: len(archive.MAGIC)] == archive.MAGIC else _read_stream(data)
-
-
-def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
-    """Return the names that keep an item from being loaded safely, each once; an empty list if there are none.
-
-    Besides names outside the allow-list, the list holds constructs that no writer produces and that could do harm, in
-    angle brackets.
-
-    Returns:
-        None if the data is neither a pickle nor torch.save's zip, so that loading it runs nothing.
-    """
-    try:
-        read_item(bytes(data))
-    except RefusedError as error:
-        return error.refused
-    except UnreadableError:
-        return None
-    return []
 
 
 def vocabulary(*, distributed: bool = True) -> Vocabulary:
@@ -134,39 +105,23 @@ def _dtensor_names() -> dict[tuple[str, str], Any]:
 # Reading
 
 
-def interpret(
+def interpreter(
     data: bytes,
     *,
     paid: int,
     position: int = 0,
     storage: Callable[[str, int, str], torch.UntypedStorage] | None = None,
     distributed: bool = True,
-) -> tuple[Any, Machine]:
-    """Interpret one pickle.
+) -> Machine:
+    """Return the interpreter of one pickle of an item.
 
     Args:
         paid: length of the item that contains the pickle, by which work is limited.
         storage: returns a storage by key, length in bytes and name of the device.
         distributed: allow DTensors.
-
-    Raises:
-        RefusedError: the pickle holds content that is read only if it is trusted.
-        MalformedPickleError: the data is not a pickle, or breaks off.
     """
     persistent = storage and functools.partial(tensors.storage, find=storage)
-    machine = Machine(data, vocabulary(distributed=distributed), position=position, paid=paid, persistent=persistent)
-    try:
-        value = run(machine)
-    except OverspentError:
-        raise RefusedError([*machine.refused, "<more work or memory than its length allows>"]) from None
-    except MalformedPickleError as error:
-        if machine.refused:
-            raise RefusedError(list(machine.refused)) from None
-        error.named = machine.named
-        raise
-    if machine.refused or machine.faults:
-        raise RefusedError([*machine.refused, *(f"<{fault}>" for fault in machine.faults)])
-    return value, machine
+    return Machine(data, vocabulary(distributed=distributed), position=position, paid=paid, persistent=persistent)
 
 
 class _Storages:
@@ -187,11 +142,11 @@ class _Storages:
                 storage = self._copied(key)
             if storage.nbytes() != nbytes:
                 # torch.load refuses this too.
-                raise MalformedPickleError("a storage has another length than the pickle says")
+                raise UnreadableError("a storage has another length than the pickle says")
             self._made[key] = storage
             self.locations[storage._cdata] = location
         if storage.nbytes() < nbytes:
-            raise MalformedPickleError("a storage has fewer bytes than the pickle says")
+            raise UnreadableError("a storage has fewer bytes than the pickle says")
         return storage
 
     def _copied(self, key: str) -> torch.UntypedStorage:
@@ -199,7 +154,7 @@ class _Storages:
         # Records may overlap, so copies are limited to the length of the data in total.
         self._left -= stop - start
         if start < 0 or self._left < 0:
-            raise MalformedPickleError(f"the file has no storage {key[:100]!r}")
+            raise UnreadableError(f"the file has no storage {key[:100]!r}")
         if start == stop:
             return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         raw = bytearray(memoryview(self._data)[start:stop])
@@ -207,41 +162,34 @@ class _Storages:
 
 
 def _read_zip(data: bytes) -> Item:
-    try:
-        places = archive.records(data)
-    except (archive.CompressedError, archive.AmbiguousError) as error:
-        raise RefusedError([f"<{error}>"]) from None
-    except archive.ArchiveError as error:
-        raise UnreadableError(str(error)) from None
+    places = archive.records(data)
     if "constants.pkl" in places:
-        raise RefusedError(["torch.jit.load"])
+        raise RefusedError("torch.jit.load")
     if "data.pkl" not in places:
         raise UnreadableError("the archive has no data.pkl")
     if "byteorder" in places and data[slice(*places["byteorder"])] != b"little":
-        raise RefusedError(["<a big-endian archive>"])
+        raise ObjectionError("a big-endian archive")
     storages = _Storages(data, {name[5:]: place for name, place in places.items() if name.startswith("data/")})
-    try:
-        value, machine = interpret(data[slice(*places["data.pkl"])], paid=len(data), storage=storages)
-    except MalformedPickleError as error:
-        raise UnreadableError(str(error)) from None
-    return Item([value], True, storages.locations, machine.deferred)
+    machine = interpreter(data[slice(*places["data.pkl"])], paid=len(data), storage=storages)
+    return Item([machine.run()], True, storages.locations, machine.deferred)
 
 
 def _read_stream(data: bytes) -> Item:
     values: list[Any] = []
     position, deferred = 0, False
     while position < len(data) or not values:
+        machine = interpreter(data, paid=len(data) - position, position=position)
         try:
-            value, machine = interpret(data, paid=len(data) - position, position=position)
-        except MalformedPickleError as error:
-            if values or error.named:
-                raise RefusedError([f"<a malformed pickle: {error}>"]) from None
-            raise UnreadableError(str(error)) from None
+            value = machine.run()
+        except UnreadableError as error:
+            if values or machine.named:
+                raise ObjectionError(f"a malformed pickle: {error}") from None
+            raise
         position, deferred = machine.position, deferred or machine.deferred
         if len(values) == _MAX_PICKLES:
-            raise RefusedError([f"<more than {_MAX_PICKLES} pickles in one item>"])
+            raise ObjectionError(f"more than {_MAX_PICKLES} pickles in one item")
         # The type is compared first: an array or a tensor compares its elements, and the result has no truth value.
         if not values and type(value) is int and value == _MAGIC_BEFORE_TORCH_1_6:
-            raise RefusedError(["<a file of torch.save before torch 1.6: save it again with torch 1.6 or later>"])
+            raise ObjectionError("a file of torch.save before torch 1.6: save it again with torch 1.6 or later")
         values.append(value)
     return Item(values, False, {}, deferred)

@@ -1,27 +1,29 @@
-"""State of an interpreter of pickle opcodes that builds values of a closed set: `opcodes.run` runs it.
+"""Interpreter of pickle opcodes that builds values of a closed set, and stops at the first content that it refuses.
 
 A `Vocabulary` defines the names, and makes or changes the objects that the pickle asks for; nothing is imported or
 called because a pickle names it. Every opcode takes at least one byte and makes at most 16 bytes for each; what an
 opcode makes beyond that counts against an allowance of memory, and work such as copies and hashes against an allowance
-of work. So time and memory stay below a multiple of the pickle's length, and memory below an absolute bound.
+of work. So time and memory stay below a multiple of the pickle's length, and memory below an absolute bound. Opcodes
+that no writer of protocol 2 or later uses are refused.
 """
 
 from __future__ import annotations
 
 import _compat_pickle
+import pickletools
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 from bucketpoint.format.pickles.vocabulary import (
-    REFUSED,
+    MOST_TEXT,
     Deferred,
-    MalformedPickleError,
     ObjectionError,
-    OverspentError,
-    Refused,
+    RefusedError,
     Registered,
     Shell,
+    UnreadableError,
     Vocabulary,
     name_of,
 )
@@ -29,7 +31,6 @@ from bucketpoint.format.pickles.vocabulary import (
 _MAX_KEY_PARTS = 4096
 _MAX_SAME_HASH = 16
 _LONG_TEXT = 64
-_NAMED = 300
 _HASHED_BYTES, _LISTED_BYTES = 16, 8
 _FREE, _MULTIPLE = 1 << 20, 10
 _FREE_MEMORY, _MEMORY_MULTIPLE, _UNCOUNTED_MULTIPLE = 16 << 20, 48, 16
@@ -39,7 +40,18 @@ MOST_BYTES = 16 << 30
 """Default bound on the memory that one pickle may take. An item of `.metadata` takes some 3 kB: 115 to 160 bytes, and
 22 to 25 times as much while they are interpreted."""
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_APPENDABLE = frozenset({list, deque, Deferred})
 _LEAVES = frozenset({str, bytes, float, bool, complex, type(None), type(Ellipsis), type})
+
+MAX_INTEGER_BYTES = 2048
+"""Limit on the bytes of an integer. Divisions, comparisons and hashes of longer ones cost far more than is charged."""
+
+_SLICE = range(4096)
+_LONGEST_NAME = 1024
+_OLD = "a pickle of protocol 0 or 1, or of Python 2: save it again with protocol 2 or later"
+
+# Memory that a container takes beside its members, on 64-bit CPython.
+TUPLE_BYTES, LIST_BYTES, DICT_BYTES, SET_BYTES = 64, 72, 80, 232
 
 
 class Machine:
@@ -51,8 +63,6 @@ class Machine:
         persistent: returns the object for a persistent id. None: there can be no such ids.
 
     Attributes:
-        refused: names outside the vocabulary, and objections in angle brackets, each once.
-        faults: errors of allowed calls.
         named: True once the pickle has used any name.
         deferred: True once a call was left to the final load.
         position: first byte after the pickle, once it has been run.
@@ -69,8 +79,6 @@ class Machine:
         persistent: Callable[[Any], Any] | None = None,
     ) -> None:
         self.data, self.vocabulary, self.position = data, vocabulary, position
-        self.refused: dict[str, None] = {}
-        self.faults: dict[str, None] = {}
         self.named = self.deferred = False
         self._persistent = persistent
         nbytes = len(data) if paid is None else paid
@@ -81,32 +89,38 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self._hashes: dict[int, tuple[Any, Counter[int]]] = {}
 
-    def weigh(self) -> None:
-        """Raise OverspentError if stack, marks and memo, which grow with every opcode, take more than they may."""
-        if _MEMO_BYTES * len(self.memo) + _STACK_BYTES * len(self.stack) + _MARK_BYTES * len(self.marks) > self._memory:
-            raise OverspentError
+    def run(self) -> Any:
+        """Run the pickle and return the value of it.
+
+        Raises:
+            RefusedError: the pickle has content that is read only if it is trusted.
+            UnreadableError: the data is not a pickle, or it breaks off.
+        """
+        try:
+            while not self._ran_slice():
+                # Stack, marks and memo grow with every opcode.
+                held = _STACK_BYTES * len(self.stack) + _MARK_BYTES * len(self.marks) + _MEMO_BYTES * len(self.memo)
+                if held > self._memory:
+                    raise _overspent()
+            return self.stack.pop()
+        except (IndexError, struct.error):
+            raise UnreadableError("the pickle ends early, or takes more from its stack than there is") from None
+        except UnicodeDecodeError:
+            raise UnreadableError("a text in the pickle is not valid UTF-8") from None
 
     # -- what calls and changes may use -------------------------------------------------------------------------------
 
     def pay(self, cost: int) -> None:
-        """Take from the allowance.
-
-        Raises:
-            OverspentError: nothing is left.
-        """
+        """Take from the allowance of work. Raises ObjectionError if nothing is left."""
         self._left -= cost
         if self._left < 0:
-            raise OverspentError
+            raise _overspent()
 
     def hold(self, nbytes: int) -> None:
-        """Count memory that an opcode takes beyond 16 bytes for each of its own.
-
-        Raises:
-            OverspentError: the value takes more memory than it may.
-        """
+        """Count memory that an opcode takes beyond 16 bytes for each of its own. Raises as `pay` does."""
         self._memory -= nbytes
         if self._memory < 0:
-            raise OverspentError
+            raise _overspent()
 
     def pay_for(self, values: Any, *, hashed: bool = False) -> None:
         """Take the cost of a copy of a list, or of a set, from the allowance."""
@@ -116,8 +130,8 @@ class Machine:
         """Charge the hashing and comparing of a key before it is put into a dictionary or a set.
 
         Raises:
-            ObjectionError: the key has too many parts, or too many keys of the container have the same hash.
-            OverspentError: hashing the key costs too much.
+            ObjectionError: the key has too many parts, too many keys of the container have the same hash, or hashing
+                the key costs too much.
         """
         kind = type(key)
         if kind is str or kind is bytes:
@@ -157,7 +171,7 @@ class Machine:
         known = self.vocabulary.parts.get(kind)
         if known is not None:
             return known(value)
-        if kind in (Deferred, Refused) or isinstance(value, type):
+        if kind is Deferred or isinstance(value, type):
             return ()
         raise ObjectionError(f"a {kind.__name__} as a dictionary key")
 
@@ -166,18 +180,12 @@ class Machine:
         self.deferred = True
         return Deferred(function, arguments, new=new)
 
-    def refuse(self, what: str) -> Refused:
-        """Record a refusal, and return the stand-in for the refused object."""
-        if len(self.refused) < 100:
-            self.refused[what[:_NAMED]] = None
-        return REFUSED
-
     # -- opcodes ------------------------------------------------------------------------------------------------------
 
     def take(self, size: int) -> bytes:
         start, self.position = self.position, self.position + size
         if self.position > len(self.data):
-            raise MalformedPickleError("the pickle ends early")
+            raise UnreadableError("the pickle ends early")
         return self.data[start : self.position]
 
     def number(self, size: int) -> int:
@@ -186,19 +194,13 @@ class Machine:
     def line(self) -> bytes:
         end = self.data.find(b"\n", self.position)
         if end < 0:
-            raise MalformedPickleError("the pickle ends early")
+            raise UnreadableError("the pickle ends early")
         taken = self.data[self.position : end]
         self.position = end + 1
         return taken
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
     def popped(self, count: int) -> list[Any]:
         return [self.stack.pop() for _ in range(count)][::-1]
-
-    def top(self) -> Any:
-        return self.stack[-1]
 
     def discard(self) -> None:
         if self.marks and self.marks[-1] == len(self.stack):
@@ -208,7 +210,7 @@ class Machine:
 
     def pop_mark(self) -> int:
         if not self.marks:
-            raise MalformedPickleError("an opcode needs a mark, and the stack has none")
+            raise UnreadableError("an opcode needs a mark, and the stack has none")
         return self.marks.pop()
 
     def make(self, value: Any, nbytes: int) -> None:
@@ -226,15 +228,14 @@ class Machine:
         value = self.stack[-1]
         if place > len(self.data):
             # The C unpickler keeps its memo in an array of that length, so such a number could exhaust memory.
-            self.refuse(f"<memo number {place}>")
-            raise MalformedPickleError(f"the memo number {place} is larger than the pickle")
+            raise ObjectionError(f"memo number {place}, which is larger than the pickle")
         if type(value) is Shell:
             value.places.append(place)
         self.memo[place] = value
 
     def recall(self, place: int) -> Any:
         if place not in self.memo:
-            raise MalformedPickleError("the pickle refers to an object that it has not numbered")
+            raise UnreadableError("the pickle refers to an object that it has not numbered")
         return self.memo[place]
 
     def find(self, module: str, name: str) -> Any:
@@ -247,12 +248,12 @@ class Machine:
         for known in ((module, name), renamed):
             if known in names:
                 return names[known]
-        return self.refuse(f"{renamed[0][:_NAMED]}.{renamed[1][:_NAMED]}")
+        raise RefusedError(f"{renamed[0][:MOST_TEXT]}.{renamed[1]}"[:MOST_TEXT])
 
     def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
-        """Make the object that a call returns, or record why the call is refused."""
+        """Make the object that a call returns."""
         if type(arguments) is not tuple:
-            return self.refuse("<a call whose arguments are not a tuple>")
+            raise ObjectionError("a call whose arguments are not a tuple")
         self.pay(1 + len(arguments))
         self.hold(_INSTANCE_BYTES)
         maker = self.vocabulary.makers.get(id(function))
@@ -260,7 +261,7 @@ class Machine:
             return self._attempt(maker, *arguments)
         if type(function) is Registered and (new or function.called):
             return self.defer(function.value, arguments, new=new)
-        return REFUSED if function is REFUSED else self.refuse(f"<a call of {name_of(function)}>")
+        raise ObjectionError(f"a call of {name_of(function)}")
 
     def change(self, target: Any, state: Any) -> Any:
         """Give an object its state. Returns the object itself, or the one that replaces it."""
@@ -274,39 +275,34 @@ class Machine:
                 for place in target.places:
                     self.memo[place] = changed
             return changed
-        if kind is Deferred:
-            target.change = (state,)
-        else:
-            self._refuse_change(target)
+        if kind is not Deferred:
+            raise _unchangeable(target)
+        target.change = (state,)
         return target
 
     def set_items(self, target: Any, items: list[Any]) -> None:
         """Set items of a dictionary: keys and values by turns."""
         if len(items) % 2:
-            raise MalformedPickleError("a key has no value")
+            raise UnreadableError("a key has no value")
         self.hold(_PAIR_BYTES * (len(items) >> 1))
         if type(target) in _MAPPINGS:
             self._attempt(_set_items, target, items)
         elif type(target) is Deferred:
             target.pairs += zip(items[::2], items[1::2], strict=True)
         else:
-            self._refuse_change(target)
+            raise _unchangeable(target)
 
     def append(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is list or type(target) is deque:
-            target.extend(items)
-        elif type(target) is Deferred:
-            target.items += items
-        else:
-            self._refuse_change(target)
+        if type(target) not in _APPENDABLE:
+            raise _unchangeable(target)
+        target.extend(items)
 
     def add(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is set:
-            self.fill(target, items)
-        else:
-            self._refuse_change(target)
+        if type(target) is not set:
+            raise _unchangeable(target)
+        self.fill(target, items)
 
     def fill(self, target: set[Any], items: Any) -> set[Any]:
         """Add items to a set, with checks, and return the set."""
@@ -314,29 +310,95 @@ class Machine:
         return target
 
     def _attempt(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the vocabulary. Its objections and errors are noted."""
+        """Call a function of the vocabulary. Whatever error it raises is an objection."""
         try:
             return act(self, *arguments)
-        except ObjectionError as error:
-            return self.refuse(f"<{error}>")
-        except (OverspentError, MemoryError):
+        except (RefusedError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - constructors reject arguments with many kinds of errors
-            if len(self.faults) < 100:
-                self.faults[f"{type(error).__name__}: {error}"[:300]] = None
-            return REFUSED
+            raise ObjectionError(f"{type(error).__name__}: {error}") from None
 
-    def _refuse_change(self, target: Any) -> None:
-        if target is not REFUSED:
-            self.refuse(f"<a change of {name_of(target)}>")
-
-    def persistent(self, pid: Any) -> None:
+    def persistent(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise MalformedPickleError("the pickle refers to an object outside of it")
-        try:
-            self.push(self._persistent(pid))
-        except ObjectionError as error:
-            self.push(self.refuse(f"<{error}>"))
+            raise UnreadableError("the pickle refers to an object outside of it")
+        return self._persistent(pid)
+
+    def _ran_slice(self) -> bool:
+        """Run some thousand opcodes. Return True if the last one was STOP, which leaves the value on the stack."""
+        # The frequent opcodes are inlined in one loop: metadata of 100,000 items has six million opcodes.
+        data, stack, marks, memo, steps = self.data, self.stack, self.marks, self.memo, STEPS
+        push, pop = stack.append, stack.pop
+        u32 = struct.Struct("<I").unpack_from
+        position = self.position
+        for _ in _SLICE:
+            code = data[position]
+            position += 1
+            if code == 0x6A:  # LONG_BINGET
+                (i,) = u32(data, position)
+                position += 4
+                push(memo[i] if i in memo else self.recall(i))
+            elif code == 0x94:  # MEMOIZE
+                value = stack[-1]
+                if type(value) is Shell:
+                    value.places.append(len(memo))
+                memo[len(memo)] = value
+            elif code == 0x68:  # BINGET
+                i = data[position]
+                position += 1
+                push(memo[i] if i in memo else self.recall(i))
+            elif code == 0x4B:  # BININT1
+                push(data[position])
+                position += 1
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+            elif code == 0x29:  # EMPTY_TUPLE
+                push(())
+            elif code == 0x81:  # NEWOBJ
+                arguments = pop()
+                stack[-1] = self.call(stack[-1], arguments, new=True)
+            elif code == 0x62:  # BUILD
+                state = pop()
+                stack[-1] = self.change(stack[-1], state)
+            elif code == 0x75:  # SETITEMS
+                at = self.pop_mark()
+                items = stack[at:]
+                del stack[at:]
+                self.set_items(stack[-1], items)
+            elif code == 0x7D:  # EMPTY_DICT
+                self.hold(DICT_BYTES)
+                push({})
+            elif code == 0x85:  # TUPLE1
+                self.hold(TUPLE_BYTES)
+                stack[-1] = (stack[-1],)
+            elif code == 0x86:  # TUPLE2
+                self.hold(TUPLE_BYTES)
+                value = pop()
+                stack[-1] = (stack[-1], value)
+            elif code == 0x52:  # REDUCE
+                arguments = pop()
+                stack[-1] = self.call(stack[-1], arguments)
+            elif code == 0x4D:  # BININT2
+                push(data[position] | data[position + 1] << 8)
+                position += 2
+            elif code == 0x4A:  # BININT
+                push(int.from_bytes(data[position : position + 4], "little", signed=True))
+                position += 4
+            elif code == 0x8C:  # SHORT_BINUNICODE
+                stop = position + 1 + data[position]
+                push(str(data[position + 1 : stop], "utf-8", "surrogatepass"))
+                position = stop
+            elif code == 0x2E:  # STOP
+                self.position = position
+                return True
+            else:
+                step = steps.get(code)
+                if step is None:
+                    raise UnreadableError(f"byte {position - 1} is not an opcode: 0x{code:02x}")
+                self.position = position
+                step(self)
+                position = self.position
+        self.position = position
+        return False
 
 
 def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
@@ -351,3 +413,128 @@ def _add_items(machine: Machine, target: set[Any], items: Any) -> None:
     for item in items:
         machine.check_key(item, target)
         target.add(item)
+
+
+def _overspent() -> ObjectionError:
+    return ObjectionError("more work or memory than its length allows")
+
+
+def _unchangeable(target: Any) -> ObjectionError:
+    return ObjectionError(f"a change of {name_of(target)}")
+
+
+# The rarer opcodes
+
+Step = Callable[[Machine], Any]
+
+
+def _global(machine: Machine) -> Any:
+    machine.named = True
+    module = machine.line().decode("utf-8", "replace")
+    ahead = machine.data[machine.position : machine.position + _LONGEST_NAME]
+    if b"\n" not in ahead:
+        # A name that is cut off by the end of the file still counts as named.
+        raise RefusedError(f"{module}.{ahead.decode('utf-8', 'replace')}"[:MOST_TEXT])
+    return machine.find(module, machine.line().decode("utf-8", "replace"))
+
+
+def _stack_global(machine: Machine) -> Any:
+    module, name = machine.popped(2)
+    if type(name) is not str or type(module) is not str:
+        raise ObjectionError("a name that is not text")
+    return machine.find(module, name)
+
+
+def _extension(size: int) -> Step:
+    def step(machine: Machine) -> None:
+        raise ObjectionError(f"copyreg extension {machine.number(size)}")
+
+    return step
+
+
+def _newobj_ex(machine: Machine) -> Any:
+    function, arguments, named = machine.popped(3)
+    if type(named) is not dict or named:
+        raise ObjectionError("a call with named arguments")
+    return machine.call(function, arguments, new=True)
+
+
+def _set_item(machine: Machine) -> None:
+    items = machine.popped(2)
+    machine.set_items(machine.stack[-1], items)
+
+
+def _pushing(value: Step) -> Step:
+    """Return the step that pushes what `value` returns."""
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _sized(width: int, made: Callable[[bytes], Any]) -> Step:
+    return _pushing(lambda machine: made(machine.take(machine.number(width))))
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def _integer(raw: bytes) -> int:
+    if len(raw) > MAX_INTEGER_BYTES:
+        raise ObjectionError(f"an integer of {len(raw)} bytes")
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _old(check: Step) -> Step:
+    def step(machine: Machine) -> None:
+        check(machine)  # where it fails, so does Python's unpickler
+        raise ObjectionError(_OLD)
+
+    return step
+
+
+_BY_NAME: dict[str, Step] = {
+    "PROTO": lambda m: m.take(1),
+    "FRAME": lambda m: m.take(8),
+    "POP": lambda m: m.discard(),
+    "POP_MARK": lambda m: m.to_mark(),
+    "DUP": _pushing(lambda m: m.stack[-1]),
+    "BINPUT": lambda m: m.memoize(m.number(1)),
+    "LONG_BINPUT": lambda m: m.memoize(m.number(4)),
+    "NONE": _pushing(lambda m: None),
+    "NEWTRUE": _pushing(lambda m: True),
+    "NEWFALSE": _pushing(lambda m: False),
+    "LONG1": _sized(1, _integer),
+    "LONG4": _sized(4, _integer),
+    "BINFLOAT": _pushing(lambda m: struct.unpack(">d", m.take(8))[0]),
+    "BINUNICODE": _sized(4, _text),
+    "BINUNICODE8": _sized(8, _text),
+    "SHORT_BINBYTES": _sized(1, bytes),
+    "BINBYTES": _sized(4, bytes),
+    "BINBYTES8": _sized(8, bytes),
+    "BYTEARRAY8": _sized(8, bytearray),
+    "EMPTY_LIST": lambda m: m.make([], LIST_BYTES),
+    "EMPTY_SET": lambda m: m.make(set(), SET_BYTES),
+    "TUPLE": lambda m: m.make(tuple(m.to_mark()), TUPLE_BYTES),
+    "TUPLE3": lambda m: m.make(tuple(m.popped(3)), TUPLE_BYTES),
+    "FROZENSET": lambda m: m.make(frozenset(m.fill(set(), m.to_mark())), SET_BYTES),
+    "APPEND": lambda m: m.append(m.popped(1)),
+    "APPENDS": lambda m: m.append(m.to_mark()),
+    "ADDITEMS": lambda m: m.add(m.to_mark()),
+    "SETITEM": _set_item,
+    "GLOBAL": _pushing(_global),
+    "STACK_GLOBAL": _pushing(_stack_global),
+    "NEWOBJ_EX": _pushing(_newobj_ex),
+    "EXT1": _extension(1),
+    "EXT2": _extension(2),
+    "EXT4": _extension(4),
+    "BINPERSID": _pushing(lambda m: m.persistent(m.stack.pop())),
+    **dict.fromkeys(
+        ["FLOAT", "GET", "INST", "INT", "LONG", "PERSID", "PUT", "STRING", "UNICODE"], _old(lambda m: m.line())
+    ),
+    **dict.fromkeys(["DICT", "LIST", "OBJ"], _old(lambda m: m.pop_mark())),
+    "BINSTRING": _old(lambda m: m.take(m.number(4))),
+    "SHORT_BINSTRING": _old(lambda m: m.take(m.number(1))),
+}
+
+STEPS: dict[int, Step] = {
+    ord(opcode.code): _BY_NAME[opcode.name] for opcode in pickletools.opcodes if opcode.name in _BY_NAME
+}

@@ -135,8 +135,6 @@ def _from_type(machine: Machine, function: Any, kind: Any, given: Any, state: An
         return machine.defer(
             torch._tensor._rebuild_from_type_v2, (tensor.function, kind.value, tensor.arguments, state)
         )
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
     if type(tensor) is not kind:
         if kind is not torch.nn.Parameter and kind is not torch.Tensor:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")

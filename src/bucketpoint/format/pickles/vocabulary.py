@@ -1,4 +1,4 @@
-"""Meaning of the names in a pickle, and stand-ins for objects while a pickle is interpreted."""
+"""Meaning of the names in a pickle, refusals, and stand-ins for objects while a pickle is interpreted."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-class MalformedPickleError(ValueError):
-    """The bytes are not a pickle, or not of a supported kind.
+class UnreadableError(Exception):
+    """Raised for bytes that are neither a pickle nor a file of torch.save, or that break off: loading runs nothing."""
 
-    Attributes:
-        named: True if the pickle had used a name before it broke off.
+
+class RefusedError(Exception):
+    """Raised at the first content that is read only if it is trusted. Its text is the name of a class or function."""
+
+
+class ObjectionError(RefusedError):
+    """Raised for a call, a change or a value that no writer makes, and that could do harm.
+
+    Its text is in angle brackets, which no name has.
     """
 
-    named = False
+    def __init__(self, what: str) -> None:
+        super().__init__(f"<{what}>"[:MOST_TEXT])
 
 
-class ObjectionError(Exception):
-    """Raised for a call or a change that no writer makes, and that could do harm."""
+MOST_TEXT = 300
+"""Limit on the characters of a refusal's text: names in a pickle may be of any length."""
 
 
 def unfit(what: str) -> ObjectionError:
     """Return the objection to a value that no writer produces."""
     return ObjectionError(f"{what} that no writer makes")
-
-
-class OverspentError(Exception):
-    """Raised for a pickle that needs more work or memory than its length allows."""
-
-
-class Refused:
-    """Stand-in for a refused object: the interpreter continues, in order to name everything that is refused."""
-
-
-REFUSED = Refused()
 
 
 class Shell:
@@ -64,6 +61,9 @@ class Deferred:
         self.change: tuple[Any] | None = None
         self.items: list[Any] = []
         self.pairs: list[tuple[Any, Any]] = []
+
+    def extend(self, items: list[Any]) -> None:
+        self.items += items
 
 
 Make = Callable[..., Any]

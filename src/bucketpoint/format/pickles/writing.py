@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bucketpoint.format.pickles.items import Item, RefusedError
-from bucketpoint.format.pickles.vocabulary import Deferred, Function, Refused, Registered, Shell
+from bucketpoint.format.pickles.items import Item
+from bucketpoint.format.pickles.vocabulary import Deferred, Function, ObjectionError, Registered, Shell
 
 _PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the latter is torch.save's, which torch's restricted unpickler reads
 
@@ -18,27 +18,27 @@ def rewritten(item: Item) -> bytes:
     """Encode the item anew, in bytes from which every unpickler makes the same values and nothing else.
 
     Raises:
-        RefusedError: a value cannot be written, because it nests too deeply or holds a function.
+        ObjectionError: a value cannot be written, because it nests too deeply or holds a function.
     """
     try:
         if not item.saved:
             return b"".join(_Pickler({}).dumped(value) for value in item.values)
         return _archive(item.values[0], item.locations)
     except RecursionError:
-        raise RefusedError(["<values that nest too deeply>"]) from None
+        raise ObjectionError("values that nest too deeply") from None
 
 
 def settled(value: Any) -> Any:
     """Return the value with all deferred calls made. Tensors in it are the same objects.
 
     Raises:
-        RefusedError: the value nests too deeply, or a call fails.
+        ObjectionError: the value nests too deeply, or a call fails.
     """
     kept: list[Any] = []
     try:
         data = _Keeping(kept).dumped(value)
     except RecursionError:
-        raise RefusedError(["<values that nest too deeply>"]) from None
+        raise ObjectionError("values that nest too deeply") from None
     unpickler = _Kept(io.BytesIO(data))
     unpickler.kept = kept
     try:
@@ -46,7 +46,7 @@ def settled(value: Any) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        raise RefusedError([f"<a call that raises {type(error).__name__}: {error}>"[:300]]) from error
+        raise ObjectionError(f"a call that raises {type(error).__name__}: {error}") from error
 
 
 def _archive(value: Any, locations: dict[int, str]) -> bytes:
@@ -96,8 +96,8 @@ class _Pickler(pickle.Pickler):
             new, arguments = value.function, value.arguments
             made: Any = (_new, (new, *arguments)) if value.new else (new, arguments)
             return *made, value.change[0] if value.change else None, iter(value.items), iter(value.pairs)
-        if isinstance(value, (Function, Registered, Refused, Shell)):
-            raise RefusedError([f"<{getattr(value, '__name__', type(value).__name__.lower())} as a value>"])
+        if isinstance(value, (Function, Registered, Shell)):
+            raise ObjectionError(f"{getattr(value, '__name__', type(value).__name__.lower())} as a value")
         return NotImplemented
 
 
