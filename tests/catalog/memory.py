@@ -20,7 +20,8 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
-from bucketpoint.format.metadata.codec import encode_metadata, record_from_metadata
+from bucketpoint.format.metadata.codec import encode_metadata
+from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.stores import DeleteFailure
 
 T = TypeVar("T")
@@ -151,7 +152,7 @@ def save(
     for path, body in content.items():
         store.put(catalog.key(f"{folder}/{path}"), [memoryview(body)])
     info = store.put(catalog.metadata_key(folder), [memoryview(data)])
-    record = record_from_metadata(data, metadata_etag=info.etag)
+    record = read_record(data, metadata_etag=info.etag)
     log.committed(url, record)
     return token
 

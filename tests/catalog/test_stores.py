@@ -218,7 +218,7 @@ def test_ends_with_three_pruners_at_once_where_one_does(catalog: Catalog, option
 
 def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, Any], source: str) -> None:
     """A checkpoint of few small objects, without the planning of a save."""
-    from bucketpoint.format.metadata.codec import record_from_metadata
+    from bucketpoint.format.metadata.plain import read_record
     from catalog.memory import metadata_bytes
 
     folder = f"step-{step}"
@@ -226,7 +226,7 @@ def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, A
     for path, body in content.items():
         catalog.store.put(catalog.key(f"{folder}/{path}"), [memoryview(body)])
     info = catalog.store.put(catalog.metadata_key(folder), [memoryview(data)])
-    SaveLog(catalog).committed(catalog.url_of(step), record_from_metadata(data, metadata_etag=info.etag))
+    SaveLog(catalog).committed(catalog.url_of(step), read_record(data, metadata_etag=info.etag))
 
 
 def test_leaves_the_older_checkpoint_if_the_store_fails_at_any_request_of_a_save(

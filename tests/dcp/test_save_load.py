@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
 from bucketpoint import BucketReader, BucketWriter, CorruptDataError, UnsafeDataError, latest_checkpoint
-from bucketpoint.format.metadata.codec import record_from_metadata
+from bucketpoint.format.metadata.plain import read_record
 from dcp.states import DTYPES, assert_same, blank, filled, same_bits, varied  # noqa: F401
 from services import Service
 
@@ -107,7 +107,7 @@ def test_writes_a_record_readable_without_torch_beside_the_metadata(
     assert record["world_size"] == 1
     assert record["objects"] == 1
     written = service.read("run/r/.metadata")
-    rebuilt = record_from_metadata(written, metadata_etag=service.etag("run/r/.metadata"))
+    rebuilt = read_record(written, metadata_etag=service.etag("run/r/.metadata"))
     assert rebuilt.to_json() == body
 
 

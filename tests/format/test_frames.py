@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.storage_info import make_storage_info
-from bucketpoint.format.torch_zip import ALIGNMENT, contiguous_strides, frameable, probe_frame, tensor_frame
-from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame
+from bucketpoint.format.torch_zip import ALIGNMENT, frameable, tensor_frame
+from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
+from kit.checkpoints import saved
 
 pytestmark = pytest.mark.contract
 
@@ -45,12 +47,6 @@ def framed(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     frame = tensor_frame(dtype, shape)
     payload = bytes(index % 2 for index in range(frame.payload_nbytes))  # 0 and 1 are valid in each dtype, bool too
     return frame.header + payload + frame.trailer, payload
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
 
 
 def raw(tensor: torch.Tensor) -> bytes:

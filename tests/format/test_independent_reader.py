@@ -203,7 +203,7 @@ def test_refuses_a_flipped_byte_of_any_item(tmp_path: Path) -> None:
     items = [read_item(info) for info in read_metadata((tmp_path / ".metadata").read_bytes()).storage_data.values()]
     assert len(items) == 3
     for item in items:
-        path, start = tmp_path / item.path, item.offset + item.checked_offset
+        path, start = tmp_path / item.path, item.offset + (item.payload_offset or 0)
         for at in (start, start + item.checked_nbytes - 1):
             replaced(path, partial(flip, at))
             with pytest.raises(ValueError, match=r"is damaged: bytes \d+ to \d+ of data/"):

@@ -8,7 +8,6 @@ import pickle
 import posixpath
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -24,22 +23,18 @@ from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.pickles.archive import MAGIC
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.torch_zip import probe_frame, tensor_frame
+from bucketpoint.format.torch_zip import tensor_frame
+from bucketpoint.format.zip_probe import probe_frame
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
 from fuzz.mutations import MOST_BYTES
 from fuzz.seeds import SPARSE, VALUES, index_seed, metadata_seeds, policy_seeds
+from kit.checkpoints import saved
 from security.corpus import crashes, expanding_archives
 
 
 def whole(data: bytes) -> ItemInfo:
     return ItemInfo("x", 0, len(data), None)
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
 
 
 def framed(tensor: torch.Tensor) -> bytes:

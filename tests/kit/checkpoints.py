@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -36,3 +37,10 @@ def load(url: str, reader: Any = None, *, elements: int = 100) -> float:
     values = {float(target["step"]), *(end.item() for tensor in tensors for end in (tensor.min(), tensor.max()))}
     assert len(values) == 1, "a mix"
     return float(values.pop())
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    """Return the bytes of a file of torch.save."""
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()

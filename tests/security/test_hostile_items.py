@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint as bp
 from bucketpoint.dcp.loading.decode import fill_tensor
 from bucketpoint.errors import BucketpointError, UnsafeDataError
+from kit.checkpoints import saved
 from security.corpus import crashes, expanding_archives
 
 PROGRAM = """
@@ -92,12 +93,6 @@ def outcomes(samples: dict[str, bytes], folder: Path, kind: str) -> dict[str, li
     assert done.returncode == 0, f"the reader ended with {done.returncode}: {done.stderr[-1000:]}"
     found: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def saved(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 def error_of(url: str, state: dict[str, Any]) -> BucketpointError:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from kit.checkpoints import saved
 from kit.tally import Tally
 from security.corpus import bombs, programs, refusal
 
@@ -159,19 +159,13 @@ def test_refuses_an_archive_that_is_compressed() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
 
 
-def _archive() -> bytes:
-    stream = io.BytesIO()
-    torch.save({"step": 5}, stream)
-    return stream.getvalue()
-
-
 def test_refuses_an_archive_whose_directory_lies_before_its_beginning() -> None:
-    data = _archive()
+    data = saved({"step": 5})
     assert refusal(data[:4] + data[1000:]) is None
 
 
 def test_refuses_an_archive_whose_names_are_no_text() -> None:
-    data = bytearray(_archive())
+    data = bytearray(saved({"step": 5}))
     at = data.rindex(b"version", 0, data.rindex(b"PK\x05\x06"))
     data[at : at + 2] = b"\xff\xec"
     assert refusal(bytes(data)) in (None, "")

@@ -28,6 +28,8 @@ from bucketpoint.format.index.derived import fits
 from bucketpoint.format.index.ref import MAGIC
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata import codec, plain
+from bucketpoint.format.metadata.facts import record_of
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.zip_probe import probe_frame
 from bucketpoint.stores import open_store
 from security.corpus import ORDERED, P4, archive, global_, refusal, short, text
@@ -107,7 +109,11 @@ def metadata() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("read", [codec.record_from_metadata, plain.read_record])
+def read_with_torch(data: bytes) -> CommitRecord:
+    return record_of(codec.decode_metadata(data), data, metadata_etag=None)
+
+
+@pytest.mark.parametrize("read", [read_with_torch, plain.read_record])
 @pytest.mark.parametrize("name", metadata())
 def test_bounds_the_work_for_metadata_by_its_length(name: str, read: Callable[[bytes], Any]) -> None:
     data = metadata()[name]

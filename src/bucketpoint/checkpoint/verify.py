@@ -33,7 +33,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.coverage import lacking_ranks, uncovered
-from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
+from bucketpoint.format.pickles.archive import check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.stores.retry import retry_transient
@@ -373,9 +373,8 @@ class _Run:
         try:
             # The reader has its own buffer; the lease only keeps all such buffers within the budget.
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
-                transformed = bool(info.transform_descriptors)
-                verdict, reason = (ZipVerdict.NO_ARCHIVE, "") if transformed else check_archive(file)
-                if verdict in (ZipVerdict.NO_ARCHIVE, ZipVerdict.NO_CHECKSUMS):
+                damage = None if info.transform_descriptors else check_archive(file)
+                if damage is None:
                     file.seek(0)
                     while file.read(size):
                         pass
@@ -383,9 +382,9 @@ class _Run:
             self._add_changed(plan.path, error, **place)
             return
         meter.add(info.length)
-        if verdict is ZipVerdict.DAMAGED:
-            self._add("checksum", plan.path, f"its archive is damaged: {reason}", **place)
-        self._count(_NO_CHECKSUM if verdict in (ZipVerdict.NO_ARCHIVE, ZipVerdict.NO_CHECKSUMS) else None, info.length)
+        if damage:
+            self._add("checksum", plan.path, f"its archive is damaged: {damage}", **place)
+        self._count(_NO_CHECKSUM if damage is None else None, info.length)
 
     # -- gathering ----------------------------------------------------------------------------------------------------
 

@@ -53,11 +53,6 @@ class ItemInfo:
         return 0 if self.table_offset is None else 4 * -(-self.checked_nbytes // (self.block_nbytes or 1))
 
     @property
-    def checked_offset(self) -> int:
-        """Start of the bytes that the checksums cover, from the item's first byte."""
-        return self.payload_offset or 0
-
-    @property
     def checked_nbytes(self) -> int:
         """Number of bytes that the checksums cover."""
         return self.length if self.payload_nbytes is None else self.payload_nbytes

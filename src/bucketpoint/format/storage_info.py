@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
 from bucketpoint.format.item_info import (
     _CRC32C,
     _OBJECT,
@@ -17,11 +19,6 @@ from bucketpoint.format.item_info import (
     _TABLE_BLOCK_NBYTES,
     _TABLE_OFFSET,
 )
-
-try:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-except ImportError as error:  # pragma: no cover - present in every torch from 2.9 to 2.15
-    raise ImportError("This torch has no torch.distributed.checkpoint.filesystem._StorageInfo") from error
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -105,12 +102,6 @@ def _target(nbytes: int, count: int, smallest: int, largest: int) -> int:
 
 def _power_of_two_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
-
-
-def crc32c_of(info: Any) -> int | None:
-    """Return the CRC32C that `make_storage_info` attached; None without one."""
-    crc: int | None = getattr(info, _CRC32C, None)
-    return crc
 
 
 def set_object_facts(info: Any, *, size: int, etag: str | None) -> None:

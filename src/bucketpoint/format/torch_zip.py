@@ -1,7 +1,7 @@
 """Torch.save-compatible frames around a tensor's bytes, made without reading those bytes.
 
 A frame is a zip archive as torch.save makes it: header, raw payload, trailer. This module makes header and trailer;
-the payload is any contiguous memory of the writer. `probe_frame`, the way back, is in `zip_probe`, exported here too.
+the payload is any contiguous memory of the writer. `zip_probe` is the way back.
 """
 
 from __future__ import annotations
@@ -19,21 +19,7 @@ import torch
 
 from bucketpoint.format.pickles.archive import LOCAL_HEADER, MAGIC
 from bucketpoint.format.slicing import contiguous_strides
-from bucketpoint.format.zip_probe import PROBE_BYTES, STORAGE_NAMES, ProbedFrame, probe_frame
-
-__all__ = [
-    "ALIGNMENT",
-    "PROBE_BYTES",
-    "VERSION_RECORD",
-    "ArchiveWriter",
-    "Frame",
-    "ProbedFrame",
-    "contiguous_strides",
-    "frameable",
-    "number_opcode",
-    "probe_frame",
-    "tensor_frame",
-]
+from bucketpoint.format.zip_probe import STORAGE_NAMES
 
 ALIGNMENT = 64
 """torch.save's own storage alignment (torch.utils.serialization.config.save.storage_alignment)."""
@@ -80,15 +66,6 @@ class Frame:
         return len(self.header) + self.payload_nbytes + len(self.trailer)
 
 
-def tensor_frame(dtype: torch.dtype, shape: Sequence[int]) -> Frame:
-    """Return the frame of a C-contiguous tensor of this dtype and shape.
-
-    Raises:
-        TypeError: torch.load could not rebuild this dtype (a quantised one).
-    """
-    return _tensor_frame(dtype, tuple(shape))
-
-
 def frameable(tensor: torch.Tensor) -> bool:
     """Return True if `tensor_frame` can frame this tensor once it is contiguous. If not, torch.save has to write it."""
     return (
@@ -105,7 +82,12 @@ def frameable(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=_CACHED_FRAMES)
-def _tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """Return the frame of a C-contiguous tensor of this dtype and shape.
+
+    Raises:
+        TypeError: torch.load could not rebuild this dtype (a quantised one).
+    """
     payload_nbytes = prod(shape) * dtype.itemsize
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {shape} has a negative size")

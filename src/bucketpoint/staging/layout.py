@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from bucketpoint.errors import StagingError
-from bucketpoint.format.torch_zip import contiguous_strides
+from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.staging.arena import ALIGNMENT, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]

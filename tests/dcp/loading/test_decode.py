@@ -27,17 +27,12 @@ from bucketpoint.dcp.loading.decode import FRAME_BYTES, decode_item, load_bytes
 from bucketpoint.dcp.planning.keys_planner import KeysPlanner
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
+from kit.checkpoints import saved
 
 MIB = 1 << 20
 TENSOR = torch.arange(50_000.0)
 BOMB_BYTES = 1 << 30
 ZSTD = ("stream.zstd/1",)
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
 
 
 def packed(pieces: Any) -> bytes:

@@ -19,7 +19,8 @@ from bucketpoint.format.index import encode
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.ref import MAGIC, find_ref
 from bucketpoint.format.index.view import Entries, decode_index
-from bucketpoint.format.metadata.codec import decode_metadata, record_from_metadata
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import LocalStore
 from dcp.loading import index_scenarios
@@ -130,7 +131,7 @@ def test_says_the_same_in_index_and_metadata_without_needing_the_record(tmp_path
     (index,) = index_files(tmp_path)
     assert decode_index(index.read_bytes()) == decode_metadata(data)
     index.unlink()
-    record = record_from_metadata(data)
+    record = read_record(data)
     written = CommitRecord.from_json((tmp_path / ".bucketpoint.json").read_bytes())
     assert (record.items, record.bytes, record.objects) == (written.items, written.bytes, written.objects)
     assert record.items == 20

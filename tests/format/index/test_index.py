@@ -266,17 +266,24 @@ def test_makes_the_same_index_of_what_ranks_report(case: tuple[Metadata, dict[st
     items = index_columns([list(one) for one in mine])
     known = [one for one in reported if one is not None]
     assert len(known) == ranks
-    template = make_index(dataclasses.replace(metadata, storage_data=None), items, known)
+    # Of an earlier save: other names of the objects, and other checksums.
+    earlier = [
+        Columns(one.layout, tuple([(path.upper(), *fact) for path, *fact in one.objects]), bytes(len(one.checksums)))
+        for one in known
+    ]
+    template = make_index(dataclasses.replace(metadata, storage_data=None), items, earlier)
     assert template is not None
-    made = template.fill(
-        b"".join(one.checksums for one in known),
-        [path for one in known for path, _, _ in one.objects],
-        bucketpoint=extension(facts)["bucketpoint"],
-        storage_meta=metadata.storage_meta,
-        version=(metadata.version,) if "version" in vars(metadata) else (),
-    )
+    checksums, paths = b"".join(one.checksums for one in known), [path for one in known for path, _, _ in one.objects]
+    told = {
+        "bucketpoint": extension(facts)["bucketpoint"],
+        "storage_meta": metadata.storage_meta,
+        "version": (metadata.version,) if "version" in vars(metadata) else (),
+    }
+    made = template.fill(checksums, paths, **told)
     assert made is not None
     assert_equal(decode_index(made), both(whole, facts)[1])
+    assert template.fill(checksums[4:], paths, **told) is None
+    assert template.fill(checksums, paths[1:], **told) is None
 
 
 def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:
@@ -349,32 +356,6 @@ def test_takes_little_more_than_checksums_for_chunks_of_a_regular_layout() -> No
     few, more = (len(index_of(*example(ranks))) for ranks in (1000, 3000))
     # Of each rank there are three chunks with a checksum of 4 bytes each, and one object.
     assert (more - few) / 2000 < 3 * 4 + 25
-
-
-def test_makes_the_index_of_a_later_save_of_the_one_before() -> None:
-    metadata, facts = example()
-    whole = extension(facts)["bucketpoint"]
-    first = pack(list(metadata.storage_data.values()))
-    assert first is not None
-    template = make_index(
-        dataclasses.replace(metadata, storage_data=None), index_columns([list(metadata.storage_data)]), [first]
-    )
-    assert template is not None
-    later, paths = {}, {}
-    for number, (index, info) in enumerate(metadata.storage_data.items()):
-        paths[info.relative_path] = info.relative_path.replace(TOKEN, "f" * 12)
-        later[index] = copy.copy(info)
-        later[index].relative_path = paths[info.relative_path]
-        later[index].bp_crc = 1000 + number
-    changed = dataclasses.replace(metadata, storage_data=later)
-    columns = pack(list(later.values()))
-    assert isinstance(columns, Columns)
-    told = {"bucketpoint": whole, "storage_meta": metadata.storage_meta, "version": ("1.0.0",)}
-    filled = template.fill(columns.checksums, list(paths.values()), **told)
-    assert filled is not None
-    assert_equal(decode_index(filled), decode_metadata(encode_metadata(changed, bucketpoint=facts)))
-    assert template.fill(columns.checksums[4:], list(paths.values()), **told) is None
-    assert template.fill(columns.checksums, list(paths.values())[1:], **told) is None
 
 
 @pytest.mark.parametrize(

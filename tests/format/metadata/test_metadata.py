@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, record_from_metadata
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.storage_info import make_storage_info
 
@@ -143,7 +144,7 @@ def test_reads_what_filesystem_writer_writes(tmp_path: Path) -> None:
     data = (tmp_path / ".metadata").read_bytes()
     assert decode_metadata(data) == pickle.loads(data)
     assert extra(decode_metadata(data)) == {}
-    record = record_from_metadata(data)
+    record = read_record(data)
     assert record.token is None
     assert record.groups == {}
     assert (record.tensors, record.objects) == (2, len(list(tmp_path.glob("*.distcp"))))
@@ -196,8 +197,8 @@ def test_reads_an_ordered_mapping() -> None:
 
 def test_rebuilds_a_record_equal_to_the_written_one() -> None:
     data = encode_metadata(example(), bucketpoint=FACTS)
-    record = record_from_metadata(data, metadata_etag="e")
-    assert record_from_metadata(data, metadata_etag="e") == record
+    record = read_record(data, metadata_etag="e")
+    assert read_record(data, metadata_etag="e") == record
     assert type(record).from_json(record.to_json()) == record
     assert (record.token, record.created, record.world_size) == ("0123456789ab", 1.5e9, 2)
     assert (record.bytes, record.objects, record.items, record.tensors) == (5000, 1, 9, 4)

@@ -28,9 +28,10 @@ from bucketpoint.errors import BucketpointError, CheckpointDeletedError, Metadat
 from bucketpoint.format import keys
 from bucketpoint.format.columns import pack
 from bucketpoint.format.index.ref import IndexRef, find_ref, index_path, ref_of
-from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension, record_from_metadata
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.metadata.thinning import Outline
 from bucketpoint.format.storage_info import make_storage_info
@@ -117,7 +118,7 @@ def test_leaves_the_weights_as_they_were(form: str, tensors: int, ranks: int) ->
         # No reader is sent to the index, which holds the optimizer.
         assert (find_ref(data), find_ref(thinned), ref_of(after)) == (INDEX, None, None)
         again = Outline(thinned)
-        record = record_from_metadata(thinned, metadata_etag="new")
+        record = read_record(thinned, metadata_etag="new")
         assert record.covers
         assert (
             again.record(metadata_etag="new").to_json()

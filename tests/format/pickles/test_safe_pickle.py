@@ -29,15 +29,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from bucketpoint.format.pickles import dcp_metadata, items
 from format.pickles.allowed import ITEM_GLOBALS, METADATA_GLOBALS
+from kit.checkpoints import saved
 from security.corpus import Call, archive, bombs, programs, refusal
 
 np = pytest.importorskip("numpy")
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
 
 
 WRITERS = {

@@ -38,9 +38,9 @@ from bucketpoint.dcp.loading.decode import decode_item, undone_bytes
 from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.pickles.archive import check_archive
 from bucketpoint.format.pickles.items import read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
-from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
 from bucketpoint.transfer import BufferPool
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
@@ -199,8 +199,7 @@ class _Reading:
 
     def _check_archive(self, info: ItemInfo, file: BinaryIO) -> None:
         """Check an archive that is passed on unchanged and has no checksum except those inside it."""
-        verdict, reason = check_archive(file)
-        if verdict is ZipVerdict.DAMAGED:
+        if reason := check_archive(file):
             raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is damaged: {reason}")
 
     def _unlike(self, fqn: str) -> MetadataError:

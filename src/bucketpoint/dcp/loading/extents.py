@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.torch_zip import PROBE_BYTES, ProbedFrame, probe_frame
+from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
 
 ReadNow = Callable[[Iterable[Extent]], None]

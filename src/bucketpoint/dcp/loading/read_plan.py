@@ -20,9 +20,8 @@ from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo, read_item
-from bucketpoint.format.slicing import Runs, slice_runs
+from bucketpoint.format.slicing import Runs, contiguous_strides, slice_runs
 from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes
-from bucketpoint.format.torch_zip import contiguous_strides
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

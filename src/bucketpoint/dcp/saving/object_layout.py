@@ -261,7 +261,7 @@ def framed_segments(
     Raises:
         TypeError: our frames cannot hold this dtype.
     """
-    frame = tensor_frame(dtype, shape)
+    frame = tensor_frame(dtype, tuple(shape))
     header, trailer, nbytes = memoryview(frame.header), memoryview(frame.trailer), frame.payload_nbytes
     blocks = plan_blocks(nbytes, nbytes // shape[0] if len(shape) and shape[0] else nbytes)
     payload = Segment(nbytes, data, fill, block_nbytes=blocks)

@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,9 @@ from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 SIZE_GUESSES = 2
+
+_UNSUITABLE = (UnsuitableError, AttributeError, TypeError, OverflowError)
+"""Errors of content of other types than DCP's own, which stays in `.metadata` alone."""
 
 _STATE = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", INDEX_ATTRIBUTE}
 
@@ -103,9 +106,18 @@ def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | 
         None if the index cannot hold all of `.metadata`, because of other writers' types or items without checksums.
     """
     try:
-        return _encode(metadata, bucketpoint)
-    except (UnsuitableError, AttributeError, TypeError, OverflowError):
-        # Content of other types than DCP's own stays in `.metadata` alone.
+        items, columns = _columns_of(metadata.storage_data)
+        template = make_index(metadata, items, [columns])
+        if template is None:
+            return None
+        return template.fill(
+            columns.checksums,
+            [path for path, _, _ in columns.objects],
+            bucketpoint=bucketpoint,
+            storage_meta=metadata.storage_meta,
+            version=(metadata.version,) if "version" in vars(metadata) else (),
+        )
+    except _UNSUITABLE:
         return None
 
 
@@ -113,7 +125,7 @@ def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Colum
     """Make the template of the indexes of all saves with items in these places, without an object for each item.
 
     Args:
-        metadata: without storage data.
+        metadata: its storage data does not matter.
         items: those of each rank in `reported`, each of them once.
         reported: columns of each rank; their checksums do not matter.
 
@@ -121,68 +133,43 @@ def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Colum
         None in the cases in which `encode_index` returns None.
     """
     try:
-        _require(vars(metadata).keys() - {"storage_data"} <= _STATE)
+        entries = metadata.state_dict_metadata
+        _require(vars(metadata).keys() <= _STATE and type(entries) is dict)
         transforms = {columns.layout.transforms for columns in reported if columns.layout.count}
         _require(len(transforms) == 1)
-        firsts = itertools.accumulate((len(columns.objects) for columns in reported), initial=0)
+        firsts = [*itertools.accumulate((len(columns.objects) for columns in reported), initial=0)]
         layouts = []
         for columns, first in zip(reported, firsts, strict=False):
             layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
             layouts.append([layout[0] + first, *layout[1:]])
         joined = [torch.cat(parts) for parts in zip(*layouts, strict=True)]
-        places = zip(items.names, items.offsets, items.hints, strict=True)
-        count = sum(len(columns.objects) for columns in reported)
-        return _template(metadata, places, joined, transforms.pop(), count)
-    except (UnsuitableError, AttributeError, TypeError, OverflowError):
+        table = _Entries(entries)
+        slots, hints = _places(entries, table, items)
+        structure = {
+            "names": list(entries),
+            "properties": list(table.properties),
+            "transforms": list(transforms.pop() or ()),
+        }
+        mappings = _mappings(metadata.planner_data, entries)
+        static = [_json(structure), _json(mappings), _columns(table, hints, joined, slots)]
+        return IndexTemplate(tuple([(zlib.compress(part), len(part)) for part in static]), slots, firsts[-1])
+    except _UNSUITABLE:
         return None
 
 
-def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> bytes | None:
-    _require(vars(metadata).keys() <= _STATE)
-    storage_data = metadata.storage_data
+def _columns_of(storage_data: Any) -> tuple[IndexColumns, Columns]:
+    """Return keys and values of storage data as columns."""
     _require(type(storage_data) is dict and len(storage_data) > 0)
-    assert storage_data is not None
-    for info in storage_data.values():
+    for index, info in storage_data.items():
         transforms = info.transform_descriptors
         _require(transforms is None or (type(transforms) is list and len(transforms) > 0))
-    columns = pack(list(storage_data.values()))
-    _require(columns is not None)
-    assert columns is not None
-    for index in storage_data:
         _require(index.index is None or (type(index.index) is int and index.index >= 0))
-    places = ((index.fqn, index.offset, -1 if index.index is None else index.index) for index in storage_data)
-    layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
-    template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
-    return template.fill(
-        columns.checksums,
-        [path for path, _, _ in columns.objects],
-        bucketpoint=bucketpoint,
-        storage_meta=metadata.storage_meta,
-        version=(metadata.version,) if "version" in vars(metadata) else (),
-    )
-
-
-def _template(
-    metadata: Metadata,
-    places: Iterable[tuple[str, Any, int]],
-    layout: list[torch.Tensor],
-    transforms: tuple[str, ...] | None,
-    objects: int,
-) -> IndexTemplate:
-    """Make a template. `places` has name, offset of the chunk and DCP's hint (-1: none) of each item."""
-    entries = metadata.state_dict_metadata
-    _require(type(entries) is dict)
-    table = _Entries(entries)
-    slots, hints = _places(entries, table, places)
-    boxes = [over(table.offsets), over(table.sizes)]
-    data = _columns(table, boxes, hints, layout, slots)
-    structure = {
-        "names": list(entries),
-        "properties": list(table.properties),
-        "transforms": list(transforms or ()),
-    }
-    static = [_json(structure), _json(_mappings(metadata.planner_data, entries)), data]
-    return IndexTemplate(tuple([(zlib.compress(part), len(part)) for part in static]), slots, objects)
+    columns = pack(list(storage_data.values()))
+    if columns is None:
+        raise UnsuitableError
+    hints = [-1 if index.index is None else index.index for index in storage_data]
+    names, offsets = [index.fqn for index in storage_data], [index.offset for index in storage_data]
+    return IndexColumns(names, offsets, hints, (0, len(names))), columns
 
 
 class _Entries:
@@ -229,14 +216,12 @@ class _Entries:
         return self.properties.setdefault(fields, len(self.properties) + 1)
 
 
-def _places(
-    entries: dict[str, Any], table: _Entries, items: Iterable[tuple[str, Any, int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(entries: dict[str, Any], table: _Entries, items: IndexColumns) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the slot of each item, in the order of the items; and DCP's hints, slot by slot."""
     firsts = dict(zip(entries, itertools.accumulate(table.counts, initial=0), strict=False))
     found: dict[str, dict[Any, int]] = {}
     slots, hints = array("q"), array("q")
-    for fqn, offset, hint in items:
+    for fqn, offset, hint in zip(items.names, items.offsets, items.hints, strict=True):
         entry = entries.get(fqn)
         if type(entry) is TensorStorageMetadata:
             chunks = entry.chunks
@@ -261,23 +246,18 @@ def _places(
     return places, ordered
 
 
-def _columns(
-    table: _Entries,
-    boxes: list[torch.Tensor],
-    hints: torch.Tensor,
-    layout: list[torch.Tensor],
-    slots: torch.Tensor,
-) -> bytes:
+def _columns(table: _Entries, hints: torch.Tensor, layout: list[torch.Tensor], slots: torch.Tensor) -> bytes:
     """Encode all columns of numbers."""
+    chunk_offsets, chunk_sizes = over(table.offsets), over(table.sizes)
     kinds, dims, counts, shapes, itemsizes = (
         over(column) for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
     )
     _require(fits(dims, counts))
     entries, axes = Segments.of(counts), Segments.of(counts.repeat_interleave(dims))
     parts = [encode(column) for column in (kinds, dims, counts, shapes)]
-    parts += [encode_segments(boxes[0], axes)]
+    parts += [encode_segments(chunk_offsets, axes)]
     guesses = [
-        encode_segments(boxes[1] - size_guess(kind, boxes[0], shapes, axes), axes)
+        encode_segments(chunk_sizes - size_guess(kind, chunk_offsets, shapes, axes), axes)
         + encode(torch.tensor([kind], device=CPU))
         for kind in range(SIZE_GUESSES)
     ]
@@ -285,7 +265,7 @@ def _columns(
     objects, offsets, lengths, payload_offsets, payloads, blocks, tables = (
         torch.empty_like(column).scatter_(0, slots, column) for column in layout
     )
-    expected = payload_sizes(boxes[1], kinds, dims, entries, itemsizes)
+    expected = payload_sizes(chunk_sizes, kinds, dims, entries, itemsizes)
     counted, tabled = count_blocks(blocks, payloads, lengths), bool((tables >= 0).any())
     _require(bool(torch.equal(tables >= 0, counted > 0)))
     parts += [

@@ -26,7 +26,6 @@ from bucketpoint.format.metadata.facts import (
     FORMAT_VERSION,
     interpreted,
     not_metadata,
-    record_of,
     refuse_marker,
     require_plain,
     without_gc,
@@ -34,7 +33,6 @@ from bucketpoint.format.metadata.facts import (
 from bucketpoint.format.pickles import dcp_metadata
 from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.pickles.machine import MOST_BYTES
-from bucketpoint.format.record import CommitRecord
 from bucketpoint.version import __version__
 
 
@@ -141,12 +139,3 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     if not isinstance(metadata, Metadata):
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     return metadata
-
-
-def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> CommitRecord:
-    """Make the record of a committed checkpoint from nothing but the bytes of its `.metadata`.
-
-    Raises:
-        UnsafeDataError, MetadataError: as `decode_metadata`.
-    """
-    return record_of(decode_metadata(data), data, metadata_etag=metadata_etag)

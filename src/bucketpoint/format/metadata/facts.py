@@ -170,8 +170,13 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, mo
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
     """
     refuse_marker(data, url)
-    with without_gc():
-        metadata = _run(data, vocabulary, url, most)
+    try:
+        with without_gc():
+            metadata = Machine(data, vocabulary, most=most).run()
+    except (ObjectionError, UnreadableError) as error:
+        raise not_metadata(str(error), url) from None
+    except RefusedError as error:
+        raise UnsafeDataError(f"The metadata names {error}", url=url) from None
     if type(metadata) is not vocabulary.kinds["Metadata"]:
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     try:
@@ -195,15 +200,6 @@ def refuse_marker(data: bytes, url: str | None) -> None:
     marker = parse_marker(data)
     if marker is not None:
         raise CheckpointDeletedError(marker.text, url=url)
-
-
-def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None, most: int) -> Any:
-    try:
-        return Machine(data, vocabulary, most=most).run()
-    except (ObjectionError, UnreadableError) as error:
-        raise not_metadata(str(error), url) from None
-    except RefusedError as error:
-        raise UnsafeDataError(f"The metadata names {error}", url=url) from None
 
 
 def not_metadata(reason: str, url: str | None) -> MetadataError:

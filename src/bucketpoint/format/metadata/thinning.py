@@ -209,9 +209,9 @@ class _Filter:
         # A name that is shared takes four bytes or more before it is taken from the stack.
         most = _MAX_BATCH + len(data) // 4
         while True:
-            code, place = data[position], len(out)
+            begin, code, place = position, data[position], len(out)
             size = _SIZES[code]
-            stop = position + 1 + size if size >= 0 else _after(data, position + 1, size)
+            position = begin + 1 + size if size >= 0 else _after(data, begin + 1, size)
             if len(values) > most or len(marks) > _MAX_MARKS:
                 raise ValueError("its stack is too high")
             if code == _MEMOIZE:
@@ -220,19 +220,17 @@ class _Filter:
                     numbers[count] = len(numbers)
                     out.append(code)
                     self._number()
-                count, position = count + 1, stop
+                count += 1
                 continue
             if code in _RECALLS:
-                number = int.from_bytes(data[position + 1 : stop], "little")
+                number = int.from_bytes(data[begin + 1 : position], "little")
                 out += recall(numbers[number])
                 places.append(place)
                 values.append(memo[number])
-                position = stop
                 continue
             if code in _UNFRAMED:
-                position = stop
                 continue
-            out += data[position:stop]
+            out += data[begin:position]
             value, popped = None, _POPPED.get(code)
             if popped is not None:
                 place = places[-popped]
@@ -241,7 +239,6 @@ class _Filter:
                 del places[-popped:], values[-popped:]
             elif code == _MARK:
                 marks.append((len(values), place, self._dictionary(len(values) - 1)))
-                position = stop
                 continue
             elif code == _TUPLE:
                 height, place, _ = marks.pop()
@@ -254,21 +251,18 @@ class _Filter:
                     out += self._added
                     self._added = b""
                 out.append(code)
-                position = stop
                 continue
             elif code == _SETITEM:
                 del out[place:]
                 height = len(values) - 2
                 if self._set(height, self._dictionary(height - 1)):
                     out.append(code)
-                position = stop
                 continue
             elif code == _POP:
                 places.pop(), values.pop()
-                position = stop
                 continue
             elif code in _TEXTS:
-                value = data[position + 1 - size : stop].decode("utf-8", "surrogatepass")
+                value = data[begin + 1 - size : position].decode("utf-8", "surrogatepass")
                 if value == self._hidden:
                     out[place:] = text_header(0)
             elif code == _EMPTY_DICT:
@@ -283,7 +277,6 @@ class _Filter:
                 height = marks[-1][0]
                 if not (len(values) - height) % 2:
                     self._set(height, marks[-1][2])
-            position = stop
 
     def _dictionary(self, at: int) -> str | None:
         """Return the name of the dictionary at this place of the stack, if its pairs are judged."""

@@ -445,11 +445,8 @@ def _stack_global(machine: Machine) -> Any:
     return machine.find(module, name)
 
 
-def _extension(size: int) -> Step:
-    def step(machine: Machine) -> None:
-        raise ObjectionError(f"copyreg extension {machine.number(size)}")
-
-    return step
+def _extension(machine: Machine) -> None:
+    raise ObjectionError("an extension of copyreg")
 
 
 def _newobj_ex(machine: Machine) -> Any:
@@ -523,9 +520,7 @@ _BY_NAME: dict[str, Step] = {
     "GLOBAL": _pushing(_global),
     "STACK_GLOBAL": _pushing(_stack_global),
     "NEWOBJ_EX": _pushing(_newobj_ex),
-    "EXT1": _extension(1),
-    "EXT2": _extension(2),
-    "EXT4": _extension(4),
+    **dict.fromkeys(["EXT1", "EXT2", "EXT4"], _extension),
     "BINPERSID": _pushing(lambda m: m.persistent(m.stack.pop())),
     **dict.fromkeys(
         ["FLOAT", "GET", "INST", "INT", "LONG", "PERSID", "PUT", "STRING", "UNICODE"], _old(lambda m: m.line())

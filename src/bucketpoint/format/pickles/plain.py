@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.vocabulary import Registered, Vocabulary, name_of, unfit, whole
+from bucketpoint.format.pickles.vocabulary import Registered, Vocabulary, name_of, only, unfit, whole
 
 _SCALARS = (bool, int, float)
 _LISTS = (list, tuple, deque)
@@ -177,10 +177,7 @@ def _ints(arguments: tuple[Any, ...]) -> bool:
     return all(type(value) is int for value in arguments)
 
 
-def _zone(zone: Any) -> Any:
-    if zone is not None and type(zone) is not datetime.timezone:
-        raise unfit("a time zone")
-    return zone
+_zone = only("a time zone", datetime.timezone, type(None))
 
 
 @VALUES.makes(datetime.date)

@@ -20,6 +20,7 @@ from bucketpoint.format.pickles.vocabulary import (
     ObjectionError,
     Registered,
     Vocabulary,
+    only,
     unfit,
     whole,
 )
@@ -46,16 +47,10 @@ def _numbers(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _dtype(value: Any) -> torch.dtype:
-    if type(value) is not torch.dtype:
-        raise unfit("a tensor dtype")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise unfit("a flag of a tensor")
-    return value
+_dtype = only("a tensor dtype", torch.dtype)
+_flag = only("a flag of a tensor", bool)
+_plain = only("an argument of a tensor", torch.Tensor, torch.nn.Parameter)
+_number = only("a quantised tensor", int, float)
 
 
 def _check_hooks(hooks: Any) -> None:
@@ -108,12 +103,6 @@ def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, bits: Any = No
     return made.requires_grad_() if _flag(requires_grad) else made
 
 
-def _plain(value: Any) -> torch.Tensor:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise unfit("an argument of a tensor")
-    return value  # type: ignore[no-any-return]
-
-
 @VALUES.function("torch._utils._rebuild_parameter")
 @VALUES.function("torch._utils._rebuild_parameter_with_state")
 def _parameter(machine: Machine, data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> torch.nn.Parameter:
@@ -164,7 +153,7 @@ def _quantised(
     if scheme is torch.per_tensor_affine:
         scale, zero = how
         tensor = torch._empty_affine_quantized(
-            size, scale=_scalar(scale), zero_point=_scalar(zero), dtype=dtype, device=untyped.device
+            size, scale=_number(scale), zero_point=_number(zero), dtype=dtype, device=untyped.device
         )
     elif scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
         scales, zeros, axis = how
@@ -180,12 +169,6 @@ def _quantised(
         raise unfit("a quantised tensor")
     tensor.set_(untyped, first, size, steps)
     return tensor.requires_grad_() if _flag(requires_grad) else tensor
-
-
-def _scalar(value: Any) -> Any:
-    if type(value) not in (int, float):
-        raise unfit("a quantised tensor")
-    return value
 
 
 def _check_owned(machine: Machine, tensor: torch.Tensor) -> None:

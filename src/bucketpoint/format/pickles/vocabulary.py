@@ -33,6 +33,17 @@ def unfit(what: str) -> ObjectionError:
     return ObjectionError(f"{what} that no writer makes")
 
 
+def only(what: str, *kinds: type) -> Callable[[Any], Any]:
+    """Return a function that returns its argument if it is of one of these classes, and objects otherwise."""
+
+    def checked(value: Any) -> Any:
+        if type(value) not in kinds:
+            raise unfit(what)
+        return value
+
+    return checked
+
+
 class Shell:
     """A value that still lacks its state: an array, a data type or an identifier, none of which can be changed later.
 
