@@ -21,6 +21,7 @@ from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItem
 from bucketpoint.dcp.planning.nested_state import IntKeys
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.columns import ItemColumns
+from bucketpoint.format.metadata.coverage import MAX_CUT_AXES, uncovered
 from bucketpoint.format.metadata.template import MetadataTemplate
 
 if TYPE_CHECKING:
@@ -58,16 +59,16 @@ class GlobalPlan:
         senders: global rank of each rank.
         int_keys: paths of dicts with integer keys, on any rank.
         templates: those of the last save with this plan.
-        uncovered: tensors of which the ranks do not hold all, see `uncovered`; None until the first commit.
+        uncovered: tensors of which the ranks do not hold all: see `uncovered`.
     """
 
     items: Sequence[AssignedItems] | Sequence[list[Any]]
     metadata: Metadata
     assignment: Assignment | None
+    uncovered: Sequence[tuple[str, str]]
     senders: Sequence[int] = ()
     int_keys: Sequence[IntKeys] = ()
     templates: Templates | None = None
-    uncovered: list[tuple[str, str]] | None = None
 
     def lists(self) -> list[Any]:
         """Return a list of items for each rank, which the caller may alter."""
@@ -161,9 +162,13 @@ def plan_globally(
     if assignment is None:
         return _plan_of_dcp(plans, frozenset(apart))
     state = assignment.metadata.state_dict_metadata
-    _validate(plans, Metadata({name: state[name] for name in assignment.doubtful}))
+    lacking = list(uncovered(assignment.metadata, {}))
+    # DCP's check takes long for many chunks, so it gets only the tensors that may fail it.
+    doubtful = {name for name, _ in lacking}
+    doubtful |= {name for name, entry in state.items() if len(getattr(entry, "size", ())) > MAX_CUT_AXES}
+    _validate(plans, Metadata({name: state[name] for name in doubtful}))
     items = [AssignedItems(assignment.encode(rank), asked, whole) for rank, asked in enumerate(packed)]
-    return GlobalPlan(items, assignment.metadata, assignment)
+    return GlobalPlan(items, assignment.metadata, assignment, lacking)
 
 
 def _plan_of_dcp(plans: Sequence[SavePlan], apart: frozenset[str]) -> GlobalPlan:
@@ -177,7 +182,7 @@ def _plan_of_dcp(plans: Sequence[SavePlan], apart: frozenset[str]) -> GlobalPlan
         held.append(replace(plan, items=own))
     assigned, metadata = create_default_global_save_plan(dedup_save_plans(held))
     _validate(assigned, metadata)
-    return GlobalPlan([plan.items for plan in assigned], metadata, None)
+    return GlobalPlan([plan.items for plan in assigned], metadata, None, list(uncovered(metadata, {})))
 
 
 def _validate(plans: Sequence[SavePlan], metadata: Metadata) -> None:

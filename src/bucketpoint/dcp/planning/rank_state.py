@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import enum
 import hashlib
+import itertools
 import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.balance import MIN_SLICE_BYTES
-from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, TENSOR, Table
+from bucketpoint.dcp.planning.columnar.encoding import SHARD, Table
 from bucketpoint.dcp.planning.columnar.plan_items import packed_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
@@ -81,54 +83,55 @@ def rank_state_name(fqn: str) -> str | None:
     return fqn[: match.start()] if match is not None else None
 
 
-class Compared(NamedTuple):
-    """The names of a rank's items that are compared with those of other ranks, in order.
-
-    Attributes:
-        values: items that may rightly differ between ranks, and of which one rank's value is saved.
-        replicas: tensors that may be cut, so that several ranks save parts of them.
-    """
-
-    values: tuple[str, ...] = ()
-    replicas: tuple[str, ...] = ()
-
-    def __add__(self, other: Any) -> Compared:
-        return Compared(self.values + other.values, self.replicas + other.replicas)
-
-    @staticmethod
-    def of(items: Iterable[WriteItem]) -> Compared:
-        """Return those of a rank's items."""
-        items = list(items)
-        return Compared(
-            tuple([item.index.fqn for item in items if _may_be_own(item)]),
-            tuple([item.index.fqn for item in items if _may_be_cut(item)]),
-        )
-
-    @staticmethod
-    def of_table(table: Table) -> Compared:
-        """Return those of a table."""
-        own = [_is_generator_state(size, properties) for properties, size in table.descriptions]
-        large = [_is_large(size, properties) for properties, size in table.descriptions]
-        rows = list(zip(table.names, table.kinds, table.described, strict=True))
-        return Compared(
-            tuple([name for name, kind, at in rows if kind == BYTE_IO or (kind == TENSOR and own[at])]),
-            tuple([name for name, kind, at in rows if kind == TENSOR and large[at]]),
-        )
-
-
 def compared_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> bytes:
-    """Return 4 bytes for each value and then 2 for each replica that `Compared.of` names. Zeros: not comparable.
+    """Return 4 bytes for each value and then 2 for each replica that `_compared` names. Zeros: not comparable.
 
     A replica takes some 4 us in host memory, and a copy of 512 bytes on a device.
     """
-    budget, values, samples = [_MAX_NODES], [], []
-    for item in items:
-        if _may_be_own(item):
-            values.append(_digest(state.get(item.index.fqn), budget))
-        elif _may_be_cut(item):
-            samples.append(_sample(state.get(item.index.fqn)))
+    budget = [_MAX_NODES]
+    values, replicas = _compared(_rows(items))
+    digests = [_digest(state.get(name), budget) for name in values]
     # After the values: a coordinator of an older version then compares neither.
-    return b"".join(values + samples)
+    return b"".join(digests + [_sample(state.get(name)) for name in replicas])
+
+
+_Row: TypeAlias = tuple[str, bool, tuple[TensorProperties, torch.Size] | None]
+"""Name of an item, True unless it is a shard, and properties and size of the tensor; None for bytes."""
+
+
+def _rows(items: Iterable[WriteItem]) -> list[_Row]:
+    every = [(item, item.tensor_data) for item in items]
+    return [
+        (item.index.fqn, item.type != WriteItemType.SHARD, None if data is None else (data.properties, data.size))
+        for item, data in every
+    ]
+
+
+def _rows_of_table(table: Table) -> list[_Row]:
+    described = [None if at < 0 else table.descriptions[at] for at in table.described]
+    return [
+        (name, kind != SHARD, about) for name, kind, about in zip(table.names, table.kinds, described, strict=True)
+    ]
+
+
+def _compared(rows: Iterable[_Row]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the items that are compared with those of other ranks, in order.
+
+    First those that may rightly differ between ranks, and of which one rank's value is saved: objects, and vectors of
+    bytes, such as the state of a random generator. Then replicas that may be cut, so that several ranks save parts of
+    them. Smaller ones are saved by one rank, as DCP does, and may differ rightly: running statistics of BatchNorm do.
+    """
+    values, replicas = [], []
+    for name, whole, about in rows:
+        if about is None:
+            values.append(name)
+        elif whole:
+            properties, size = about
+            if len(size) == 1 and properties.dtype is torch.uint8 and int(size[0]) <= _MAX_BYTES:
+                values.append(name)
+            elif size.numel() * int(properties.dtype.itemsize) > MIN_SLICE_BYTES:
+                replicas.append(name)
+    return tuple(values), tuple(replicas)
 
 
 def differences(
@@ -140,15 +143,15 @@ def differences(
         tables: of all ranks, decoded.
         digests: for each rank, the result of `compared_digests`; of another length if it sent none.
     """
-    of_table = {blob: Compared.of_table(table) for blob, table in tables.items()}
+    of_table = {blob: _compared(_rows_of_table(table)) for blob, table in tables.items()}
     values, replicas = [], []
     for plan, joined in zip(plans, digests, strict=True):
         packed = packed_items(plan.items)
-        parts = [Compared.of(plan.items)] if packed is None else [of_table[blob] for blob in packed.tables]
-        names = sum(parts, Compared())
-        cut = DIGEST_BYTES * len(names.values)
-        values.append((names.values, joined[:cut]))
-        replicas.append((names.replicas, joined[cut:]))
+        parts = [_compared(_rows(plan.items))] if packed is None else [of_table[blob] for blob in packed.tables]
+        named, cut = (tuple(itertools.chain.from_iterable(part[at] for part in parts)) for at in range(2))
+        border = DIGEST_BYTES * len(named)
+        values.append((named, joined[:border]))
+        replicas.append((cut, joined[border:]))
     return _differing(values), _differing(replicas)
 
 
@@ -166,19 +169,6 @@ def _differing(sent: Sequence[tuple[tuple[str, ...], bytes]]) -> list[str]:
     return sorted(name for name, found in seen.items() if len(found) > 1)
 
 
-def _may_be_cut(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return item.type == WriteItemType.TENSOR and data is not None and _is_large(data.size, data.properties)
-
-
-def _is_large(size: torch.Size, properties: Any) -> bool:
-    """Return True for tensors that may be cut. Smaller ones are saved by one rank, as DCP does.
-
-    They may differ rightly: running statistics of BatchNorm do.
-    """
-    return size.numel() * int(properties.dtype.itemsize) > MIN_SLICE_BYTES
-
-
 def _sample(value: Any) -> bytes:
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
         return bytes(_SAMPLE_BYTES)
@@ -193,21 +183,6 @@ def _sample(value: Any) -> bytes:
         copy_stretch(value, nbytes // 2, memoryview(piece))
         crc = zlib.crc32(piece)
     return (crc % 0xFFFF + 1).to_bytes(_SAMPLE_BYTES, "big")
-
-
-def _may_be_own(item: WriteItem) -> bool:
-    """Return True if an item is no tensor, or is a vector of bytes, such as the state of a random generator.
-
-    Other tensors, such as the weights of replicas, are not compared.
-    """
-    if item.type == WriteItemType.BYTE_IO:
-        return True
-    data = item.tensor_data
-    return item.type == WriteItemType.TENSOR and data is not None and _is_generator_state(data.size, data.properties)
-
-
-def _is_generator_state(size: Sequence[int], properties: Any) -> bool:
-    return len(size) == 1 and properties.dtype is torch.uint8 and int(size[0]) <= _MAX_BYTES
 
 
 def _digest(value: Any, budget: list[int]) -> bytes:

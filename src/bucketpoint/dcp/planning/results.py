@@ -5,7 +5,6 @@ A rank that was assigned columns of items reports columns in the order of these 
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import zlib
 from collections import UserList
@@ -30,8 +29,6 @@ from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.metadata.template import make_template
-
-_NAMED_AT_MOST = 6
 
 
 class Results(UserList[WriteResult]):
@@ -173,17 +170,12 @@ class RankResults:
             if size is not None
         }
 
-    def uncovered(self) -> list[tuple[str, str]]:
-        """Return the first tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
+    def uncovered(self) -> Sequence[tuple[str, str]]:
+        """Return the tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
         plan = self.plan
-        if plan is not None and self.metadata.state_dict_metadata is not plan.metadata.state_dict_metadata:
-            plan = None
-        if plan is not None and plan.uncovered is not None:
+        if plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata:
             return plan.uncovered
-        first = list(itertools.islice(uncovered(self.metadata, {}), _NAMED_AT_MOST))
-        if plan is not None:
-            plan.uncovered = first
-        return first
+        return list(uncovered(self.metadata, {}))
 
     def results(self) -> list[list[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""

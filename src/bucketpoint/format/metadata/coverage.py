@@ -15,7 +15,7 @@ PARTIAL = "partial"
 RANK = re.compile(r"\.rank-(0|[1-9][0-9]{0,8})(?:\.|$)")
 """The part of a flat name by which `rank_state` distinguishes the ranks' values."""
 
-_MAX_CUT_AXES = 5
+MAX_CUT_AXES = 5
 """Axes along which a tensor may be cut for the search for overlaps: each doubles the work for a chunk."""
 
 Box = tuple[Sequence[int], Sequence[int]]
@@ -81,7 +81,7 @@ def _fault(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
     if held < volume:
         return f"has only {held} of its {volume} elements"
     cut = [axis for axis, whole in enumerate(size) if any(sizes[axis] != whole for _, sizes in boxes)]
-    if held > volume or (len(cut) <= _MAX_CUT_AXES and _overlap(size, boxes, cut)):
+    if held > volume or (len(cut) <= MAX_CUT_AXES and _overlap(size, boxes, cut)):
         return f"has chunks that overlap, with {held} elements in all for its {volume}"
     return None
 

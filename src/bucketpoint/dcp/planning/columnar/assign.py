@@ -54,8 +54,6 @@ class Assignment:
     nbytes: torch.Tensor
     metadata: Metadata
     index: IndexColumns
-    doubtful: tuple[str, ...]
-    """Tensors whose chunks may overlap; all other checks of them have passed."""
 
     def count(self, rank: int) -> int:
         return self.index.borders[rank + 1] - self.index.borders[rank]
@@ -240,11 +238,10 @@ def _column(blob: bytes) -> torch.Tensor:
 def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[str]) -> Assignment:
     source, seen_first, first, rows, rank = _chosen(held, ranks, nodes, apart)
     names, number = held.names, held.number[source]
-    offsets, sizes, keys = held.offsets[source], held.sizes[source], held.keys[source]
+    offsets, sizes = held.offsets[source], held.sizes[source]
     cut = first != _WHOLE
     offsets[cut, 0] += first[cut]
     sizes[cut, 0] = rows[cut]
-    keys[cut] += first[cut] * names.strides[number[cut], 0]
     # A hint is the number of a chunk among those of its tensor, in the order of assignment.
     by_tensor = torch.sort(number, stable=True).indices
     grouped = number[by_tensor]
@@ -256,7 +253,6 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset
     hints[is_bytes] = -1
     nbytes = sizes.prod(1) * names.itemsizes[number]
     nbytes[is_bytes] = -1
-    doubtful = _checked(held, number, keys, offsets, sizes, fill=ranks > 1)
     borders = torch.searchsorted(rank, torch.arange(ranks + 1)).tolist()
     # Tensors in the order in which their first chunk is assigned.
     order = torch.sort(by_tensor[begins]).indices
@@ -281,7 +277,7 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset
         offset_of[entry] = None
     index = IndexColumns([texts[at] for at in number.tolist()], offset_of, hints.tolist(), tuple(borders))
     kept = torch.stack([held.position[source], hints, first, rows], 1)
-    return Assignment(kept, nbytes, Metadata(state), index, tuple([texts[at] for at in doubtful]))
+    return Assignment(kept, nbytes, Metadata(state), index)
 
 
 def _chosen(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[str]) -> tuple[torch.Tensor, ...]:
@@ -333,32 +329,6 @@ def _chosen(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[s
     low, high = torch.cat([torch.full_like(own, _WHOLE), low]), torch.cat([held.sizes[own, 0], high])
     to, by_rank = torch.sort(torch.cat([held.rank[own], torch.tensor(chosen, dtype=torch.int64)]), stable=True)
     return source[by_rank], seen_first[by_rank], low[by_rank], high[by_rank], to
-
-
-def _checked(
-    held: _Held, number: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, *, fill: bool
-) -> list[int]:
-    """Return the numbers of the tensors whose chunks may overlap.
-
-    Chunks are sorted by offsets. No two chunks of a tensor overlap if for each pair of neighbours, in the first
-    dimension in which their offsets differ, they do not overlap, and in the dimensions before it their sizes are equal:
-    along that dimension all chunks lie one behind the other.
-    """
-    shapes = held.names.shapes
-    volumes = torch.zeros(len(shapes), dtype=torch.int64).scatter_add_(0, number, sizes.prod(1))
-    scalar = held.names.dims == 0
-    if fill:
-        _require((scalar | (volumes == shapes.prod(1))).all())
-    order = torch.sort(keys, stable=True).indices
-    number, offsets, sizes = number[order], offsets[order], sizes[order]
-    this, next_ = slice(None, -1), slice(1, None)
-    differs = offsets[this] != offsets[next_]
-    before = differs.long().cumsum(1) == 0
-    apart = differs & (differs.long().cumsum(1) == 1) & (offsets[this] + sizes[this] <= offsets[next_])
-    sound = apart.any(1) & (~before | (sizes[this] == sizes[next_])).all(1)
-    # Scalars are left out, as DCP does not check tensors without dimensions.
-    doubtful = (number[this] == number[next_]) & ~sound & ~scalar[number[this]]
-    return sorted(set(number[next_][doubtful].tolist()))
 
 
 def _runs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
