@@ -30,9 +30,9 @@ from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, refuse_existing, refuse_hidden
 from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
 from bucketpoint.dcp.saving.moments import checksum_digests
-from bucketpoint.dcp.saving.object_layout import ObjectPlace
+from bucketpoint.dcp.saving.object_layout import ObjectNames
 from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
-from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
+from bucketpoint.dcp.saving.uploads import Uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
 from bucketpoint.dcp.spans import begin_save, end_save
 from bucketpoint.dcp.stats import SaveStats
@@ -450,8 +450,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         with progress_callback(self.progress, session.rank, session.ranks.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             upload = RankUpload(
-                to=Destination(self._place(session), store),
-                place=ObjectPlace(prefix, session.token, session.rank, self.groups),
+                place=self._place(session),
+                store=store,
+                names=ObjectNames(prefix, session.token, session.rank),
+                rules=self.groups,
                 uploads=self.uploads,
                 lease=lease,
                 options=self.uploads.options(lease),

@@ -24,7 +24,7 @@ import bucketpoint
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer, StagingOptions, TransferOptions
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.saving import uploads
-from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
+from bucketpoint.dcp.saving.uploads import LEAST_BYTES
 from bucketpoint.errors import CheckpointNotFoundError, EndpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.location import Location
 from bucketpoint.transfer import Meter
@@ -121,11 +121,6 @@ def test_tries_by_threads_what_the_process_cannot_reach_unless_it_sent_bytes(
         with pytest.raises(EndpointError, match="no route") if sent else contextlib.nullcontext():
             save(writer, str(tmp_path / "a"), {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)})
     assert (tmp_path / "a" / ".metadata").exists() == (not sent)
-
-
-def test_shows_no_secret_of_a_destination() -> None:
-    place = Location.of("s3://bucket/run", {"secret": "abc123secret"})
-    assert "abc123secret" not in repr(Destination(place, place.opened[0]))
 
 
 @pytest.mark.parametrize("background", ["auto", "process"])

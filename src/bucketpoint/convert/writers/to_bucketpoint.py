@@ -25,7 +25,6 @@ from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import (
     ItemBytes,
     ObjectNames,
-    ObjectPlace,
     framed_segments,
     group_items,
     plan_objects,
@@ -60,7 +59,7 @@ def plan_bucketpoint(
         # Items that are read together lie together in the target.
         for index, _ in sorted(source.payloads.items(), key=lambda item: item[1].place)
     ]
-    names, shapes = ObjectNames(ObjectPlace("", token, 0, DEFAULT_RULES)), ChunkShapes(source.metadata)
+    names, shapes = ObjectNames("", token, 0), ChunkShapes(source.metadata)
     planned = []
     for group, members in group_items(items, DEFAULT_RULES).items():
         entries = [_item_bytes(item, source.payloads[item.index], source, filling, shapes) for item in members]

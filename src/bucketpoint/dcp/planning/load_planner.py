@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -317,7 +318,11 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
 
 
 def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
-    empty = [name for name, value in _leaves(state) if isinstance(value, torch.Tensor) and value.is_meta]
+    empty = [
+        name
+        for name, value in flatten_state_dict(state)[0].items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]
     if empty:
         raise MismatchError(
             f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
@@ -326,19 +331,6 @@ def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
             remedy='Allocate them first: call model.to_empty(device="cpu"), or with the device to load to, before '
             "model.state_dict()",
         )
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in the containers of a state, with their dotted names."""
-    if isinstance(value, Mapping):
-        parts: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-    else:
-        yield name, value
-        return
-    for key, part in parts:
-        yield from _leaves(part, f"{name}.{key}" if name else str(key))
 
 
 def url_of(metadata: Metadata) -> str | None:

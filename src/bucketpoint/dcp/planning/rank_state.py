@@ -109,9 +109,7 @@ def _rows(items: Iterable[WriteItem]) -> list[_Row]:
 
 def _rows_of_table(table: Table) -> list[_Row]:
     described = [None if at < 0 else table.descriptions[at] for at in table.described]
-    return [
-        (name, kind != SHARD, about) for name, kind, about in zip(table.names, table.kinds, described, strict=True)
-    ]
+    return [(name, kind != SHARD, about) for name, kind, about in zip(table.names, table.kinds, described, strict=True)]
 
 
 def _compared(rows: Iterable[_Row]) -> tuple[tuple[str, ...], tuple[str, ...]]:

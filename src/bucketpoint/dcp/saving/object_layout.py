@@ -9,9 +9,11 @@ import pickle
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -23,7 +25,7 @@ from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
 from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, tensor_bytes
 from bucketpoint.format.torch_zip import frameable, tensor_frame
-from bucketpoint.stores import Capabilities
+from bucketpoint.stores import Capabilities, ObjectInfo
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import fold_blocks
 from bucketpoint.transfer.digest import digest
@@ -40,32 +42,46 @@ WHOLE_OBJECT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class ObjectPlace:
-    """Place of one rank's objects: below `prefix`, named by the attempt's token and the rank, grouped by `rules`."""
+class ItemBytes:
+    """A write item with the bytes that are stored for it.
 
-    prefix: str
-    token: str
-    rank: int
-    rules: Sequence[GroupRule]
+    Attributes:
+        payload: index of the segment over which the item's checksum and digest are taken; 0 unless the item is framed.
+        tensor: a tensor that keeps the memory of the segments alive.
+    """
+
+    item: WriteItem
+    segments: Sequence[Segment]
+    payload: int
+    tensor: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def body(self) -> Segment:
+        """The segment of the payload."""
+        return self.segments[self.payload]
+
+    @property
+    def payload_offset(self) -> int | None:
+        """Bytes from the start of the item to its payload, if the item is one of our frames; else None."""
+        return self.segments[0].nbytes if self.payload else None
 
 
 @dataclass(frozen=True)
 class PlacedItem:
-    """A write item at `offset` in its object.
+    """An item at `offset` in its object.
 
     Attributes:
-        payload: index of the segment over which the item's checksum is taken.
-        payload_offset: bytes from the start of the item to that segment, if the item is one of our frames; else None.
+        payload: index of the payload among the object's segments.
         table: offset in the object of the checksums of the item's blocks; None if the item has a single block.
     """
 
-    item: WriteItem
+    entry: ItemBytes
     offset: int
-    nbytes: int
     payload: int
-    payload_offset: int | None
-    tensor: torch.Tensor | None = None
-    """Keeps alive the memory that the segments' views point to."""
     table: int | None = None
 
 
@@ -76,6 +92,25 @@ class PlannedObject:
     path: str
     source: ObjectSource
     items: Sequence[PlacedItem]
+
+
+class ObjectNames:
+    """Paths of one rank's objects: named by the attempt's token and the rank, and numbered within each group.
+
+    Attributes:
+        prefix: key prefix of the checkpoint.
+    """
+
+    def __init__(self, prefix: str, token: str, rank: int) -> None:
+        self.prefix = prefix
+        self._token, self._rank = token, rank
+        self._used: Counter[str] = Counter()
+
+    def next(self, group: str) -> str:
+        """Return a path that no other object of this save has."""
+        number = self._used[group]
+        self._used[group] += 1
+        return keys.data_path(self._token, self._rank, group, number)
 
 
 def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
@@ -135,40 +170,6 @@ def default_object_bytes(store: Capabilities, options: TransferOptions) -> int:
     return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
 
 
-@dataclass(frozen=True)
-class ItemBytes:
-    """A write item with the bytes that are stored for it.
-
-    Attributes:
-        payload: index of the segment over which the item's checksum and digest are taken; 0 unless the item is framed.
-        tensor: a tensor that keeps the memory of the segments alive.
-    """
-
-    item: WriteItem
-    segments: Sequence[Segment]
-    payload: int
-    tensor: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self.segments)
-
-
-class ObjectNames:
-    """Paths of one rank's objects, numbered within each group."""
-
-    def __init__(self, place: ObjectPlace) -> None:
-        self.prefix = place.prefix
-        self._place = place
-        self._used: Counter[str] = Counter()
-
-    def next(self, group: str) -> str:
-        """Return a path that no other object of this save has."""
-        number = self._used[group]
-        self._used[group] += 1
-        return keys.data_path(self._place.token, self._place.rank, group, number)
-
-
 def item_bytes(item: WriteItem, planner: SavePlanner, *, digests: bool = False) -> ItemBytes:
     """Resolve an item to the bytes that are stored for it.
 
@@ -193,7 +194,7 @@ def plan_objects(
     Groups go to separate objects, so that a checkpoint can later be thinned to its weights by deleting objects. A group
     larger than `target_object_bytes` is spread over several; an item is never split over two.
     """
-    batches = batched(items, lambda entry: entry.segments[entry.payload].nbytes, target_object_bytes)
+    batches = batched(items, lambda entry: entry.body.nbytes, target_object_bytes)
     return [_lay_out(names.next(group), names.prefix, batch) for batch in batches]
 
 
@@ -202,22 +203,19 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
     placed: list[PlacedItem] = []
     offset = 0
     for entry in batch:
-        parts, framed = entry.segments, entry.payload > 0
-        start, nbytes = parts[0].nbytes, entry.nbytes
-        payload = len(segments) + entry.payload
-        placed.append(PlacedItem(entry.item, offset, nbytes, payload, start if framed else None, entry.tensor))
-        segments += parts
-        offset += nbytes
+        placed.append(PlacedItem(entry, offset, len(segments) + entry.payload))
+        segments += entry.segments
+        offset += entry.nbytes
     for number, item in enumerate(placed):
-        segment = segments[item.payload]
-        if segment.nbytes > segment.block_nbytes:
+        body = item.entry.body
+        if body.nbytes > body.block_nbytes:
             # Tables lie behind all items: checksums are known only when everything before them is about to be sent.
             placed[number] = replace(item, table=offset)
-            offset += 4 * -(-segment.nbytes // segment.block_nbytes)
+            offset += 4 * -(-body.nbytes // body.block_nbytes)
     tabled = [item.payload for item in placed if item.table is not None]
     if tabled:
         segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
-    digested = [item for item in placed if segments[item.payload].digest_seed is not None]
+    digested = [item for item in placed if item.entry.body.digest_seed is not None]
     if digested:
         from bucketpoint.checkpoint.digest_table import table_nbytes, table_tail
 
@@ -269,26 +267,28 @@ def framed_segments(
 
 
 def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
-    """Return the results that this rank reports to the coordinator for the items of one object.
-
-    Only the result of the first item holds the size and ETag of the object; the commit moves them to a table of
-    objects.
-    """
-    results = []
-    for position, placed in enumerate(planned.items):
-        segment = planned.source.segments[placed.payload]
-        crcs = uploaded.block_crcs[placed.payload]
+    """Return the results that this rank reports to the coordinator for the items of one object."""
+    infos = []
+    for placed in planned.items:
+        entry, body = placed.entry, placed.entry.body
         info = make_storage_info(
             planned.path,
             placed.offset,
-            placed.nbytes,
-            payload_offset=placed.payload_offset,
-            payload_nbytes=segment.nbytes if placed.payload_offset is not None else None,
-            crc32c=fold_blocks(crcs, segment.nbytes, segment.block_nbytes),
-            block_nbytes=segment.block_nbytes,
+            entry.nbytes,
+            payload_offset=entry.payload_offset,
+            payload_nbytes=body.nbytes if entry.payload else None,
+            crc32c=fold_blocks(uploaded.block_crcs[placed.payload], body.nbytes, body.block_nbytes),
+            block_nbytes=body.block_nbytes,
             table_offset=placed.table,
         )
-        if position == 0:
-            set_object_facts(info, size=uploaded.info.size, etag=uploaded.info.etag)
-        results.append(WriteResult(index=placed.item.index, size_in_bytes=placed.nbytes, storage_data=info))
-    return results
+        infos.append((entry.item.index, info))
+    return results_with(infos, uploaded.info)
+
+
+def results_with(infos: Sequence[tuple[MetadataIndex, Any]], stored: ObjectInfo) -> list[WriteResult]:
+    """Return the results for the items of one stored object.
+
+    Only the first one holds the size and ETag of the object; the commit moves them to a table of objects.
+    """
+    set_object_facts(infos[0][1], size=stored.size, etag=stored.etag)
+    return [WriteResult(index=index, size_in_bytes=info.length, storage_data=info) for index, info in infos]

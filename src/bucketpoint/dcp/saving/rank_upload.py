@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.saving.earlier_saves import EarlierSave, SavedItem, Written
 from bucketpoint.dcp.saving.object_layout import (
     ItemBytes,
     ObjectNames,
-    ObjectPlace,
     PlannedObject,
     default_object_bytes,
     group_items,
@@ -36,13 +36,15 @@ from bucketpoint.dcp.saving.unchanged import (
     results_of_copy,
     sample_of,
 )
-from bucketpoint.dcp.saving.uploads import Destination, Uploads
+from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.session import SaveSession
 from bucketpoint.errors import BucketpointError, first_fault
+from bucketpoint.format.groups import GroupRule
 from bucketpoint.format.item_info import read_item
+from bucketpoint.location import Location
 from bucketpoint.staging import Lease
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import Meter, TaskGroup, TransferOptions, Uploaded
+from bucketpoint.transfer import Meter, TaskGroup, TransferOptions
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.save_log import SaveLog
@@ -65,8 +67,10 @@ class RankUpload:
         digests: compute digests of the items, for the comparison at the next save.
     """
 
-    to: Destination
-    place: ObjectPlace
+    place: Location
+    store: Store
+    names: ObjectNames
+    rules: Sequence[GroupRule]
     uploads: Uploads
     lease: Lease | None
     options: TransferOptions
@@ -100,11 +104,11 @@ class RankUpload:
         return written
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner, last: EarlierSave | None) -> Written:
-        names = ObjectNames(self.place)
-        most = self.target_object_bytes or default_object_bytes(self.to.store.capabilities, self.options)
+        names = self.names
+        most = self.target_object_bytes or default_object_bytes(self.store.capabilities, self.options)
         groups = {
             group: [item_bytes(item, planner, digests=self.digests) for item in members]
-            for group, members in group_items(items, self.place.rules).items()
+            for group, members in group_items(items, self.rules).items()
         }
         unchanged: Mapping[MetadataIndex, SavedItem] = {}
         copies: list[ObjectCopy] = []
@@ -131,11 +135,18 @@ class RankUpload:
     def _write_transformed(
         self, items: Sequence[WriteItem], planner: SavePlanner, extensions: Sequence[Any]
     ) -> Written:
-        from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
+        from bucketpoint.dcp.saving.transformed import write_transformed
 
-        with self.announced(transformed_paths(items, self.place)):
+        groups = {self.names.next(group): members for group, members in group_items(items, self.rules).items()}
+        with self.announced(list(groups)):
             results = write_transformed(
-                items, planner, extensions, self.place, store=self.to.store, options=self.options, meter=self.meter
+                groups,
+                planner,
+                extensions,
+                self.names.prefix,
+                store=self.store,
+                options=self.options,
+                meter=self.meter,
             )
         return Written(results)
 
@@ -147,7 +158,7 @@ class RankUpload:
 
         def copy(one: ObjectCopy) -> None:
             assert last is not None
-            done[one.path] = copy_object(one, last, self.to.place.url, self.open_url)
+            done[one.path] = copy_object(one, last, self.place.url, self.open_url)
 
         large = [entry.path for entry in planned if entry.source.nbytes > self.options.single_put_bytes]
         # A store copies an object of more than 5 GiB by a multipart upload, too.
@@ -158,38 +169,37 @@ class RankUpload:
             for one in copies:
                 group.start(functools.partial(copy, one))
             sources = [entry.source for entry in planned]
-            uploaded = self.uploads.upload(self.to, sources, self.lease, self.meter) if sources else []
+            uploaded = self.uploads.upload(self.place, self.store, sources, self.lease, self.meter) if sources else []
         for entry, stored in zip(planned, uploaded, strict=True):
-            self._note_sent(entry, stored, written)
+            items = [(placed.entry, stored.digests[placed.payload]) for placed in entry.items]
+            self._note(entry.path, stored.info, results_of(entry, stored), items, written)
         refused = []
         for one in copies:
             info = done[one.path]
             if info is None:
                 refused.append(one)
             else:
-                self._note_copied(one, info, written)
+                results = results_of_copy(one, info)
+                self._note(one.path, info, results, [(item, saved.digest) for item, saved in one.items], written)
+                written.copied_nbytes += sum(result.size_in_bytes for result in results)
         return refused
 
-    def _note_sent(self, entry: PlannedObject, stored: Uploaded, written: Written) -> None:
-        results = results_of(entry, stored)
+    def _note(
+        self,
+        path: str,
+        stored: ObjectInfo,
+        results: Sequence[WriteResult],
+        items: Sequence[tuple[ItemBytes, bytes | None]],
+        written: Written,
+    ) -> None:
+        """Add an object to what was written, and its items with their digests, if they have one."""
         written.results.extend(results)
-        if not self.digests:
-            return
-        written.objects[entry.path] = stored.info
-        for placed, result in zip(entry.items, results, strict=True):
-            digest = stored.digests[placed.payload]
-            if digest is not None:
-                sample = sample_of(entry.source.segments[placed.payload])
-                written.items[result.index] = SavedItem(read_item(result.storage_data), digest, sample)
-
-    def _note_copied(self, copy: ObjectCopy, info: ObjectInfo, written: Written) -> None:
-        results = results_of_copy(copy, info)
-        written.results.extend(results)
-        written.objects[copy.path] = info
-        for (entry, saved), result in zip(copy.items, results, strict=True):
-            sample = sample_of(entry.segments[entry.payload])
-            written.items[result.index] = SavedItem(read_item(result.storage_data), saved.digest, sample)
-        written.copied_nbytes += sum(result.size_in_bytes for result in results)
+        if self.digests:
+            written.objects[path] = stored
+            for (entry, digest), result in zip(items, results, strict=True):
+                if digest is not None:
+                    saved = SavedItem(read_item(result.storage_data), digest, sample_of(entry.body))
+                    written.items[result.index] = saved
 
 
 def _by_steadiness(

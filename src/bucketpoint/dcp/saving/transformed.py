@@ -7,7 +7,7 @@ read alone.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.saving.object_layout import ObjectPlace, group_items, item_segments, resolve
+from bucketpoint.dcp.saving.object_layout import item_segments, resolve, results_with
 from bucketpoint.format import keys
-from bucketpoint.format.storage_info import make_storage_info, set_object_facts
+from bucketpoint.format.storage_info import make_storage_info
 from bucketpoint.stores import Store
 from bucketpoint.transfer import Meter, TransferOptions
 from bucketpoint.transfer.stream import StreamUpload
@@ -44,33 +44,31 @@ class _ItemStream(io.RawIOBase):
         return self._stream.write(data)
 
 
-def transformed_paths(items: Sequence[WriteItem], place: ObjectPlace) -> list[str]:
-    """Return the paths of the objects that `write_transformed` will write."""
-    return [keys.data_path(place.token, place.rank, group, 0) for group in group_items(items, place.rules)]
-
-
 def write_transformed(
-    items: Sequence[WriteItem],
+    groups: Mapping[str, Sequence[WriteItem]],
     planner: SavePlanner,
     extensions: Sequence[Any],
-    place: ObjectPlace,
+    prefix: str,
     *,
     store: Store,
     options: TransferOptions,
     meter: Meter,
 ) -> list[WriteResult]:
-    """Write all items through `extensions`, of which the first is nearest to the object."""
+    """Write all items through `extensions`, of which the first is nearest to the object.
+
+    Args:
+        groups: the items of each object, by its path below `prefix`.
+    """
     # In the order in which a reader undoes the transforms: the one nearest to the object first. Torch's own writer
     # lists them the other way round, and its reader then cannot undo more than one.
     descriptors = [extension.get_descriptor() for extension in extensions]
     results: list[WriteResult] = []
-    for group, members in group_items(items, place.rules).items():
-        path = keys.data_path(place.token, place.rank, group, 0)
+    for path, members in groups.items():
         data = [(item, resolve(item, planner)) for item in members]
         raw = sum(_nbytes_of(value) + _SLACK for _, value in data)
-        first = len(results)
+        infos = []
         with StreamUpload(
-            store, keys.join(place.prefix, path), options, largest_nbytes=int(raw * _GROWTH), meter=meter
+            store, keys.join(prefix, path), options, largest_nbytes=int(raw * _GROWTH), meter=meter
         ) as stream:
             for item, value in data:
                 offset = stream.tell()
@@ -79,17 +77,15 @@ def write_transformed(
                     target = extension.transform_to(target)
                 _write(item, value, target)
                 target.close()
-                length = stream.tell() - offset
                 info = make_storage_info(
                     path,
                     offset,
-                    length,
+                    stream.tell() - offset,
                     crc32c=stream.take_crc32c(),
                     transform_descriptors=descriptors,
                 )
-                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
-            done = stream.commit()
-        set_object_facts(results[first].storage_data, size=done.size, etag=done.etag)
+                infos.append((item.index, info))
+            results += results_with(infos, stream.commit())
     return results
 
 

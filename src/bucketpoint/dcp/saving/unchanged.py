@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.saving.earlier_saves import EarlierSave, SavedItem
-from bucketpoint.dcp.saving.object_layout import ItemBytes, ObjectNames
+from bucketpoint.dcp.saving.object_layout import ItemBytes, ObjectNames, results_with
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.storage_info import make_storage_info, set_object_facts
+from bucketpoint.format.storage_info import make_storage_info
 from bucketpoint.location import parent_and_name
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import Segment, TransferOptions
@@ -72,8 +72,7 @@ def find_unchanged(
     """
     asked = []
     for entry in items:
-        payload = entry.segments[entry.payload]
-        saved = last.items.get(entry.item.index)
+        payload, saved = entry.body, last.items.get(entry.item.index)
         if saved is None or payload.digest_seed is None or not _is_laid_out_like(entry, saved.info):
             continue
         if saved.sample is None or saved.sample == sample_of(payload):
@@ -82,7 +81,7 @@ def find_unchanged(
 
     def compare(pair: tuple[ItemBytes, SavedItem]) -> None:
         entry, saved = pair
-        payload = entry.segments[entry.payload]
+        payload = entry.body
         assert payload.data is not None
         assert payload.digest_seed is not None
         if digest(payload.data, payload.digest_seed) != saved.digest:
@@ -96,13 +95,12 @@ def find_unchanged(
 
 
 def _is_laid_out_like(entry: ItemBytes, info: ItemInfo) -> bool:
-    payload = entry.segments[entry.payload]
-    framed = entry.payload > 0
+    body = entry.body
     return (
         info.length == entry.nbytes
-        and info.checked_nbytes == payload.nbytes
-        and info.payload_offset == (entry.segments[0].nbytes if framed else None)
-        and info.block_nbytes == min(payload.block_nbytes, payload.nbytes)
+        and info.checked_nbytes == body.nbytes
+        and info.payload_offset == entry.payload_offset
+        and info.block_nbytes == min(body.block_nbytes, body.nbytes)
         and not info.transform_descriptors
     )
 
@@ -167,8 +165,8 @@ def _in_run(url: str, open_url: OpenUrl) -> tuple[Store, str]:
 
 def results_of_copy(copy: ObjectCopy, done: ObjectInfo) -> list[WriteResult]:
     """Return the results that this rank reports for the items of a copied object: their places stay the same in it."""
-    results = []
-    for number, (entry, saved) in enumerate(copy.items):
+    infos = []
+    for entry, saved in copy.items:
         was = saved.info
         info = make_storage_info(
             copy.path,
@@ -180,7 +178,5 @@ def results_of_copy(copy: ObjectCopy, done: ObjectInfo) -> list[WriteResult]:
             block_nbytes=was.block_nbytes,
             table_offset=was.table_offset,
         )
-        if number == 0:
-            set_object_facts(info, size=done.size, etag=done.etag)
-        results.append(WriteResult(index=entry.item.index, size_in_bytes=was.length, storage_data=info))
-    return results
+        infos.append((entry.item.index, info))
+    return results_with(infos, done)

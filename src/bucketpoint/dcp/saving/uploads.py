@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bucketpoint.errors import (
@@ -32,14 +32,6 @@ LEAST_BYTES = 16 << 20
 
 _NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
 """Errors that may occur only in another process: credentials are usable once, or a library is patched here."""
-
-
-@dataclass(frozen=True)
-class Destination:
-    """The place of a save, and its store."""
-
-    place: Location
-    store: Store
 
 
 def bytes_beside_training(lease: Lease | None) -> int:
@@ -87,11 +79,12 @@ class Uploads:
         return self._options if lease is None else self._options.in_background(shares_lock=lease.beside_training)
 
     def upload(
-        self, to: Destination, sources: Sequence[ObjectSource], lease: Lease | None, meter: Meter
+        self, place: Location, store: Store, sources: Sequence[ObjectSource], lease: Lease | None, meter: Meter
     ) -> list[Uploaded]:
         """Upload all objects, as `upload_objects` does.
 
         Args:
+            place: of the save, which `store` serves.
             lease: the staged state's, if training continues meanwhile.
 
         Raises:
@@ -102,17 +95,17 @@ class Uploads:
         staged_bytes = lease.memory.nbytes if lease is not None and lease.memory is not None else LEAST_BYTES
         if lease is not None and lease.beside_training and self._wants_process(staged_bytes):
             try:
-                return self._by_process(to, sources, lease, meter)
+                return self._by_process(place, store, sources, lease, meter)
             except _NOT_OF_THE_STORE as error:
                 # A helper that has sent bytes has the credentials and reached the store, so the store is down for all.
                 if self._options.background == "process" or (isinstance(error, EndpointError) and meter.done_bytes):
-                    error.url = error.url or to.place.url
+                    error.url = error.url or place.url
                     raise
                 self._go_on_without(error)
                 meter.begin_again()
         options = self.options(lease)
         pool = BufferPool(options.max_inflight_bytes)
-        return upload_objects(to.store, sources, options, pool=pool, meter=meter)
+        return upload_objects(store, sources, options, pool=pool, meter=meter)
 
     def _wants_process(self, staged_bytes: int) -> bool:
         """Return True if a process is to upload a save of this size beside training."""
@@ -148,19 +141,19 @@ class Uploads:
             self._made.close()
 
     def _by_process(
-        self, to: Destination, sources: Sequence[ObjectSource], lease: Lease, meter: Meter
+        self, place: Location, store: Store, sources: Sequence[ObjectSource], lease: Lease, meter: Meter
     ) -> list[Uploaded]:
         if lease.memory is None:
             why = "the staging memory is not shared (use_shared_memory=False, or a system without memfd)"
             raise HelperUnavailableError(why)
-        if to.place.fs is not None:
+        if place.fs is not None:
             raise HelperUnavailableError(
                 "no process can be given the filesystem object that was passed as fs=, only a URL with storage_options"
             )
-        if not to.store.capabilities.shared:
-            raise HelperUnavailableError(f"another process may not reach the same files at {to.store.url}")
+        if not store.capabilities.shared:
+            raise HelperUnavailableError(f"another process may not reach the same files at {store.url}")
         try:
-            storage_options = pickle.dumps(dict(to.place.storage_options))
+            storage_options = pickle.dumps(dict(place.storage_options))
         except Exception as error:
             # A class of the program may fail in any way here. The text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
@@ -168,8 +161,8 @@ class Uploads:
         from bucketpoint.transfer.helper.process import Upload
 
         work = Upload(
-            store=to.store,
-            config=StoreConfig(to.place.url, storage_options),
+            store=store,
+            config=StoreConfig(place.url, storage_options),
             sources=sources,
             options=replace(self._options, nice=0),
             memory=lease.memory,
