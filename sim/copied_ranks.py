@@ -13,10 +13,9 @@ from typing import Any
 from torch.distributed.checkpoint import SavePlan
 
 from bucketpoint import SavePlanner
-from bucketpoint.dcp.planning.columnar.assign import decode_assignment
-from bucketpoint.dcp.planning.columnar.encoding import PackedItems, compress
-from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItems
-from bucketpoint.dcp.planning.planned_metadata import WriterMeta
+from bucketpoint.dcp.planning.assign import decode_assignment
+from bucketpoint.dcp.planning.global_plan import WriterMeta
+from bucketpoint.dcp.planning.items import AssignedItems, PackedItems, PlanItems, compress
 from bucketpoint.dcp.planning.results import _arrived
 from bucketpoint.format import keys
 from bucketpoint.format.columns import ItemColumns as Places

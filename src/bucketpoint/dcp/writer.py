@@ -22,8 +22,7 @@ from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement, reports_of
-from bucketpoint.dcp.planning.global_plan import PlanCache
-from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata, WriterMeta
+from bucketpoint.dcp.planning.global_plan import PlanCache, PlannedMetadata, WriterMeta
 from bucketpoint.dcp.planning.results import Results, reported
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from bucketpoint.dcp.planning.columnar.plan_items import PlanItems
 from bucketpoint.dcp.planning.global_plan import plan_globally, unpack_tables
+from bucketpoint.dcp.planning.items import PlanItems
 from dcp.planning.planner_scenarios import planned_bytes
 
 pytestmark = pytest.mark.contract

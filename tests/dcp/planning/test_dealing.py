@@ -20,9 +20,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.agreement import agree_on_tensors
-from bucketpoint.dcp.planning.columnar.encoding import merged_mappings, pack_mappings
-from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItems, items_of, packed_items
 from bucketpoint.dcp.planning.global_plan import GlobalPlan, _validate, plan_globally, unpack_tables
+from bucketpoint.dcp.planning.items import (
+    AssignedItems,
+    PlanItems,
+    items_of,
+    merged_mappings,
+    pack_mappings,
+    packed_items,
+)
 from bucketpoint.errors import BucketpointError
 
 pytestmark = pytest.mark.contract

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import LoadPlan, Metadata, SavePlan, TensorSto
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
-from bucketpoint.dcp.planning.columnar.plan_items import assigned_items
+from bucketpoint.dcp.planning.items import assigned_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
@@ -304,10 +304,8 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
     """Raise if the ranks' results belong to different saves, or describe an item differently from the metadata."""
     statements = [getattr(each, "statement", None) for each in results]
     agree(statements, url)
-    described = {
-        place: array("I", each.descriptions) for place, each in enumerate(results) if getattr(each, "descriptions", b"")
-    }
-    if not described:
+    every: list[tuple[list[Any], bytes]] = [getattr(each, "named", ([], b"")) for each in results]
+    if not any(described for _, described in every):
         return
     planned: dict[MetadataIndex, int] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -316,8 +314,8 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
             continue
         for chunk in entry.chunks:
             planned[MetadataIndex(name, chunk.offsets)] = _checksum(entry.properties.dtype, entry.size, chunk.sizes)
-    for place, checksums in described.items():
-        for result, checksum in zip(results[place], checksums, strict=True):
+    for place, (named, described) in enumerate(every):
+        for result, checksum in zip(named if described else (), array("I", described), strict=True):
             # Items that the metadata does not name are never read, so they are not checked.
             if planned.get(result.index, checksum) != checksum:
                 raise RanksDisagreeError(

@@ -1,23 +1,25 @@
-"""The plan of all ranks, and the cache of plans of earlier saves.
+"""The plan of all ranks with its metadata, and the cache of plans of earlier saves.
 
 It is made over columns if columns hold all items, and else by DCP's own functions, which balance nothing.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from bucketpoint.dcp.planning.agreement import agree_on_tensors
-from bucketpoint.dcp.planning.columnar.assign import Assignment, assign_items
-from bucketpoint.dcp.planning.columnar.encoding import Table, unpack_table
-from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, PlanItems, assigned_items, packed_items
+from bucketpoint.dcp.planning.assign import Assignment, assign_items
+from bucketpoint.dcp.planning.items import AssignedItems, PlanItems, Table, packed_items, unpack_table
 from bucketpoint.dcp.planning.nested_state import IntKeys
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.columns import ItemColumns
@@ -31,6 +33,9 @@ KEPT_PLANS = 4
 """Limit on the plans in a cache, one for each structure: two models and two optimizers, saved separately."""
 
 KEPT_CACHES = 8
+
+_Key = TypeVar("_Key")
+_Plan = TypeVar("_Plan")
 
 
 @dataclass(frozen=True)
@@ -75,49 +80,43 @@ class GlobalPlan:
         return [PlanItems(columns=each) if isinstance(each, AssignedItems) else list(each) for each in self.items]
 
 
-class KeptPlan(NamedTuple):
-    """A rank's part of a plan: the items that it holds, and those that it was assigned."""
-
-    signature: Hashable
-    asked: PlanItems
-    items: PlanItems
-
-
 class PlanCache:
     """Plans of earlier saves, the last used one last.
 
     Attributes:
-        kept: plans of this rank.
+        kept: the items that this rank holds, by the signature of its state.
         agreed: plans of all ranks, on the coordinator, by a digest of all that they had sent.
         warned: names that were in a warning.
     """
 
     def __init__(self, identity: str | None = None) -> None:
         self.identity = identity or uuid.uuid4().hex
-        self.kept: list[KeptPlan] = []
+        self.kept: dict[Hashable, PlanItems] = {}
         self.agreed: dict[bytes, GlobalPlan] = {}
         self.warned: set[str] = set()
 
-    def find(self, signature: Hashable) -> KeptPlan | None:
-        """Return the plan of a state; None if there is none, or if its lists of items were altered."""
-        kept = next((kept for kept in self.kept if kept.signature == signature), None)
-        if kept is None or packed_items(kept.asked) is None or assigned_items(kept.items) is None:
-            return None
-        return kept
+    def find(self, signature: Hashable) -> PlanItems | None:
+        """Return the items of a state; None if there are none, or if the list was altered."""
+        items = self.kept.get(signature)
+        return items if packed_items(items) is not None else None
 
-    def keep(self, kept: KeptPlan) -> None:
-        """Keep a plan of this rank in place of the last one with its signature."""
-        self.kept = [*[each for each in self.kept if each.signature != kept.signature], kept][-KEPT_PLANS:]
+    def keep(self, signature: Hashable, items: PlanItems) -> None:
+        """Keep the items that this rank holds."""
+        self.kept = _with_last(self.kept, signature, items)
 
     def keep_agreed(self, content: bytes, plan: GlobalPlan) -> None:
         """Keep a plan of all ranks."""
-        others = [each for each in self.agreed.items() if each[0] != content]
-        self.agreed = dict([*others, (content, plan)][-KEPT_PLANS:])
+        self.agreed = _with_last(self.agreed, content, plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A checkpoint process receives new copies of planner and writer for each save, and keeps the plans that it has
         # made.
         return _cache_of, (self.identity,)
+
+
+def _with_last(plans: Mapping[_Key, _Plan], key: _Key, plan: _Plan) -> dict[_Key, _Plan]:
+    others = [each for each in plans.items() if each[0] != key]
+    return dict([*others, (key, plan)][-KEPT_PLANS:])
 
 
 _caches: dict[str, PlanCache] = {}
@@ -144,14 +143,11 @@ def plan_globally(
     tables: Mapping[bytes, Table],
     nodes: Sequence[object],
     apart: Sequence[str] = (),
-    *,
-    whole: bool = False,
 ) -> GlobalPlan:
     """Assign the items that all ranks hold to ranks.
 
     Args:
         nodes, apart: as in `assign_items`.
-        whole: as in `AssignedItems`.
 
     Raises:
         BucketpointError: the chunks that the ranks hold do not make up the tensors.
@@ -167,7 +163,7 @@ def plan_globally(
     doubtful = {name for name, _ in lacking}
     doubtful |= {name for name, entry in state.items() if len(getattr(entry, "size", ())) > MAX_CUT_AXES}
     _validate(plans, Metadata({name: state[name] for name in doubtful}))
-    items = [AssignedItems(assignment.encode(rank), asked, whole) for rank, asked in enumerate(packed)]
+    items = [AssignedItems(assignment.encode(rank), asked) for rank, asked in enumerate(packed)]
     return GlobalPlan(items, assignment.metadata, assignment, lacking)
 
 
@@ -192,3 +188,97 @@ def _validate(plans: Sequence[SavePlan], metadata: Metadata) -> None:
     if faults is not True and faults != []:
         why = "; ".join(faults)[:500] if isinstance(faults, list) else "see the log of DCP for the tensor"
         raise BucketpointError(f"The chunks of the ranks overlap, or do not cover the whole tensor: {why}")
+
+
+# -- metadata ---------------------------------------------------------------------------------------------------------
+
+# When a save is done, DCP sends the planner's metadata object to every rank. That would be the largest message of a
+# save, and no rank needs it, so a stub with the URL is sent instead.
+
+_STOCK_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
+
+
+@dataclass
+class WriterMeta(StorageMeta):
+    """Storage metadata by which our planner recognises our writer: no other writer can handle `PlannedMetadata`."""
+
+
+def _saved(url: str | None, committed: Any) -> str:
+    """Return a short representation of a save. A notebook shows it where the metadata would fill a page."""
+    return f"Saved({url}{f', {committed[0] / 1e6:.1f} MB, {committed[3]:.1f} s' if committed else ''})"
+
+
+@dataclass(repr=False)
+class PlannedMetadata(Metadata):
+    """Metadata that our planner makes and our writer commits.
+
+    Until the commit it is pickled as stock `Metadata`, after the commit as a small `RemoteMetadata`.
+
+    Attributes:
+        plan: the plan to which the metadata belongs.
+        url: URL of the checkpoint, once it is committed.
+        committed_at: the same, if other ranks are to read the metadata there.
+        committed: bytes, step and metrics of the checkpoint, and seconds of the save, once it is committed: a plain
+            tuple, which is short when it is pickled for the other ranks.
+    """
+
+    plan: GlobalPlan | None = field(default=None, repr=False, compare=False)
+    url: str | None = field(default=None, repr=False, compare=False)
+    committed_at: str | None = field(default=None, repr=False, compare=False)
+    committed: Any = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.committed is None else _saved(self.url, self.committed)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self.committed_at is not None:
+            return RemoteMetadata, (self.committed_at, self.committed)
+        attributes = vars(stock(self))
+        if self.committed is not None:
+            # A checkpoint process returns this to the trainer, whose handle shows it.
+            attributes["committed"] = self.committed
+        return Metadata, (self.state_dict_metadata,), attributes
+
+    def __copy__(self) -> PlannedMetadata:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+        # A deep copy is always full metadata, although a pickle may be a stub.
+        return copy.deepcopy(stock(self), memo)
+
+
+def stock(metadata: Metadata) -> Metadata:
+    """Return a shallow copy of DCP's own class, with DCP's own fields."""
+    return Metadata(**{name: getattr(metadata, name) for name in _STOCK_FIELDS})
+
+
+class RemoteMetadata(Metadata):
+    """Stub that `dcp.save` returns on all ranks but the coordinator, with the URL and the size."""
+
+    def __init__(self, url: str, committed: Any = None) -> None:
+        self.url = url
+        self.committed = committed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteMetadata, (self.url, self.committed)
+
+    def __repr__(self) -> str:
+        return _saved(self.url, self.committed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteMetadata) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+
+def _elsewhere(self: RemoteMetadata) -> NoReturn:
+    raise BucketpointError(
+        "The metadata of the save is available only on the rank that committed it",
+        url=self.url,
+        remedy="On other ranks, read it with BucketReader(url).read_metadata()",
+    )
+
+
+for _name in _STOCK_FIELDS:
+    setattr(RemoteMetadata, _name, property(_elsewhere))

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.balance import MIN_SLICE_BYTES
-from bucketpoint.dcp.planning.columnar.encoding import SHARD, Table
-from bucketpoint.dcp.planning.columnar.plan_items import packed_items
+from bucketpoint.dcp.planning.items import SHARD, Table, packed_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.coverage import RANK

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections import UserList
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.planning.agreement import Statement, descriptions
-from bucketpoint.dcp.planning.columnar.encoding import unaltered
-from bucketpoint.dcp.planning.columnar.plan_items import AssignedItems, assigned_items
-from bucketpoint.dcp.planning.global_plan import GlobalPlan, Templates
+from bucketpoint.dcp.planning.global_plan import GlobalPlan, PlannedMetadata, Templates
+from bucketpoint.dcp.planning.items import AssignedItems, assigned_items
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
-from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata
-from bucketpoint.errors import BucketpointError, IncompleteSaveError
+from bucketpoint.errors import IncompleteSaveError
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, ItemColumns, pack, unpack
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.metadata.coverage import uncovered
@@ -31,79 +29,58 @@ from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.metadata.template import make_template
 
 
-class Results(UserList[WriteResult]):
-    """A rank's results: a list with a small pickle.
-
-    If columns are sent, the coordinator has no list: it reads `columns` together with the plan. Results without columns
-        name their items, and are sent with the rank's `agreement.descriptions` of them.
+@dataclass(frozen=True)
+class Results:
+    """Report of a rank to the coordinator, which reads columns together with the plan.
 
     Attributes:
+        content: columns; or pickled, a list of results that name their items, and `agreement.descriptions` of these.
+        items: digest of the items to which the columns belong.
         statement: the rank's statement on the save (see `agreement`).
         report: figures of the rank's save: see `SaveTimes.report`.
-        items: digest of the items to which the columns belong.
-        descriptions: empty on the rank itself.
     """
 
-    def __init__(self, results: Iterable[WriteResult] = (), statement: Statement | None = None) -> None:
-        super().__init__(results)
-        self.statement = statement
-        self.report: bytes | None = None
-        self.items = b""
-        self.descriptions = b""
-        self._columns: Columns | None = None
-        self._named: tuple[list[WriteResult], bytes] | bytes = b""
-        self._made_of = tuple(self.data)
+    content: Columns | bytes
+    items: bytes
+    statement: Statement | None
+    report: bytes | None
 
     @staticmethod
     def of(
         results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None, report: bytes | None = None
     ) -> Results:
         """Return the results of this rank for the items of a plan."""
-        made = Results(results, statement)
-        made.report = report
         assigned = assigned_items(plan.items)
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
-        if assigned is not None:
-            made._columns, made.items = _columns(results, plan), assigned.digest
-        if made._columns is None:
-            made._named = _named(results, plan)
-        return made
+        columns = _columns(results, plan) if assigned is not None else None
+        if assigned is not None and columns is not None:
+            return Results(columns, assigned.digest, statement, report)
+        items = {item.index: item for item in plan.items}
+        written = [items[result.index] for result in results if result.index in items]
+        described = descriptions(written) if len(written) == len(results) else b""
+        return Results(zlib.compress(pickle.dumps((list(results), described))), b"", statement, report)
 
     @property
     def columns(self) -> Columns | None:
-        """The columns; None if the results name their items, or if the list has been altered."""
-        there = "data" not in vars(self) or unaltered(self.data, self._made_of)
-        return self._columns if there else None
+        return self.content if isinstance(self.content, Columns) else None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "data":
-            raise BucketpointError("The results of a rank can be read only by the writer that made them")
-        raise AttributeError(name)
+    @cached_property
+    def named(self) -> tuple[list[WriteResult], bytes]:
+        """Results that name their items, and descriptions of these; nothing if there are columns."""
+        named: tuple[list[WriteResult], bytes] = ([], b"")
+        return named if isinstance(self.content, Columns) else pickle.loads(zlib.decompress(self.content))
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The statement as plain values, because the names of its class are 50 bytes from each rank.
-        stated = self.statement.fields if self.statement is not None else None
-        if (columns := self.columns) is not None:
-            content: Any = (columns.layout, columns.objects, columns.checksums, self.items)
-        elif unaltered(self.data, self._made_of):
-            content = self._named
-        else:
-            content = zlib.compress(pickle.dumps((list(self.data), b"")))
-        return _arrived, (content, stated, self.report)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As plain values, because the names of the classes are 50 bytes each from every rank.
+        content: Any = self.content
+        if isinstance(content, Columns):
+            content = content.layout, content.objects, content.checksums
+        return _arrived, (content, self.items, self.statement.fields if self.statement else None, self.report)
 
 
-def _arrived(content: Any, stated: tuple[Any, ...] | None, report: bytes | None) -> Results:
-    made = Results((), Statement(*stated) if stated else None)
-    made.report = report
-    if isinstance(content, bytes):
-        made.data, made.descriptions = pickle.loads(zlib.decompress(content))
-        made._made_of = tuple(made.data)
-        made._named = content
-    else:
-        *columns, made.items = content
-        made._columns = Columns(*columns)
-        del made.data
-    return made
+def _arrived(content: Any, items: bytes, stated: tuple[Any, ...] | None, report: bytes | None) -> Results:
+    content = content if isinstance(content, bytes) else Columns(*content)
+    return Results(content, items, Statement(*stated) if stated else None, report)
 
 
 def _columns(results: Sequence[WriteResult], plan: SavePlan) -> Columns | None:
@@ -118,13 +95,6 @@ def _columns(results: Sequence[WriteResult], plan: SavePlan) -> Columns | None:
     return None if None in ordered else pack(ordered)
 
 
-def _named(results: Sequence[WriteResult], plan: SavePlan) -> bytes:
-    items = {item.index: item for item in plan.items}
-    written = [items[result.index] for result in results if result.index in items]
-    described = descriptions(written) if len(written) == len(results) else b""
-    return zlib.compress(pickle.dumps((list(results), described)))
-
-
 # -- on the coordinator -----------------------------------------------------------------------------------------------
 
 
@@ -133,12 +103,12 @@ class RankResults:
     """The results that all ranks reported: lists of results as in DCP, or columns.
 
     Attributes:
-        sent: the results of each rank, as received.
+        sent: the results of each rank that name their items.
         plan: the plan, if the metadata is a `PlannedMetadata`.
         columns: columns of each rank; None for a rank whose results name their items.
     """
 
-    sent: Sequence[Any]
+    sent: Sequence[Sequence[WriteResult]]
     metadata: Metadata
     plan: GlobalPlan | None
     columns: tuple[Columns | None, ...]
@@ -177,7 +147,7 @@ class RankResults:
             return plan.uncovered
         return list(uncovered(self.metadata, {}))
 
-    def results(self) -> list[list[WriteResult]]:
+    def results(self) -> list[Sequence[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""
         with without_gc():
             return [
@@ -259,4 +229,5 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
                 f"{layout.count} results were reported for {count} items", rank=plan.senders[rank]
             )
         every[rank] = replace(columns, layout=layout)
-    return RankResults(results, metadata, plan, tuple(every))
+    named = [sent.named[0] if isinstance(sent, Results) else sent for sent in results]
+    return RankResults(named, metadata, plan, tuple(every))

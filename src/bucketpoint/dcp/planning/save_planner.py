@@ -21,18 +21,27 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from bucketpoint.dcp.planning.agreement import rank_of
-from bucketpoint.dcp.planning.columnar.encoding import content_digest, merged_mappings, pack_mappings
-from bucketpoint.dcp.planning.columnar.plan_items import (
+from bucketpoint.dcp.planning.global_plan import (
+    GlobalPlan,
+    PlanCache,
+    PlannedMetadata,
+    WriterMeta,
+    plan_globally,
+    stock,
+    unpack_tables,
+)
+from bucketpoint.dcp.planning.items import (
     AssignedItems,
     PlanItems,
     assigned_items,
+    content_digest,
     items_of,
+    merged_mappings,
+    pack_mappings,
     packed_items,
 )
-from bucketpoint.dcp.planning.global_plan import GlobalPlan, KeptPlan, PlanCache, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
-from bucketpoint.dcp.planning.planned_metadata import PlannedMetadata, WriterMeta, stock
 from bucketpoint.dcp.planning.rank_state import compared_digests, differences
 from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
 from bucketpoint.dcp.process_groups import this_rank
@@ -88,7 +97,6 @@ class SavePlanner(DefaultSavePlanner):
         self._cache = PlanCache()
         self._writer_is_ours = False
         self._signature: Hashable = None
-        self._hit: KeptPlan | None = None
         self._int_keys: tuple[IntKeys, ...] = ()
         self._asked = PlanItems()
 
@@ -131,10 +139,8 @@ class SavePlanner(DefaultSavePlanner):
         _refuse_partial(self.state_dict)
         self._signature = (signature_of(self.state_dict), tuple(self.mappings.values()), self._int_keys)
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        self._hit = self._cache.find(self._signature) if self._keep_plans else None
-        if self._hit is not None:
-            items = self._hit.asked
-        else:
+        items = self._cache.find(self._signature) if self._keep_plans else None
+        if items is None:
             items = PlanItems.packed(write_items(self.state_dict, self.is_coordinator))
         self._asked = items
         mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
@@ -175,19 +181,12 @@ class SavePlanner(DefaultSavePlanner):
         if assigned is None:
             self.plan = new_plan
             return self.plan
-        hit = self._hit
-        known = assigned_items(hit.items) if hit is not None else None
-        if hit is not None and known is not None and known.encoded == assigned.encoded:
-            items = hit.items
-        else:
-            asked = packed_items(self._asked)
-            if asked is None:
-                raise BucketpointError(
-                    "The write items of this rank were changed after they were sent to the coordinator"
-                )
-            items = PlanItems(items_of(assigned.encoded, self._asked), AssignedItems(assigned.encoded, asked))
+        asked = packed_items(self._asked)
+        if asked is None:
+            raise BucketpointError("The write items of this rank were changed after they were sent to the coordinator")
+        items = PlanItems(items_of(assigned.encoded, self._asked), AssignedItems(assigned.encoded, asked))
         if self._keep_plans:
-            self._cache.keep(KeptPlan(self._signature, self._asked, items))
+            self._cache.keep(self._signature, self._asked)
         self.plan = replace(new_plan, items=cast(Any, items))
         return self.plan
 
@@ -215,7 +214,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.mappings, self._signature, self._hit, self._asked = {}, None, None, PlanItems()
+        self.mappings, self._signature, self._asked = {}, None, PlanItems()
         self._int_keys, self._thread = (), 0
 
     def _refuse_two_threads(self) -> None:
@@ -234,12 +233,10 @@ class SavePlanner(DefaultSavePlanner):
         values, apart = differences(plans, tables, [local.digests for local in every]) if len(plans) > 1 else ([], [])
         self._warn_of_lost_values(values, "values for these keys")
         self._warn_of_lost_values(apart, "tensors under these names")
-        # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
-        whole = type(self).finish_plan is not SavePlanner.finish_plan
         content = _content(plans, apart) if self._keep_plans else None
         plan = self._cache.agreed.get(content) if content is not None else None
         if plan is None:
-            plan = plan_globally(plans, tables, [local.node for local in every], apart, whole=whole)
+            plan = plan_globally(plans, tables, [local.node for local in every], apart)
             if self.flatten_state_dict:
                 merged = merged_mappings([local.mappings for local in every])
                 plan.metadata = replace(plan.metadata, planner_data=merged)
@@ -263,7 +260,6 @@ class SavePlanner(DefaultSavePlanner):
 
 _OF_ONE_SAVE = {
     "_asked",
-    "_hit",
     "_int_keys",
     "_signature",
     "_thread",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.planning.planned_metadata import stock
+from bucketpoint.dcp.planning.global_plan import stock
 from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commit
 from bucketpoint.errors import BucketpointError, IncompleteSaveError, first_of

@@ -1,4 +1,4 @@
-"""Wire format of the items that a rank holds, for the coordinator: columns with a few bytes for each item.
+"""Wire format of the items of a plan, in both directions: columns with a few bytes for each item, and `PlanItems`.
 
 Names, dtypes and shapes are the same on most ranks. They are encoded in tables, which the coordinator unpacks once
 however many ranks send the same bytes. Offsets and sizes of a rank's chunks are encoded separately.
@@ -12,8 +12,9 @@ import operator
 import pickle
 import zlib
 from array import array
+from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from bucketpoint.dcp.planning.balance import rows_of
+from bucketpoint.errors import BucketpointError
 
 TENSOR, SHARD, BYTE_IO = range(3)
 
@@ -197,3 +201,110 @@ def compress(values: Any) -> bytes:
 def unaltered(items: Sequence[Any], before: Sequence[Any]) -> bool:
     """Return True if a list still holds the same objects."""
     return len(items) == len(before) and all(map(operator.is_, items, before))
+
+
+@dataclass(frozen=True)
+class AssignedItems:
+    """The items that the coordinator assigned to a rank.
+
+    Attributes:
+        encoded: the encoded assignment: numbers of the rank's own items, and cuts.
+        asked: all items that the rank holds; None on arrival at the rank, which has them.
+    """
+
+    encoded: bytes
+    asked: PackedItems | None
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that identify the items and their order."""
+        assert self.asked is not None
+        return hashlib.blake2b(self.asked.digest + self.encoded, digest_size=16).digest()
+
+    def items(self) -> list[WriteItem]:
+        """Decode the items."""
+        if self.asked is None:
+            raise BucketpointError(
+                "The items assigned to this rank are known only after SavePlanner.finish_plan",
+                remedy="Call super().finish_plan(new_plan) before reading the items of the plan",
+            )
+        return items_of(self.encoded, self.asked.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AssignedItems, (self.encoded, None)
+
+
+class PlanItems(UserList[WriteItem]):
+    """Items of a plan: a list with a small pickle, which makes its items from columns on first access."""
+
+    def __init__(
+        self, items: Iterable[WriteItem] | None = None, columns: PackedItems | AssignedItems | None = None
+    ) -> None:
+        self._columns = columns
+        if items is not None or columns is None:
+            self._set(list(items or ()))
+
+    @staticmethod
+    def packed(items: Sequence[WriteItem]) -> PlanItems:
+        """Return the items of this rank, with columns if columns can hold them."""
+        return PlanItems(items, pack_items(items))
+
+    @property
+    def columns(self) -> PackedItems | AssignedItems | None:
+        """The columns; None if the items cannot be columns, or if the list has been altered since."""
+        return self._columns if "data" not in vars(self) or unaltered(self.data, self._made_of) else None
+
+    @cached_property
+    def data(self) -> list[WriteItem]:  # type: ignore[override]
+        assert self._columns is not None
+        return self._set(self._columns.items())
+
+    def _set(self, items: list[WriteItem]) -> list[WriteItem]:
+        self._made_of = tuple(items)
+        self.data = items
+        return items
+
+    def __copy__(self) -> Any:
+        return list(self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return (list, (list(self),)) if self.columns is None else (PlanItems, (None, self.columns))
+
+
+def packed_items(items: Any) -> PackedItems | None:
+    """Return the columns of all items that a rank holds; None if there are none, or the items were altered."""
+    columns = items.columns if isinstance(items, PlanItems) else None
+    return columns if isinstance(columns, PackedItems) else None
+
+
+def assigned_items(items: Any) -> AssignedItems | None:
+    """Return the columns of the items that a rank was assigned; None if there are none, or the items were altered."""
+    columns = items.columns if isinstance(items, PlanItems) else None
+    return columns if isinstance(columns, AssignedItems) else None
+
+
+def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
+    """Decode an assignment to items, given all items that the rank holds."""
+    items = []
+    for position, hint, first, rows in decode_assignment(encoded):
+        item = held[position]
+        data, index = item.tensor_data, item.index
+        if data is None:
+            items.append(item)
+        elif first < 0:
+            items.append(replace(item, index=MetadataIndex(index.fqn, index.offset, hint)))
+        else:
+            items.append(rows_of(item, data, first, first + rows, hint))
+    return items
+
+
+def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
+    """Decode the entries of an encoded assignment."""
+    numbers = int_column(encoded)
+    return list(zip(*numbers.view(4, len(numbers) // 4).tolist(), strict=True))
+
+
+def int_column(blob: bytes) -> torch.Tensor:
+    """Decode int64 numbers that `compress` has encoded."""
+    data = bytearray(zlib.decompress(blob))
+    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -8,7 +8,6 @@ fit, or chunks that several items of one rank hold): they go through DCP's own p
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.dcp.planning.balance import BYTES_OF_AN_OBJECT, assign, row_borders, slice_nbytes
-from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, SHARD, PackedItems, Table, compress
+from bucketpoint.dcp.planning.items import BYTE_IO, SHARD, PackedItems, Table, compress, int_column
 from bucketpoint.format.columns import IndexColumns
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.tensor_bytes import tensor_bytes
@@ -62,12 +61,6 @@ class Assignment:
         """Encode the assignment of a rank: its part of `kept`, column by column, compressed."""
         mine = self.kept[self.index.borders[rank] : self.index.borders[rank + 1]].t().contiguous()
         return compress(tensor_bytes(mine))
-
-
-def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
-    """Decode the entries of an encoded assignment."""
-    numbers = _column(encoded)
-    return list(zip(*numbers.view(4, len(numbers) // 4).tolist(), strict=True))
 
 
 def assign_items(
@@ -215,7 +208,7 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
     at = 0
     for packed, place, mine in zip(asked, places, numbers, strict=True):
         for column, blob in ((offsets, packed.offsets), (sizes, packed.sizes)):
-            values = _column(blob)
+            values = int_column(blob)
             _require(len(values) == len(place))
             column[at : at + len(mine) * most][place] = values
         at += len(mine) * most
@@ -228,11 +221,6 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
     rank = torch.repeat_interleave(torch.arange(len(asked)), counts)
     position = torch.arange(total) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return _Held(names, every, rank, position, number, torch.cat([empty, *properties]), offsets, sizes, keys)
-
-
-def _column(blob: bytes) -> torch.Tensor:
-    data = bytearray(zlib.decompress(blob))
-    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[str]) -> Assignment:

@@ -1,1 +1,0 @@
-"""Save plans as columns: their encoding, the assignment of items to ranks, and its encoding."""
