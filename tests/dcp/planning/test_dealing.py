@@ -30,6 +30,7 @@ from bucketpoint.dcp.planning.items import (
     packed_items,
 )
 from bucketpoint.errors import BucketpointError
+from dcp.planning.planner_scenarios import planned_bytes
 
 pytestmark = pytest.mark.contract
 
@@ -353,3 +354,40 @@ def test_merges_mappings_of_all_ranks_as_dcp_does(drawn: list[dict[str, int]]) -
     mappings = [{name: (name if number else "top", number) for name, number in each.items()} for each in drawn]
     crossed = [pickle.loads(pickle.dumps(pack_mappings(each))) for each in mappings]
     assert list(merged_mappings(crossed).items()) == list(dict(ChainMap(*mappings)).items())
+
+
+# -- the balance ------------------------------------------------------------------------------------------------------
+
+
+def totals(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> list[int]:
+    """The bytes that each rank writes."""
+    asked = arrived(held)
+    plan = plan_globally(asked, unpack_tables(asked), nodes)
+    assert plan.assignment is not None
+    return [sum(map(planned_bytes, items)) for items in plan.lists()]
+
+
+@pytest.mark.parametrize("layout", ["replicated", "rows"])
+def test_writes_the_same_on_each_rank_within_five_percent(layout: str) -> None:
+    held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
+    shapes = {"embed": (32_000, 1024), "head": (32_000, 1024)}
+    for layer in range(8):
+        shapes |= {f"{layer}.{name}": (1024, 1024) for name in "qkvo"}
+        shapes |= {f"{layer}.{name}": (2816, 1024) for name in ("up", "gate", "down")}
+        shapes |= {f"{layer}.norm{number}": (1024,) for number in (1, 2)}
+    for name, whole in shapes.items():
+        hold(held, name, (whole, layout, set(range(RANKS)), torch.float32))
+    # Two replicas of each shard.
+    written = totals(held * 2, range(2 * RANKS))
+    assert max(written) <= 1.05 * sum(written) / len(written)
+
+
+def test_counts_first_what_a_rank_must_write_anyway() -> None:
+    shared = [whole_item(f"shared{number}", (1_000, 100)) for number in range(10)]
+    assert totals([[whole_item("alone", (1_000_000,)), *shared], shared], range(2)) == [4_000_000, 4_000_000]
+
+
+def test_shares_the_card_of_a_node_among_its_ranks() -> None:
+    shared = [whole_item(f"shared{number}", (64, 1024)) for number in range(120)]
+    written = totals([shared] * 4, "aaab")
+    assert abs(sum(written[:3]) - written[3]) / written[3] < 0.02

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.rank_state import DIGEST_BYTES, compared_digests, rank_state, saved_ranks
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
@@ -22,6 +23,12 @@ from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(autouse=True)
+def in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are in this process, which has no process group."""
+    monkeypatch.setattr(save_planner, "is_initialized", lambda: True)
 
 
 def planned(states: list[dict[str, Any]], planners: list[SavePlanner] | None = None) -> list[SavePlanner]:

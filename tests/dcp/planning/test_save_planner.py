@@ -143,16 +143,6 @@ def test_plans_a_change_of_one_rank_anew() -> None:
     assert job.planned == 2
 
 
-def test_writes_all_items_whoever_altered_the_last_list() -> None:
-    job = Job(2)
-    states = [model(0), model(1)]
-    plans, metadata = job.plan(states)
-    for plan in plans:
-        plan.items.clear()
-    again, _ = job.plan(states)
-    assert {index.fqn for index in written(again)} == set(metadata.state_dict_metadata)
-
-
 @pytest.mark.parametrize(
     "changed",
     [

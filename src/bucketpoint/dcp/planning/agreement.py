@@ -106,9 +106,9 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
 
 def agree(statements: Sequence[Statement | None], url: str | None) -> None:
     """Raise RanksDisagreeError if the statements of the ranks differ. A rank without a statement (None) is skipped."""
-    heard = {rank: each for rank, each in _by_rank(statements, statements).items() if each is not None}
-    if len(set(heard.values())) < 2:
+    if len({each for each in statements if each is not None}) < 2:
         return
+    heard = {rank: each for rank, each in _by_rank(statements, statements).items() if each is not None}
     same_url = "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank"
     same_arguments = "Make the writer with the same arguments on all ranks"
     alike = len({each.end for each in heard.values()}) < len({each.place for each in heard.values()})

@@ -53,9 +53,7 @@ def rows_of(item: WriteItem, data: TensorWriteData, first: int, last: int, hint:
     )
 
 
-def assign(
-    pieces: Sequence[tuple[int, tuple[int, ...]]], loads: list[int], nodes: Sequence[object] | None
-) -> list[int]:
+def assign(pieces: Sequence[tuple[int, tuple[int, ...]]], loads: list[int], nodes: Sequence[object]) -> list[int]:
     """Choose for each piece the rank that writes it: the largest piece first, on the least loaded node and rank.
 
     Args:
@@ -63,9 +61,8 @@ def assign(
         loads: bytes that each rank must write anyway. The assigned bytes are added to this list.
         nodes: for each rank a value that identifies the node: ranks of one node share a network card.
     """
-    names = list(nodes) if nodes is not None else list(range(len(loads)))
-    number = {name: at for at, name in enumerate(dict.fromkeys(names))}
-    node_of = [number[name] for name in names]
+    number = {name: at for at, name in enumerate(dict.fromkeys(nodes))}
+    node_of = [number[name] for name in nodes]
     node_loads = [0] * len(number)
     for rank, load in enumerate(loads):
         node_loads[node_of[rank]] += load

@@ -265,12 +265,6 @@ class RemoteMetadata(Metadata):
     def __repr__(self) -> str:
         return _saved(self.url, self.committed)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteMetadata) and other.url == self.url
-
-    def __hash__(self) -> int:
-        return hash(self.url)
-
 
 def _elsewhere(self: RemoteMetadata) -> NoReturn:
     raise BucketpointError(

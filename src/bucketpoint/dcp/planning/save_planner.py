@@ -44,7 +44,7 @@ from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
 from bucketpoint.dcp.planning.rank_state import compared_digests, differences
 from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
-from bucketpoint.dcp.process_groups import this_rank
+from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_fault, first_of
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ class SavePlanner(DefaultSavePlanner):
             items = PlanItems.packed(write_items(self.state_dict, self.is_coordinator))
         self._asked = items
         mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
-        digests = compared_digests(items, self.state_dict)
+        # A process without a group has no ranks to compare with.
+        digests = compared_digests(items, self.state_dict) if is_initialized() else b""
         local = _Local(this_rank(), node, mappings, digests, self._int_keys)
         self.plan = SavePlan(cast(Any, items), planner_data=local)
         return self.plan
