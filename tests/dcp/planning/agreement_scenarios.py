@@ -108,36 +108,6 @@ def save_tensors_of_their_own(
     return failed, loaded, w
 
 
-def save_in_two_groups_in_turn(rank: int, world: int, root: str) -> list[list[str]]:
-    """How each of three saves failed, if it did; what did not is loaded and compared. Rank 3 does nothing.
-
-    Rank 0's part of the state keeps its structure; `w`, of ranks 1 and 2, is converted between the first save and the
-    second one, which those two make alone.
-    """
-    groups = {3: dist.new_group([0, 1, 2], backend="gloo"), 2: dist.new_group([1, 2], backend="gloo")}
-    if rank == 3:
-        return []
-    planner, writer = SavePlanner(), BucketWriter(progress=False)
-    found = []
-    for save, (members, dtype) in enumerate([(3, torch.float16), (2, torch.bfloat16), (3, torch.bfloat16)]):
-        if members == 2 and rank == 0:
-            continue
-        name = "w" if rank else "a"
-        state = {name: torch.linspace(1, 9, 90_000).reshape(300, 300).to(dtype if rank else torch.float32)}
-        url, group = f"{root}/{save}", groups[members]
-
-        def run(state: Any = state, url: str = url, group: Any = group) -> None:
-            dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner, process_group=group)
-
-        failed = failures(run)
-        if not failed:
-            loaded = {name: torch.zeros_like(state[name])}
-            dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader(progress=False), no_dist=True)
-            assert torch.equal(loaded[name], state[name]), (save, members, loaded, state)
-        found.append(sorted({kind for kind, _ in failed}))
-    return found
-
-
 class HeldStager:
     """Hands the state over when it is told to."""
 

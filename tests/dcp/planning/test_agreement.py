@@ -103,11 +103,6 @@ def test_refuses_by_name_or_saves_once_a_tensor_that_ranks_hold_differently(
     assert files(tmp_path, "*.distcp") == files(tmp_path, ".metadata") == []
 
 
-def test_writes_what_each_of_two_process_groups_of_a_planner_holds(four_ranks: Ranks, tmp_path: Path) -> None:
-    answers = four_ranks.run(scenarios.save_in_two_groups_in_turn, f"file://{tmp_path}")
-    assert answers == [[[], []], [[], [], []], [[], [], []], []]
-
-
 class KeepsAnother(DefaultSavePlanner):
     """The coordinator has the metadata of a plan that the ranks do not have."""
 

@@ -39,8 +39,7 @@ from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info, set_object_facts
-from dcp.planning import planner_scenarios as scenarios
-from dcp.ranks import Ranks
+from dcp.reshard_job import PiecedTensor
 from dcp.states import assert_same, blank
 
 pytestmark = pytest.mark.contract
@@ -83,8 +82,7 @@ class Job:
             if stop == "write" and rank == len(states) - 1:
                 raise StoppedError
             written.append(writer.write_data(final, planner).value())
-            columns, named = written[-1].columns, written[-1].named[0]
-            assert (columns.layout.count if columns else len(named)) == len(final.items)
+            assert count(written[-1]) == len(final.items)
         self.reported = crossed(written)
         self.bytes = [sum(len(pickle.dumps(each)) for each in said) for said in zip(asked, dealt, written, strict=True)]
         if stop == "finish":
@@ -95,6 +93,13 @@ class Job:
     def in_columns(self) -> list[bool]:
         """For each rank whether the results of the last save crossed as columns."""
         return [isinstance(results, Results) and results.columns is not None for results in self.reported]
+
+
+def count(report: Any) -> int:
+    """The number of results that a rank reports."""
+    if not isinstance(report, Results):
+        return len(report)
+    return report.columns.layout.count if report.columns is not None else len(report.named[0])
 
 
 def crossed(values: list[Any]) -> list[Any]:
@@ -126,10 +131,33 @@ def assert_holds(url: str, expected: list[dict[str, Any]]) -> None:
 # -- what crosses -----------------------------------------------------------------------------------------------------
 
 
-def test_sends_few_bytes_for_each_item_at_every_save(four_ranks: Ranks, tmp_path: Path) -> None:
-    items = 500
-    for sent in crossing(four_ranks, tmp_path, "ours", items):
-        assert sent < RANK_BYTES + ITEM_BYTES * items
+def shards(items: int, fill: float) -> list[dict[str, Any]]:
+    """Each of four ranks holds a shard of every tensor."""
+    return [
+        {
+            f"model.layers.{number}.weight": PiecedTensor(
+                (64, 3), torch.float32, {(16 * rank, 0): torch.full((16, 3), fill + number)}
+            )
+            for number in range(items)
+        }
+        for rank in range(4)
+    ]
+
+
+def most_sent(root: Path, writer: Callable[[str], StorageWriter], planner: Callable[[], Any], items: int) -> list[int]:
+    """Of each of two saves, the bytes of the rank that most of them cross to or from."""
+    job, most = Job(4, planner), []
+    for save in range(2):
+        url = f"{root}/{save}"
+        job.writers = [writer(url) for _ in range(4)]
+        job.save(shards(items, float(save)), url)
+        most.append(max(job.bytes))
+    return most
+
+
+def test_sends_few_bytes_for_each_item_at_every_save(tmp_path: Path) -> None:
+    for sent in most_sent(tmp_path, BucketWriter, SavePlanner, 500):
+        assert sent < RANK_BYTES + ITEM_BYTES * 500
 
 
 def test_sends_no_more_for_items_of_many_blocks_than_for_small_ones(tmp_path: Path) -> None:
@@ -147,27 +175,10 @@ def test_sends_no_more_for_items_of_many_blocks_than_for_small_ones(tmp_path: Pa
     assert sent[2 << 20] < sent[2 << 10] + 19 * 32
 
 
-@pytest.mark.parametrize("kind", ["ours, stock planner", "ours, stock writer"])
-def test_sends_less_with_either_half_of_ours_than_with_both_of_stock(
-    four_ranks: Ranks, tmp_path: Path, kind: str
-) -> None:
-    ours, stock = (crossing(four_ranks, tmp_path / which, which, 50) for which in (kind, "stock"))
-    assert ours[1] < stock[1]
-
-
-def crossing(ranks: Ranks, root: Path, kind: str, items: int) -> list[int]:
-    """Of each of two saves, the bytes of the rank that most of them cross to or from."""
-    answers = ranks.run(scenarios.bytes_that_cross, str(root), kind, items)
-    return [max(sum(answer[save].get(rank, 0) for answer in answers) for rank in range(4)) for save in range(2)]
-
-
-def test_gives_the_metadata_to_the_coordinator_and_its_place_to_the_others(four_ranks: Ranks, tmp_path: Path) -> None:
-    first, *others = four_ranks.run(scenarios.metadata_by_rank, str(tmp_path))
-    assert first == ("PlannedMetadata", ",".join(f"model.layers.{number}.weight" for number in range(3)))
-    for kind, said in others:
-        assert kind == "RemoteMetadata"
-        assert str(tmp_path) in said
-        assert "read_metadata()" in said
+@pytest.mark.parametrize(("writer", "planner"), [(BucketWriter, DefaultSavePlanner), (FileSystemWriter, SavePlanner)])
+def test_sends_less_with_either_half_of_ours_than_with_both_of_stock(tmp_path: Path, writer: Any, planner: Any) -> None:
+    ours = most_sent(tmp_path / "ours", writer, planner, 50)
+    assert ours[1] < most_sent(tmp_path / "stock", FileSystemWriter, DefaultSavePlanner, 50)[1]
 
 
 # -- that all of it arrives -------------------------------------------------------------------------------------------

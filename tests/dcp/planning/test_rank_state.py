@@ -19,7 +19,6 @@ from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.rank_state import DIGEST_BYTES, compared_digests, rank_state, saved_ranks
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract
@@ -203,8 +202,17 @@ def test_finds_the_ranks_that_saved_by_name(tmp_path: Path) -> None:
     assert saved_ranks(metadata, "train") == []
 
 
+def own_state_comes_back(rank: int, world: int, root: str) -> int:
+    state: dict[str, Any] = {"w": torch.ones(10), "loader": rank_state({"position": 10 * rank})}
+    dcp.save(state, storage_writer=BucketWriter(f"file://{root}", progress=False), planner=SavePlanner())
+    loaded: dict[str, Any] = {"w": torch.zeros(10), "loader": rank_state({"position": None})}
+    dcp.load(loaded, storage_reader=BucketReader(f"file://{root}", progress=False))
+    position: int = loaded["loader"][f"rank-{rank}"]["position"]
+    return position
+
+
 def test_returns_to_each_rank_its_own_value_and_all_to_other_worlds(four_ranks: Ranks, tmp_path: Path) -> None:
-    assert four_ranks.run(scenarios.own_state_comes_back, str(tmp_path)) == [0, 10, 20, 30]
+    assert four_ranks.run(own_state_comes_back, str(tmp_path)) == [0, 10, 20, 30]
     reader = BucketReader(f"file://{tmp_path}", progress=False)
     saved = saved_ranks(reader.read_metadata(), "loader")
     assert saved == [0, 1, 2, 3]

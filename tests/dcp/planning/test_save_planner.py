@@ -29,7 +29,7 @@ from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, WriterMeta, plan_globally
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp.planning.planner_scenarios import planned_bytes
+from dcp.planning.test_dealing import planned_bytes
 
 pytestmark = pytest.mark.contract
 

@@ -172,20 +172,6 @@ def test_sends_everything_to_a_store_that_does_not_copy(
     assert watch.calls["copy"] >= 2
 
 
-def test_sends_everything_to_a_filesystem_without_copies(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    with run_on("memory", request, tmp_path) as run:
-
-        def no_copies(*args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(run.fs), "cp_file", no_copies)
-            writer = run.writer()
-            for step in (1, 2):
-                run.save(lora(step), step, writer)
-                run.assert_holds(step, lora(step))
-
-
 # -- kinds of items ---------------------------------------------------------------------------------------------------
 
 
