@@ -27,8 +27,13 @@ from bucketpoint.dcp.planning.results import Results, reported
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, refuse_existing, refuse_hidden
-from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
-from bucketpoint.dcp.saving.moments import checksum_digests
+from bucketpoint.dcp.saving.earlier_saves import (
+    Announcement,
+    EarlierSaves,
+    checksum_digests,
+    newest_commit,
+    read_earlier_save,
+)
 from bucketpoint.dcp.saving.object_layout import ObjectNames
 from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
 from bucketpoint.dcp.saving.uploads import Uploads, bytes_beside_training

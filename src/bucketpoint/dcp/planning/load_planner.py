@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from bucketpoint.dcp.planning.agreement import refuse_saves
 from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
-from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in, is_partial
+from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in
 from bucketpoint.dcp.planning.nested_state import put
 from bucketpoint.dcp.planning.rank_state import rank_state_name, saved_ranks
 from bucketpoint.dcp.planning.unused_keys import (
@@ -32,6 +32,7 @@ from bucketpoint.dcp.planning.unused_keys import (
     in_words,
     nearest_keys,
 )
+from bucketpoint.dcp.planning.write_items import is_partial
 from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.index.view import Chunks

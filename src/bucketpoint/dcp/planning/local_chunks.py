@@ -1,18 +1,17 @@
-"""Local tensors that hold several chunks of a larger tensor, or none, and chunks in tensors of their own.
+"""Local tensors that hold several chunks of a larger tensor, and chunks in tensors of their own.
 
-Several: tensors with the attributes of torch 2.15's `CheckpointableTensor`, described here in the protocol that every
-version of DCP understands. None: partial sums.
+Tensors with the attributes of torch 2.15's `CheckpointableTensor` are described here in the protocol that every version
+of DCP understands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.tensor import DTensor, Partial
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.staging.flatten import SHARD_OF_A_WHOLE
@@ -94,8 +93,3 @@ def chunks_in(value: Any) -> LocalChunks | None:
         return None
     shape, *offsets_and_sizes = attributes
     return LocalChunks(value, tuple(shape), *offsets_and_sizes)
-
-
-def is_partial(value: Any) -> TypeGuard[DTensor]:
-    """Return True for a DTensor that is a partial sum: each rank holds an addend, and no rank a chunk."""
-    return isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)

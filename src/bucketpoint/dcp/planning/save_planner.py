@@ -40,10 +40,9 @@ from bucketpoint.dcp.planning.items import (
     pack_mappings,
     packed_items,
 )
-from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
 from bucketpoint.dcp.planning.rank_state import compared_digests, differences
-from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
+from bucketpoint.dcp.planning.write_items import is_partial, is_plain, rows_of_item, signature_of, write_items
 from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_fault, first_of
 

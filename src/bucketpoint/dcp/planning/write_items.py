@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor, _create_write_items
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -24,6 +24,11 @@ def is_plain(value: Any) -> bool:
     planning, under the interpreter's lock.
     """
     return type(value) in _PLAIN and not value.__dict__
+
+
+def is_partial(value: Any) -> TypeGuard[DTensor]:
+    """Return True for a DTensor that is a partial sum: each rank holds an addend, and no rank a chunk."""
+    return isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)
 
 
 def write_items(state: dict[str, Any], is_coordinator: bool) -> list[WriteItem]:
