@@ -11,8 +11,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.stores import Store
+from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import fold_blocks
 
@@ -26,22 +28,25 @@ def with_blocks(info: ItemInfo, table: bytes | memoryview) -> ItemInfo | None:
 
 
 def read_tables(
-    store: Store, key: str, infos: Sequence[ItemInfo], *, size: int, etag: str | None
-) -> dict[int, memoryview]:
-    """Read the tables of items of one object. Return them by the position of their item in `infos`.
+    store: Store, items: Sequence[tuple[MetadataIndex, ItemInfo]], info: ObjectInfo
+) -> tuple[dict[int, memoryview], list[tuple[MetadataIndex, ItemInfo]], list[int]]:
+    """Read the tables of the items of one object.
 
-    Neighbouring tables are read by one request; all tables of a save are neighbours.
+    Neighbouring tables are read by one request; all tables of a save are neighbours. Tables that do not lie within the
+    object are left out.
 
-    Args:
-        size: size of the object; tables that do not lie within it are left out.
+    Returns:
+        The tables by the position of their item in `items`; the items, with the checksums of their blocks; and the
+        positions of those whose table is not the one that was written.
 
     Raises:
         StoreError: the store fails.
         ObjectNotFoundError, PreconditionFailedError: the object was deleted or replaced.
     """
     tables: dict[int, memoryview] = {}
-    places = [(info.table_offset or 0, info.table_nbytes, number) for number, info in enumerate(infos)]
-    places = sorted(place for place in places if place[1] and place[0] + place[1] <= size)
+    known, wrong = list(items), []
+    places = [(item.table_offset or 0, item.table_nbytes, number) for number, (_, item) in enumerate(items)]
+    places = sorted(place for place in places if place[1] and place[0] + place[1] <= info.size)
     while places:
         (start, _, _), run = places[0], []
         stop = start
@@ -49,7 +54,18 @@ def read_tables(
             run.append(places.pop(0))
             stop += run[-1][1]
         view = memoryview(bytearray(stop - start))
-        retry_transient(functools.partial(store.read_into, key, start, [view], if_match=etag))
+        retry_transient(functools.partial(store.read_into, info.key, start, [view], if_match=condition(store, info)))
         for at, nbytes, number in run:
             tables[number] = view[at - start : at - start + nbytes]
-    return tables
+            index, item = items[number]
+            checked = with_blocks(item, tables[number])
+            if checked is None:
+                wrong.append(number)
+            else:
+                known[number] = index, checked
+    return tables, known, wrong
+
+
+def condition(store: Store, info: ObjectInfo) -> str | None:
+    """Return the ETag that pins all reads to the object that was looked at; None if the store cannot pin."""
+    return info.etag if store.capabilities.pinned_reads else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bucketpoint.catalog.survey import names_below
 from bucketpoint.checkpoint.open import SavedCheckpoint
@@ -43,18 +43,24 @@ def look_at_objects(
             info = look(saved.key(path))
         except ObjectNotFoundError:
             raise damaged(saved, path, "one of its objects is missing") from None
-        size, pinned = saved.size_of(path), saved.etag_of(path)
-        needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
-        if info.size < needed or size not in (None, info.size):
-            raise damaged(
-                saved, path, f"one of its objects has {info.size} bytes, but {size or needed} bytes were written"
-            )
-        if pinned not in (None, info.etag):
-            raise damaged(saved, path, "one of its objects was replaced after the commit")
+        for _, text in faults(saved, path, info):
+            raise damaged(saved, path, text)
         infos[path] = info
 
     for_each(saved.by_object, check, options)
     return dict(sorted(infos.items()))
+
+
+def faults(saved: SavedCheckpoint, path: str, info: ObjectInfo) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each difference between an object and the metadata."""
+    size, pinned = saved.size_of(path), saved.etag_of(path)
+    needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
+    if info.size < needed or size not in (None, info.size):
+        wanted = f"{size}" if size is not None else f"at least {needed}"
+        yield "wrong-size", f"the object has {info.size} bytes, but {wanted} were written"
+    if pinned not in (None, info.etag):
+        text = "the object was replaced after the commit, so loads refuse it even if its bytes are the same"
+        yield "replaced-object", text
 
 
 def damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.catalog.run import record_above
-from bucketpoint.checkpoint.block_tables import read_tables, with_blocks
+from bucketpoint.checkpoint.block_tables import condition, read_tables
+from bucketpoint.checkpoint.objects import faults
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.errors import (
@@ -35,7 +36,7 @@ from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.coverage import lacking_ranks, uncovered
 from bucketpoint.format.pickles.archive import check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -123,7 +124,7 @@ def verify(
     )
 
 
-_Tables = tuple[dict[int, memoryview], list[tuple[MetadataIndex, ItemInfo]]]
+_Items = Sequence[tuple[MetadataIndex, ItemInfo]]
 
 
 @dataclass
@@ -132,7 +133,7 @@ class _ObjectPlan:
 
     path: str
     info: ObjectInfo
-    items: Sequence[tuple[MetadataIndex, ItemInfo]]
+    items: _Items
     check: ObjectCheck | None
 
 
@@ -267,44 +268,31 @@ class _Run:
             named = first_of(list(dict.fromkeys(index.fqn for index, _ in items)), 3) or "nothing"
             self._add("missing-object", path, f"the object is missing, and with it {named}")
             return None
-        committed, needed = saved.size_of(path), max((item.offset + item.length for _, item in items), default=0)
-        if (committed is not None and info.size != committed) or info.size < needed:
-            wanted = f"{committed}" if committed is not None else f"at least {needed}"
-            self._add("wrong-size", path, f"the object has {info.size} bytes, but {wanted} were written")
-            # The existing bytes are compared anyway, to find out which items are lost.
-        pinned = saved.etag_of(path)
-        if pinned is not None and info.etag != pinned:
-            text = "the object was replaced after the commit, so loads refuse it even if its bytes are the same"
-            self._add("replaced-object", path, text)
+        # The bytes of an object of another size are compared anyway, to find out which items are lost.
+        for kind, text in faults(saved, path, info):
+            self._add(kind, path, text)
         if not any(item.crc32c is not None for _, item in items):
             return _ObjectPlan(path, info, items, None)
         return _ObjectPlan(path, info, items, ObjectCheck(self._regions(path, items, info)))
 
-    def _tables(self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info: ObjectInfo) -> _Tables:
+    def _tables(self, path: str, items: _Items, info: ObjectInfo) -> tuple[dict[int, memoryview], _Items]:
         """Return the checksum tables of an object's items, and the items with the blocks of those that are sound."""
-        known, store, infos = list(items), self.saved.store, [item for _, item in items]
         try:
-            tables = read_tables(store, self.saved.key(path), infos, size=info.size, etag=_condition(store, info))
+            tables, known, wrong = read_tables(self.saved.store, items, info)
         except _CHANGED as error:
             self._add_changed(path, error)
-            return {}, known
-        for number, table in tables.items():
-            index, item = items[number]
-            with_table = with_blocks(item, table)
-            if with_table is not None:
-                known[number] = index, with_table
-                continue
-            start = item.table_offset or 0
+            return {}, items
+        for number in wrong:
+            start = items[number][1].table_offset or 0
             text = "the checksums of its blocks differ from those written at save, so no part of it can be loaded alone"
-            self._add("checksum", path, text, item=index.fqn, start=start, stop=start + len(table))
+            stop = start + len(tables[number])
+            self._add("checksum", path, text, item=items[number][0].fqn, start=start, stop=stop)
         return tables, known
 
-    def _regions(
-        self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info_of_object: ObjectInfo
-    ) -> list[Region]:
+    def _regions(self, path: str, items: _Items, object_info: ObjectInfo) -> list[Region]:
         """Return the regions of an object that bucketpoint wrote. Bytes that cannot be compared are counted."""
-        size = info_of_object.size
-        tables, items = self._tables(path, items, info_of_object)
+        size = object_info.size
+        tables, items = self._tables(path, items, object_info)
         regions: list[Region] = []
         at = 0
         for index, info in items:
@@ -390,7 +378,7 @@ class _Run:
 
     def _read_of(self, info: ObjectInfo) -> Read:
         """Return the function that reads bytes of the object that was looked at."""
-        store, etag = self.saved.store, _condition(self.saved.store, info)
+        store, etag = self.saved.store, condition(self.saved.store, info)
         return lambda key, start, out: retry_transient(lambda: store.read_into(key, start, [out], if_match=etag))
 
     def _add(self, kind: str, path: str, message: str, **where: Any) -> None:
@@ -408,8 +396,3 @@ class _Run:
                 self.checked += nbytes
             else:
                 self.unchecked[reason] += nbytes
-
-
-def _condition(store: Store, info: ObjectInfo) -> str | None:
-    """Return the ETag that pins all reads to the object that was looked at; None if the store cannot pin."""
-    return info.etag if store.capabilities.pinned_reads else None

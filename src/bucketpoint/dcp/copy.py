@@ -21,7 +21,7 @@ from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.records import named
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.checkpoint.block_tables import read_tables, with_blocks
+from bucketpoint.checkpoint.block_tables import read_tables
 from bucketpoint.checkpoint.objects import copy_target, damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
@@ -315,16 +315,10 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
 
 
 def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> list[Region]:
-    items = list(saved.by_object[path])
-    pinned = source.etag if saved.store.capabilities.pinned_reads else None
-    infos = [info for _, info in items]
-    tables = read_tables(saved.store, saved.key(path), infos, size=source.size, etag=pinned)
-    for number, table in tables.items():
-        index, info = items[number]
-        checked = with_blocks(info, table)
-        if checked is None:
-            raise damaged(saved, path, f"the checksums of the blocks of {index.fqn} differ from those written at save")
-        items[number] = index, checked
+    tables, items, wrong = read_tables(saved.store, saved.by_object[path], source)
+    if wrong:
+        fqn = items[wrong[0]][0].fqn
+        raise damaged(saved, path, f"the checksums of the blocks of {fqn} differ from those written at save")
     regions: list[Region] = []
     for index, info in items:
         if not regions or info.offset >= regions[-1].stop:
