@@ -237,6 +237,13 @@ class UnsafeDataError(BucketpointError):
     )
 
 
+DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
+"""Errors that the checkpoint causes, and not the store, the state or the network: another checkpoint may load."""
+
+NOT_UNDERSTOOD = (UnsafeDataError, NewerFormatError)
+"""Those of `DAMAGE` that a checkpoint may cause that is what was saved: it is not passed over for an older one."""
+
+
 class MismatchError(BucketpointError):
     """The checkpoint does not fit the state to load into: missing keys or different shapes."""
 

@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import bucketpoint
 from bucketpoint.errors import (
+    DAMAGE,
     AccessDeniedError,
     Action,
     BucketNotFoundError,
@@ -32,7 +33,6 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 from bucketpoint.manager import CheckpointManager
-from bucketpoint.manager.loading import DAMAGE
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import retry
 from bucketpoint.stores.fsspec.errors import translate

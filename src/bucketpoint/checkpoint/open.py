@@ -8,13 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.errors import (
-    CheckpointDeletedError,
-    CheckpointNotFoundError,
-    CorruptDataError,
-    MetadataError,
-    NewerFormatError,
-)
+from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import IndexRef, ref_of
 from bucketpoint.format.item_info import ItemInfo, read_item
@@ -154,9 +148,9 @@ def recorded_best(run: Location, catalog: Catalog) -> Best | None:
     for newest in catalog.candidates():
         try:
             rule = open_checkpoint(run.at(catalog.url_of_folder(newest.folder))).facts.get("best")
-        except NewerFormatError:
+        except NOT_UNDERSTOOD:
             raise
-        except (CheckpointNotFoundError, CorruptDataError, MetadataError):
+        except DAMAGE:
             continue
         return Best(*rule) if isinstance(rule, list) and len(rule) == 2 else None
     return None

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
+from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
@@ -362,6 +363,7 @@ class BucketReader(Located, StorageReader):
             options=self.transfer,
             transforms=self._registry,
             trusted=self.trusted,
+            shapes=ChunkShapes(self._metadata),
         )
 
         def read_now(extents: Iterable[Extent]) -> None:

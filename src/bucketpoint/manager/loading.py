@@ -13,20 +13,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
 from bucketpoint.dcp.reader import BucketReader
-from bucketpoint.errors import (
-    CheckpointNotFoundError,
-    CorruptDataError,
-    MetadataError,
-    NewerFormatError,
-    ObjectNotFoundError,
-    UnsafeDataError,
-)
+from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, CorruptDataError, MetadataError
 from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.manager.ranks import Ranks
-
-DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
-"""Errors that the checkpoint causes, and not the store, the state or the network: another checkpoint may load."""
 
 _CALL = "the load of restore()"
 _RANKS = 1 << 24
@@ -142,7 +132,7 @@ def attempt(
 def _code(error: BaseException | None) -> int:
     if error is None:
         return _LOADED
-    if isinstance(error, (UnsafeDataError, NewerFormatError)):
+    if isinstance(error, NOT_UNDERSTOOD):
         return _REFUSED
     if isinstance(error, MetadataError):
         return _UNREADABLE

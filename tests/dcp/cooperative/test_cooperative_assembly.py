@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.cooperative.targets import common_memory
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.download import SMALL_EXTENT_BYTES, Assembly, Block, Extent, Request
@@ -99,12 +98,3 @@ def test_gives_bytes_between_extents_no_place_in_the_callers_memory() -> None:
     assert assembly.direct(start - 1, stop) is None
     assert assembly.direct(start, stop + 1) is None
     assert assembly.direct(built.request.stop - 10, built.request.stop) is None
-
-
-def test_distinguishes_requests_that_fill_the_same_memory() -> None:
-    memory = memoryview(bytearray(1000))
-    places = [memory[0:300], memory[299:500], memory[500:600], memory[700:800], memory[600:1000]]
-    requests = [
-        Request("data", None, [Extent("data", 0, len(place), lambda _: None, (), place, 0)]) for place in places
-    ]
-    assert common_memory(requests) == {id(requests[index]) for index in (0, 1, 3, 4)}

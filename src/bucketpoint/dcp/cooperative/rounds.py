@@ -64,8 +64,7 @@ class SharedLoad:
         self._targets = Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
             store.url,
-            everything=requests,
-            memory=self._memory,
+            self._memory,
         )
         self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]

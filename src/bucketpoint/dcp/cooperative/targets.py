@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-import torch
-
 from bucketpoint.transfer import BufferPool, Request
 from bucketpoint.transfer.download import Assembly
 
@@ -16,15 +14,12 @@ class Targets:
 
     Args:
         shared: the shared requests, each with the number of the object.
-        everything: all requests of the rank, shared or not.
     """
 
     def __init__(
         self,
         shared: Sequence[tuple[int, Request]],
         url: str,
-        *,
-        everything: Sequence[Request],
         memory: BufferPool,
     ) -> None:
         self._by_object: dict[int, list[Assembly]] = {}
@@ -33,7 +28,6 @@ class Targets:
             assembly = Assembly(url, request, memory.take, memory.give)
             self._by_object.setdefault(number, []).append(assembly)
             self._longest[number] = max(self._longest.get(number, 0), request.nbytes)
-        self._common = common_memory(everything)
 
     def source(self, obj: int) -> tuple[str, str | None]:
         request = self._by_object[obj][0].request
@@ -69,27 +63,6 @@ class Targets:
         """Return the assembly that takes all of these bytes, if no other takes any; else None."""
         assemblies = self.overlapping(obj, start, stop)
         request = assemblies[0].request if len(assemblies) == 1 else None
-        if request is None or request.start > start or request.stop < stop or id(request) in self._common:
+        if request is None or request.start > start or request.stop < stop:
             return None
         return assemblies[0]
-
-
-def common_memory(requests: Sequence[Request]) -> set[int]:
-    """Return the ids of requests whose memory another extent also fills, as with tied tensors.
-
-    Such memory cannot be used to send from: received bytes may be overwritten before they are sent on.
-    """
-    places = sorted(
-        (torch.frombuffer(extent.direct, dtype=torch.uint8).data_ptr(), len(extent.direct), id(request))
-        for request in requests
-        for extent in request.extents
-        if extent.direct
-    )
-    common: set[int] = set()
-    end, last = 0, 0
-    for start, nbytes, request in places:
-        if start < end:
-            common |= {request, last}
-        if start + nbytes > end:
-            end, last = start + nbytes, request
-    return common

@@ -25,13 +25,7 @@ from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.dcp.session import as_url
 from bucketpoint.dcp.writer import BucketWriter
-from bucketpoint.errors import (
-    BucketpointError,
-    CheckpointNotFoundError,
-    CorruptDataError,
-    MetadataError,
-    NewerFormatError,
-)
+from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, BucketpointError, CheckpointNotFoundError
 from bucketpoint.location import Location
 from bucketpoint.staging import SavingRanks
 from bucketpoint.transfer import ProgressCallback, TransferOptions
@@ -248,9 +242,9 @@ def _load_of_run(run: Location, which: str | int, options: dict[str, Any]) -> di
     for checkpoint in found[:-1]:
         try:
             return load(catalog.url_of_folder(checkpoint.folder), **options)
-        except NewerFormatError:
+        except NOT_UNDERSTOOD:
             raise
-        except (CheckpointNotFoundError, CorruptDataError, MetadataError) as error:
+        except DAMAGE as error:
             logger.error("step %d cannot be loaded, so another checkpoint is tried: %s", checkpoint.step, error)
     return load(catalog.url_of_folder(found[-1].folder), **options)
 

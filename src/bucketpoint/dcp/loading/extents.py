@@ -6,6 +6,7 @@ checksums of the blocks of an item of which only a part is wanted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -13,12 +14,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk
 from bucketpoint.errors import CorruptDataError
-from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
 
 ReadNow = Callable[[Iterable[Extent]], None]
 """Function that reads extents and returns once all of them have been delivered."""
+
+Complete = Callable[[PlannedItem], PlannedItem]
 
 
 def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *, url: str | None) -> list[Extent]:
@@ -32,27 +34,47 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
         MismatchError: a target or a wanted slice does not fit what was saved.
         CorruptDataError: a table of block checksums is damaged.
     """
-    planned = _with_blocks(_probed(plan, plan.resolve(items), read_now), read_now, url)
+    planned = _read_first(plan.resolve(items), plan.needs_probe, _probe, read_now)
+    planned = _read_first(planned, PlannedItem.needs_table, functools.partial(_table, url=url), read_now)
     return [extent for item in planned for extent in plan.extents(item)]
 
 
-def _probed(plan: ReadPlan, items: list[PlannedItem], read_now: ReadNow) -> list[PlannedItem]:
-    """Locate the payload in chunks of other writers, one small read a chunk, where only a part is wanted."""
-    frames: dict[tuple[str, int], ProbedFrame | None] = {}
-    wanted = {item.place: item for item in items if plan.needs_probe(item)}
+def _read_first(
+    items: list[PlannedItem],
+    needed: Callable[[PlannedItem], bool],
+    read: Callable[[PlannedItem], tuple[int, int, Callable[[memoryview], Complete]]],
+    read_now: ReadNow,
+) -> list[PlannedItem]:
+    """Complete items by what one small read for each saved chunk finds, however many items are parts of it.
+
+    Args:
+        read: returns the range of the read, and the function that makes of its bytes one that completes an item.
+    """
+    wanted = {item.place: item for item in items if needed(item)}
     if not wanted:
         return items
+    found: dict[tuple[str, int], Complete] = {}
 
-    def probe(item: PlannedItem) -> Extent:
+    def extent(item: PlannedItem) -> Extent:
+        start, nbytes, understand = read(item)
+
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            frames[item.place] = probe_frame(bytes(view))
+            found[item.place] = understand(view)
 
-        start = item.info.offset
-        return Extent(item.key, start, start + min(PROBE_BYTES, item.info.length), deliver)
+        return Extent(item.key, start, start + nbytes, deliver, label=item.fqn, etag=item.etag)
 
-    read_now(map(probe, wanted.values()))
-    return [_with_frame(item, frames.get(item.place)) for item in items]
+    read_now(map(extent, wanted.values()))
+    return [found[item.place](item) if item.place in found else item for item in items]
+
+
+def _probe(item: PlannedItem) -> tuple[int, int, Callable[[memoryview], Complete]]:
+    """Locate the payload in a chunk of another writer of which only a part is wanted."""
+
+    def understand(view: memoryview) -> Complete:
+        return functools.partial(_with_frame, frame=probe_frame(bytes(view)))
+
+    return item.info.offset, min(PROBE_BYTES, item.info.length), understand
 
 
 def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
@@ -63,31 +85,19 @@ def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
     return replace(item, chunk=chunk)
 
 
-def _with_blocks(items: list[PlannedItem], read_now: ReadNow, url: str | None) -> list[PlannedItem]:
-    """Read the block checksums that are needed to verify parts of items: one small read for each object."""
-    wanted = {item.place: item for item in items if item.needs_table}
-    if not wanted:
-        return items
+def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memoryview], Complete]]:
+    """Read the block checksums that are needed to verify parts of an item. Those of an object are neighbours."""
     from bucketpoint.checkpoint.block_tables import with_blocks
 
-    infos: dict[tuple[str, int], ItemInfo] = {}
+    def understand(view: memoryview) -> Complete:
+        info = with_blocks(item.info, view)
+        if info is None:
+            raise CorruptDataError(
+                f"Checksum mismatch in {item.fqn}: the checksums of its blocks differ from those written at save",
+                url=url,
+                key=item.key,
+            )
+        return functools.partial(replace, info=info)
 
-    def table(item: PlannedItem) -> Extent:
-        start = item.info.table_offset
-        assert start is not None
-
-        def deliver(view: memoryview | None) -> None:
-            assert view is not None
-            info = with_blocks(item.info, view)
-            if info is None:
-                raise CorruptDataError(
-                    f"Checksum mismatch in {item.fqn}: the checksums of its blocks differ from those written at save",
-                    url=url,
-                    key=item.key,
-                )
-            infos[item.place] = info
-
-        return Extent(item.key, start, start + item.info.table_nbytes, deliver, label=item.fqn, etag=item.etag)
-
-    read_now(map(table, wanted.values()))
-    return [replace(item, info=infos[item.place]) if item.place in infos else item for item in items]
+    assert item.info.table_offset is not None
+    return item.info.table_offset, item.info.table_nbytes, understand

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,6 @@ class PlannedItem:
         """The object of the saved item, and its offset there."""
         return self.key, self.info.offset
 
-    @property
     def needs_table(self) -> bool:
         """True if the table of block checksums must be read first: only part of the item is wanted.
 
@@ -90,32 +89,22 @@ class PlannedItem:
         return self.info.table_nbytes > 0 and tuple(self.read.lengths) != self.chunk.shape
 
 
+@dataclass(frozen=True)
 class ReadPlan:
     """Translator of one rank's items to extents; it commits each item to the planner once all of it has arrived.
 
     The planner is called by one thread at a time, as planners are not written for several.
     """
 
-    def __init__(
-        self,
-        metadata: Metadata,
-        planner: LoadPlanner,
-        *,
-        prefix: str,
-        etags: dict[str, str],
-        options: TransferOptions,
-        transforms: Any,
-        trusted: bool,
-    ) -> None:
-        self._metadata = metadata
-        self._planner = planner
-        self._prefix = prefix
-        self._etags = etags
-        self._options = options
-        self._transforms = transforms
-        self._trusted = trusted
-        self._lock = threading.Lock()
-        self._shapes = ChunkShapes(metadata)
+    metadata: Metadata
+    planner: LoadPlanner
+    prefix: str
+    etags: dict[str, str]
+    options: TransferOptions
+    transforms: Any
+    trusted: bool
+    shapes: ChunkShapes
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def resolve(self, items: Sequence[ReadItem]) -> list[PlannedItem]:
         """Find every item in the metadata, and the tensor to load it into.
@@ -125,7 +114,7 @@ class ReadPlan:
             MismatchError: the planner's tensor is not of the size that the planner asked for; or two items with other
                 bytes are to go into one tensor.
         """
-        storage_data: dict[MetadataIndex, Any] = self._metadata.storage_data or {}
+        storage_data: dict[MetadataIndex, Any] = self.metadata.storage_data or {}
         resolved = []
         for item in items:
             stored = storage_data.get(item.storage_index)
@@ -134,7 +123,7 @@ class ReadPlan:
             info = read_item(stored)
             target = None
             if item.type != LoadItemType.BYTE_IO:
-                target = self._planner.resolve_tensor(item)
+                target = self.planner.resolve_tensor(item)
                 # Other elements or another quantiser can be set only on the tensor itself, not on an alias.
                 plain = target.layout is torch.strided and not target.is_quantized
                 target = target.detach() if plain else target
@@ -144,22 +133,22 @@ class ReadPlan:
                         key=item.dest_index.fqn,
                     )
             key, etag, chunk = (
-                keys.join(self._prefix, info.path),
-                self._etags.get(info.path),
+                keys.join(self.prefix, info.path),
+                self.etags.get(info.path),
                 self._chunk_of(item, info),
             )
             resolved.append(PlannedItem(item, info, key, target, etag, chunk))
         return _apart(resolved)
 
     def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
-        entry = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
+        entry = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def _chunk_of(self, item: ReadItem, info: ItemInfo) -> SavedChunk | None:
         """Return the place of the raw elements of the item's saved chunk; None if it is not in the metadata."""
         if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
             return None
-        entry, shape = self._tensor(item), self._shapes.of(item.storage_index)
+        entry, shape = self._tensor(item), self.shapes.of(item.storage_index)
         if entry is None or shape is None:
             return None
         dtype = entry.properties.dtype
@@ -176,7 +165,7 @@ class ReadPlan:
             return False
         entry = self._tensor(item.read)
         wanted = 0 if entry is None else item.target.numel() * entry.properties.dtype.itemsize
-        return info.length > self._options.lease_bytes or wanted * 2 < info.length
+        return info.length > self.options.lease_bytes or wanted * 2 < info.length
 
     def extents(self, item: PlannedItem) -> Iterator[Extent]:
         """Return the byte ranges that one item needs."""
@@ -214,7 +203,7 @@ class ReadPlan:
         runs = chunk.runs(offsets, lengths)
         # A box is never smaller than a block: the whole block is fetched to verify any part of it, and once more for
         # each band that it is cut into.
-        small = runs.span <= max(self._options.lease_bytes, item.info.block_nbytes or 0)
+        small = runs.span <= max(self.options.lease_bytes, item.info.block_nbytes or 0)
         axes = [axis for axis, size in enumerate(lengths) if size > 1]
         fits = (runs.count == 1 and _fits_in_place(item, chunk)) or (small and self._affordable(item, runs))
         if fits or not axes:
@@ -235,7 +224,7 @@ class ReadPlan:
         if not self._affordable(item, runs):
             return 1
         row = chunk.strides[axis] * chunk.dtype.itemsize
-        step = max(self._options.lease_bytes // max(row, 1), 1)
+        step = max(self.options.lease_bytes // max(row, 1), 1)
         block = item.info.block_nbytes or 0
         rows = block // row if block and row and block % row == 0 else 1
         return min(max(step - step % rows, rows), lengths[axis] - 1)
@@ -243,10 +232,10 @@ class ReadPlan:
     def _affordable(self, item: PlannedItem, runs: Runs) -> bool:
         """Return True if reading across the gaps of a strided slice is cheaper than requesting each run."""
         # Gaps within a block are read in any case, as a block is verified as a whole.
-        if runs.coalesced(max(self._options.free_gap_bytes, item.info.block_nbytes or 0)).count == 1:
+        if runs.coalesced(max(self.options.free_gap_bytes, item.info.block_nbytes or 0)).count == 1:
             return True
-        near = runs.coalesced(self._options.coalesce_gap_bytes).count == 1
-        return near and runs.span <= self._options.max_overread * runs.nbytes
+        near = runs.coalesced(self.options.coalesce_gap_bytes).count == 1
+        return near and runs.span <= self.options.max_overread * runs.nbytes
 
     def _slice(self, item: PlannedItem, chunk: SavedChunk, box: Box, done: Callable[[], None]) -> Iterator[Extent]:
         assert item.target is not None
@@ -281,7 +270,7 @@ class ReadPlan:
         """
         memory, origin = tensor_bytes(target), chunk.payload_start
         block = item.info.block_nbytes or 1
-        size = max(self._options.part_bytes // block, 1) * block
+        size = max(self.options.part_bytes // block, 1) * block
         cuts = [runs.start, *range(runs.start - runs.start % block + size, runs.start + runs.nbytes, size)]
         cuts.append(runs.start + runs.nbytes)
         arrived = _countdown(len(cuts) - 1, done)
@@ -307,14 +296,12 @@ class ReadPlan:
         def deliver(view: memoryview | None) -> None:
             assert view is not None
             if item.target is None:
-                data = load_bytes(
-                    view, info, self._transforms, key=item.fqn, trusted=self._trusted, planner=self._planner
-                )
-                with self._lock:
-                    self._planner.load_bytes(item.read, io.BytesIO(data))
+                data = load_bytes(view, info, self.transforms, key=item.fqn, trusted=self.trusted, planner=self.planner)
+                with self.lock:
+                    self.planner.load_bytes(item.read, io.BytesIO(data))
                 return
             nbytes = self._saved_nbytes(item)
-            saved = decode_item(view, info, self._transforms, key=item.fqn, tensor_nbytes=nbytes, trusted=self._trusted)
+            saved = decode_item(view, info, self.transforms, key=item.fqn, tensor_nbytes=nbytes, trusted=self.trusted)
             for axis, (at, size) in enumerate(zip(item.read.storage_offsets, item.read.lengths, strict=True)):
                 if (at, size) != (0, saved.shape[axis]):
                     saved = saved.narrow(axis, at, size)
@@ -325,15 +312,15 @@ class ReadPlan:
 
     def _commit(self, item: PlannedItem) -> None:
         assert item.target is not None
-        with self._lock:
-            self._planner.commit_tensor(item.read, item.target)
+        with self.lock:
+            self.planner.commit_tensor(item.read, item.target)
 
     def _saved_nbytes(self, item: PlannedItem) -> int | None:
         """Return the bytes of an item's saved chunk by its shape and dtype, at most those of the whole tensor."""
         entry = self._tensor(item.read)
         if entry is None:
             return None
-        shape = self._shapes.of(item.read.storage_index)
+        shape = self.shapes.of(item.read.storage_index)
         most = math.prod(entry.size)
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
 
