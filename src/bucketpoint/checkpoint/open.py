@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.format.index.view import ChunkShapes
     from bucketpoint.retention import Best
 
 
@@ -61,6 +62,13 @@ class SavedCheckpoint:
         for members in objects.values():
             members.sort(key=lambda member: (member[1].offset, member[1].length))
         return dict(sorted(objects.items()))
+
+    @cached_property
+    def shapes(self) -> ChunkShapes:
+        # Imported here: the metadata may be of plain classes, without torch.
+        from bucketpoint.format.index.view import ChunkShapes
+
+        return ChunkShapes(self.metadata)
 
     @cached_property
     def record(self) -> CommitRecord:

@@ -7,12 +7,11 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.format.index.view import Chunks
+from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.torch_zip import tensor_frame
 from bucketpoint.transfer.checksum import CrcAccumulator, crc32c
@@ -37,29 +36,7 @@ class Region:
         return self.stop - self.start
 
 
-class ChunkShapes:
-    """The shapes of saved chunks, by their index."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-        self._known: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
-
-    def of(self, index: MetadataIndex) -> tuple[int, ...] | None:
-        entry = self._metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
-        saved: Any = entry.chunks
-        if isinstance(saved, Chunks):
-            return saved.sizes_at(offset, index.index)
-        chunks = self._known.get(index.fqn)
-        if chunks is None:
-            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in saved}
-            self._known[index.fqn] = chunks
-        return chunks.get(offset)
-
-
-def item_regions(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: ChunkShapes) -> Iterator[Region]:
+def item_regions(index: MetadataIndex, info: ItemInfo, shapes: ChunkShapes) -> Iterator[Region]:
     """Yield the regions of one item whose bytes are known, in order. Empty if its writer recorded nothing."""
     if info.crc32c is None:
         return
@@ -68,7 +45,7 @@ def item_regions(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shape
         return
     payload = info.offset + info.payload_offset
     end = payload + info.payload_nbytes
-    frame = _frame(index, info, metadata, shapes)
+    frame = _frame(index, info, shapes)
     if frame is not None:
         yield Region(info.offset, payload, crc32c(memoryview(frame[0])), index.fqn, "header")
     yield from _blocks(index.fqn, info, payload, "payload")
@@ -76,12 +53,12 @@ def item_regions(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shape
         yield Region(end, info.offset + info.length, crc32c(memoryview(frame[1])), index.fqn, "trailer")
 
 
-def _frame(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: ChunkShapes) -> tuple[bytes, bytes] | None:
+def _frame(index: MetadataIndex, info: ItemInfo, shapes: ChunkShapes) -> tuple[bytes, bytes] | None:
     """Return the header and trailer that this version would write around the payload.
 
     None if the item has no room for exactly them. Frames have no checksum, but their contents follow from the metadata.
     """
-    entry, shape = metadata.state_dict_metadata.get(index.fqn), shapes.of(index)
+    entry, shape = shapes.metadata.state_dict_metadata.get(index.fqn), shapes.of(index)
     if not isinstance(entry, TensorStorageMetadata) or shape is None:
         return None
     if math.prod(shape) * entry.properties.dtype.itemsize != info.payload_nbytes:

@@ -21,7 +21,7 @@ from bucketpoint.catalog.run import record_above
 from bucketpoint.checkpoint.block_tables import condition, read_tables
 from bucketpoint.checkpoint.objects import faults
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
+from bucketpoint.checkpoint.regions import ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,
@@ -148,7 +148,6 @@ class _Run:
         self.notes: list[str] = []
         self.checked = 0
         self._lock = threading.Lock()
-        self._shapes = ChunkShapes(saved.metadata)
         self._pool = BufferPool(options.max_inflight_bytes)
 
     # -- the metadata -------------------------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ class _Run:
                 continue
             self._count(_UNCLAIMED, info.offset - at)
             at = info.offset + info.length
-            own = list(item_regions(index, info, self.saved.metadata, self._shapes))
+            own = list(item_regions(index, info, self.saved.shapes))
             inside = [region for region in own if region.stop <= size]
             if len(inside) < len(own):
                 text = f"the object ends at byte {size}, before the end of the item"

@@ -24,7 +24,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.block_tables import read_tables
 from bucketpoint.checkpoint.objects import copy_target, damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
+from bucketpoint.checkpoint.regions import ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saving.commit import commit_copy
 from bucketpoint.dcp.saving.commit_put import Commit
 from bucketpoint.dcp.session import PriorCommit
@@ -166,9 +166,8 @@ def copy_checkpoint(
         CheckpointExistsError, CommitConflictError: another commit was made meanwhile, and stays.
     """
     saved = plan.saved
-    shapes = ChunkShapes(saved.metadata)
     waiting = [path for path in plan.paths if path not in plan.there]
-    checks = [_Checked(saved, path, shapes, plan.sources[path]) for path in waiting]
+    checks = [_Checked(saved, path, plan.sources[path]) for path in waiting]
     jobs = [
         CopyJob(plan.sources[path], keys.join(plan.prefix, plan.paths[path]), check.see)
         for path, check in zip(waiting, checks, strict=True)
@@ -314,7 +313,7 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
             )
 
 
-def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> list[Region]:
+def _regions(saved: SavedCheckpoint, path: str, source: ObjectInfo) -> list[Region]:
     tables, items, wrong = read_tables(saved.store, saved.by_object[path], source)
     if wrong:
         fqn = items[wrong[0]][0].fqn
@@ -322,17 +321,16 @@ def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: Obj
     regions: list[Region] = []
     for index, info in items:
         if not regions or info.offset >= regions[-1].stop:
-            regions += item_regions(index, info, saved.metadata, shapes)
+            regions += item_regions(index, info, saved.shapes)
     return [*regions, *table_regions(items, tables, regions[-1].stop if regions else 0)]
 
 
 class _Checked:
     """Verification of one object while it is copied: raises at the first bytes whose checksum is wrong."""
 
-    def __init__(self, saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> None:
+    def __init__(self, saved: SavedCheckpoint, path: str, source: ObjectInfo) -> None:
         self._saved = saved
         self._path = path
-        self._shapes = shapes
         self._source = source
         self._lock = threading.Lock()
         self._check: ObjectCheck | None = None
@@ -343,7 +341,7 @@ class _Checked:
         with self._lock:
             # Created when the first bytes arrive: none arrive if the service copies, and then no table is read.
             if self._check is None:
-                regions = _regions(self._saved, self._path, self._shapes, self._source)
+                regions = _regions(self._saved, self._path, self._source)
                 self._check = ObjectCheck(regions)
                 self.nbytes = sum(region.nbytes for region in regions)
         self._check.note(start, view)

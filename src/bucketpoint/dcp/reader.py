@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
@@ -40,7 +39,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.index.ref import is_index
-from bucketpoint.format.index.view import decode_index
+from bucketpoint.format.index.view import ChunkShapes, decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra, token_of

@@ -140,11 +140,6 @@ class SaveSession:
             )
         self.ranks = replace(self.ranks, together=count)
 
-    @property
-    def started(self) -> float:
-        """Time at which the save began on this thread, `time.monotonic` seconds."""
-        return self.times.begun
-
 
 class SaveSessions(threading.local):
     """The save under way on each thread: DCP runs each save on one thread, and two must share no token or URL."""

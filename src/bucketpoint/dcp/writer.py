@@ -255,7 +255,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         alone = session.ranks.alone or (not known and world_size() > 1)
         session.count_ranks(len(plans))
         session.ranks = replace(session.ranks, alone=alone)
-        plans = agree_on_plans(plans, session.url, since=session.started)
+        plans = agree_on_plans(plans, session.url, since=session.times.begun)
         log = self._log_of(session)
         if log is not None:
             # The last moment at which no rank has sent data: ranks upload once they receive their plans from here.
@@ -473,6 +473,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if self._copies:
             self.earlier_saves.keep(said, str(session.url), written)
         describe(
-            logger, logging.DEBUG, f"rank {process_groups.this_rank()} uploaded", session.url, meter, session.started
+            logger,
+            logging.DEBUG,
+            f"rank {process_groups.this_rank()} uploaded",
+            session.url,
+            meter,
+            session.times.begun,
         )
         return written.results

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.checkpoint.objects import damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import (
     BUCKETPOINT,
@@ -100,7 +99,6 @@ class _Reading:
         self._source = source
         self._saved = saved
         self._trusted = trusted
-        self._shapes = ChunkShapes(saved.metadata)
         self._transforms = ExtensionRegistry()
         self._pool = BufferPool(source.options.max_inflight_bytes // 2)
 
@@ -113,7 +111,7 @@ class _Reading:
             )
         if not isinstance(entry, TensorStorageMetadata):
             return self._bytes(key, index.fqn, info)
-        shape = self._shapes.of(index)
+        shape = self._saved.shapes.of(index)
         if shape is None:
             raise MetadataError("The item is not a chunk of its tensor", url=self._saved.url, key=index.fqn)
         dtype, stop = entry.properties.dtype, info.offset + info.length

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, with_checksums
@@ -33,6 +32,7 @@ from bucketpoint.dcp.saving.object_layout import (
 from bucketpoint.errors import MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES
+from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.stopwatch import LONG_AGO
 from bucketpoint.transfer import Segment, Uploaded
 

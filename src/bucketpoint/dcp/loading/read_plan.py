@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
+from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.slicing import Runs, contiguous_strides, slice_runs
 from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes

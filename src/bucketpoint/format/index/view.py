@@ -197,3 +197,25 @@ def _metadata(index: Index) -> Metadata:
     for version in told["version"]:
         metadata.version = version
     return metadata
+
+
+class ChunkShapes:
+    """The shapes of saved chunks, by their index."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self._known: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def of(self, index: MetadataIndex) -> tuple[int, ...] | None:
+        entry = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
+        saved: Any = entry.chunks
+        if isinstance(saved, Chunks):
+            return saved.sizes_at(offset, index.index)
+        chunks = self._known.get(index.fqn)
+        if chunks is None:
+            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in saved}
+            self._known[index.fqn] = chunks
+        return chunks.get(offset)
