@@ -170,7 +170,7 @@ def test_fails_no_save_by_errors_of_opentelemetry(
             monkeypatch.setattr(telemetry, "_loaded", lambda module: Broken() if module != "context" else None)
         else:
             monkeypatch.setattr(telemetry, "begin_span", lambda *_, **__: Broken())
-            monkeypatch.setattr("bucketpoint.dcp.spans.begin_span", lambda *_, **__: Broken())
+            monkeypatch.setattr("bucketpoint.dcp.stats.begin_span", lambda *_, **__: Broken())
         bucketpoint.async_save(dict(STATE), str(tmp_path / "step-1")).result()
         assert "no room for more instruments" in caplog.text
         bucketpoint.load({"weight": torch.zeros(1000)}, str(tmp_path / "step-1"))

@@ -32,8 +32,7 @@ from bucketpoint.dcp.planning.global_plan import PlanCache
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.saving.watched_stager import WatchedStager
-from bucketpoint.dcp.spans import end_save, note_failure
-from bucketpoint.dcp.stats import SaveStats, SaveTimes
+from bucketpoint.dcp.stats import SaveStats, SaveTimes, end_save, note_failure
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import renew_in_child

@@ -26,8 +26,7 @@ from bucketpoint.dcp.planning.unused_keys import compare_keys, find_unmatched
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Located, as_url, world_size
-from bucketpoint.dcp.spans import note_load
-from bucketpoint.dcp.stats import LoadStats, requests_of
+from bucketpoint.dcp.stats import LoadStats, note_load, requests_of
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,

@@ -38,8 +38,7 @@ from bucketpoint.dcp.saving.object_layout import ObjectNames
 from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
 from bucketpoint.dcp.saving.uploads import Uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
-from bucketpoint.dcp.spans import begin_save, end_save
-from bucketpoint.dcp.stats import SaveStats
+from bucketpoint.dcp.stats import SaveStats, begin_save, end_save
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
