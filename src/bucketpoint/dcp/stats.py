@@ -331,8 +331,9 @@ def _about(url: str, rank: int) -> dict[str, Any]:
 
 
 def _run(url: str) -> dict[str, str]:
+    url = without_credentials(url)
     split = parent_and_name(url)
-    return {"bucketpoint.run": without_credentials(url if split is None else split[0])}
+    return {"bucketpoint.run": url if split is None else split[0]}
 
 
 def _record_requests(stats: SaveStats | LoadStats, run: Mapping[str, Any]) -> None:
