@@ -119,21 +119,18 @@ class MetadataSource:
             return None
         return data
 
-    def names_here(self) -> list[str]:
-        """List the first 1,000 names that lie here; empty if the caller may not list. A successful load never lists."""
-        from bucketpoint.catalog.survey import names_below
+    def nothing_here(self) -> CheckpointNotFoundError:
+        """Return the error that explains why there is no checkpoint, by the first 1,000 objects here.
+
+        Without the right to list, as if there were none. A successful load never lists.
+        """
+        from bucketpoint.catalog.survey import LOOKED_AT, names_below, other_files
 
         try:
-            return names_below(self.store, self.prefix)
-        except StoreError as error:
-            logger.debug("could not list %s: %s", self.url, error)
-            return []
-
-    def nothing_here(self) -> CheckpointNotFoundError:
-        """Return the error that explains, by the objects here, why there is no checkpoint."""
-        from bucketpoint.catalog.survey import LOOKED_AT, other_files
-
-        names = self.names_here()
+            names = names_below(self.store, self.prefix)
+        except StoreError as failure:
+            logger.debug("could not list %s: %s", self.url, failure)
+            names = []
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(
                 "The checkpoint was saved without collectives (no_dist), so each rank has metadata of its own",

@@ -33,7 +33,7 @@ from bucketpoint.convert.source import (
     without,
 )
 from bucketpoint.convert.source_reader import BLOCK_BYTES, SourceBytes
-from bucketpoint.dcp.loading.decode import decode_item, undone_bytes
+from bucketpoint.dcp.loading.decode import decode_item, without_transforms
 from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
@@ -167,7 +167,7 @@ class _Reading:
                 if info.crc32c is None:
                     self._check_archive(info, io.BytesIO(raw))
                 return Stretch(key, info.offset, info.length, _crc32c(info))
-            data = undone_bytes(raw, info, self._transforms, key=fqn, trusted=self._trusted)
+            data = bytes(without_transforms(raw, info, self._transforms, key=fqn, trusted=self._trusted))
             self._judge(fqn, data)
             return Held(data)
 

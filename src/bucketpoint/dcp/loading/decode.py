@@ -43,19 +43,11 @@ def decode_item(
         trusted: unpickle an item that is no plain tensor, whatever its pickle names.
 
     Raises:
-        CorruptDataError: the item exceeds the bound after its transforms are undone.
+        CorruptDataError, UnsafeDataError: the item exceeds the bound after its transforms are undone.
         UnsafeDataError: the item is no plain tensor.
         MetadataError: the item is not in a format that torch saves.
     """
-    if info.transform_descriptors:
-        most = _most_bytes(info) if tensor_nbytes is None else tensor_nbytes + FRAME_BYTES
-        data = undo_transforms(view, info, transforms, key=key, most=most)
-        if data is None:
-            raise CorruptDataError(
-                f"The item has more than {most} bytes after its transforms are undone, which is more than its tensor",
-                key=key,
-            )
-        view = memoryview(data)
+    view = without_transforms(view, info, transforms, key=key, tensor_nbytes=tensor_nbytes)
     probe = probe_frame(bytes(view[:PROBE_BYTES]))
     if probe is not None and 0 < probe.payload_nbytes <= len(view) - probe.payload_offset:
         raw = torch.frombuffer(view, dtype=torch.uint8, offset=probe.payload_offset, count=probe.payload_nbytes)
@@ -116,7 +108,7 @@ def load_bytes(
         UnsafeDataError: the pickle names something outside the allow-list; nothing was run. Also if the item becomes
             absurdly large when its transforms are undone.
     """
-    data = undone_bytes(view, info, transforms, key=key, trusted=trusted)
+    data = bytes(without_transforms(view, info, transforms, key=key, trusted=trusted))
     if trusted:
         return data
     try:
@@ -132,36 +124,31 @@ def load_bytes(
         raise UnsafeDataError("The item is not in the format of torch.save", key=key) from None
 
 
-def undone_bytes(view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool) -> bytes:
-    """Return the bytes of an item without its transforms. Raises UnsafeDataError if it becomes absurdly large."""
-    if not info.transform_descriptors:
-        return bytes(view)
-    most = None if trusted else _most_bytes(info)
-    undone = undo_transforms(view, info, transforms, key=key, most=most)
-    if undone is None:
-        raise UnsafeDataError(
-            f"The item has {info.length} bytes, but more than {most} after its transforms are undone", key=key
-        )
-    return bytes(undone)
-
-
-def undo_transforms(
-    view: memoryview, info: ItemInfo, transforms: Any, *, key: str, most: int | None
-) -> bytearray | None:
-    """Undo the transforms that an item's descriptors name. The result never grows beyond `most` bytes plus one piece.
+def without_transforms(
+    view: memoryview,
+    info: ItemInfo,
+    transforms: Any,
+    *,
+    key: str,
+    tensor_nbytes: int | None = None,
+    trusted: bool = False,
+) -> memoryview:
+    """Return an item without the transforms that its descriptors name. It grows to the bound plus one piece at most.
 
     Args:
-        most: the largest result that is accepted; None for no bound.
-
-    Returns:
-        The bytes; None if there are more than `most`.
+        tensor_nbytes: as for `decode_item`.
+        trusted: leave a byte item without a bound.
 
     Raises:
+        CorruptDataError, UnsafeDataError: a tensor's item, or a byte item, exceeds the bound.
         BucketpointError: a transform is not registered here.
         MetadataError: a transform cannot be undone.
     """
+    if not info.transform_descriptors:
+        return view
+    most = max(FREE_BYTES, MOST_GROWTH * info.length) if tensor_nbytes is None else tensor_nbytes + FRAME_BYTES
     try:
-        extensions = transforms.from_descriptor_list(list(info.transform_descriptors or ()))
+        extensions = transforms.from_descriptor_list(list(info.transform_descriptors))
     except ValueError as error:
         raise BucketpointError(
             f"The item was saved with a transform that is not registered in this process: {error}",
@@ -175,16 +162,14 @@ def undo_transforms(
             stream = extension.transform_from(stream)
         while piece := stream.read(_PIECE_BYTES):
             data += piece
-            if most is not None and len(data) > most:
-                return None
+            if len(data) > most and not trusted:
+                raise (UnsafeDataError if tensor_nbytes is None else CorruptDataError)(
+                    f"The item has {info.length} bytes, but more than {most} after its transforms are undone", key=key
+                )
     except BucketpointError:
         raise
     except Exception as error:  # noqa: BLE001 (each transform has exceptions of its own; none may escape unnamed)
         raise MetadataError(
             f"The transforms of the item cannot be undone: {type(error).__name__}: {error}"[:400], key=key
         ) from None
-    return data
-
-
-def _most_bytes(info: ItemInfo) -> int:
-    return max(FREE_BYTES, MOST_GROWTH * info.length)
+    return memoryview(data)
