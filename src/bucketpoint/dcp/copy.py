@@ -118,7 +118,8 @@ def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = F
         raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")
     sources = look_at_objects(saved, lambda key: retry_transient(lambda: saved.store.head(key)), COPY_OPTIONS)
     used = _used_there(store, prefix, text)
-    if used is not None and used.seen is not None and not overwrite:
+    others, seen = used or (set(), PriorCommit(there=False))
+    if used is not None and seen is not None and not overwrite:
         raise CheckpointExistsError(
             "Checkpoint already exists at this URL",
             url=text,
@@ -136,7 +137,7 @@ def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = F
     # A pruner that deletes an earlier copy of this checkpoint from the folder picks objects by the token in their
     # names: with the same token it would delete the new copy's objects too.
     pruned = catalog is not None and bool(saved.facts) and all(map(keys.token_of, paths))
-    if pruned or (used is not None and (used.paths is None or not used.paths.isdisjoint(paths))):
+    if pruned or others is None or not others.isdisjoint(paths):
         token = keys.new_token()
         paths = _moved_aside(saved, text, token)
     there = {} if used is not None or pruned else _left_behind(saved, store, prefix, sources)
@@ -152,7 +153,7 @@ def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = F
         inside=inside_one_service(saved.store, store),
         token=token,
         catalog=catalog,
-        seen=used.seen if used is not None else PriorCommit(there=False),
+        seen=seen,
     )
 
 
@@ -226,27 +227,20 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     return [CopyJob(info, keys.join(there, name)) for info, name in zip(found, names, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Used:
-    """A checkpoint at the destination: its object paths and its commit, each None if it cannot be read."""
-
-    paths: set[str] | None
-    seen: PriorCommit | None
-
-
-def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
+def _used_there(store: Store, prefix: str, url: str) -> tuple[set[str] | None, PriorCommit | None] | None:
+    """Return the object paths and the commit of a checkpoint at the destination, each None if it cannot be read."""
     try:
         data, committed = get_metadata(store, keys.join(prefix, keys.METADATA))
     except ObjectNotFoundError:
         return None
     except AccessDeniedError:
         # Without the right to list, S3 answers 403 for a missing key too. The commit will find out.
-        return _Used(None, seen=None)
+        return None, None
     seen = PriorCommit(there=True, etag=committed.etag)
     try:
-        return _Used(data_paths(decode_metadata(data, url=url)), seen)
+        return data_paths(decode_metadata(data, url=url)), seen
     except BucketpointError:
-        return _Used(None, seen)
+        return None, seen
 
 
 def _moved_aside(saved: SavedCheckpoint, url: str, token: str) -> dict[str, str]:

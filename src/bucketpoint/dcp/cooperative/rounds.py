@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class SharedLoad:
         due = {(cell.obj, cell.start) for cell in cells}
         while self._cells:
             cell = self._cells[0]
-            direct = self._targets.direct(cell.obj, cell.start, cell.stop)
+            direct = self._targets.direct(cell)
             staged = 0 if direct is not None else cell.nbytes
             room = self._ahead_bytes + staged <= self._ahead_limit and self._ahead < 2 * self._options.connections
             if not room and (cell.obj, cell.start) not in due:
@@ -125,9 +126,10 @@ class SharedLoad:
             reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
-        key, etag = self._targets.source(cell.obj)
-        stop = cell.start + cell.nbytes
-        extent = Extent(key, cell.start, stop, lambda _: None, direct=view, direct_start=cell.start, etag=etag)
+        of = self._targets.holding(cell)[0].request
+        extent = Extent(
+            of.key, cell.start, cell.stop, lambda _: None, direct=view, direct_start=cell.start, etag=of.etag
+        )
         self._fetch(*plan_requests([extent], self._options))
         with self._state:
             self._read[cell.obj, cell.start] = view
@@ -177,7 +179,7 @@ class SharedLoad:
                         sends.append(Message(peer, tags[peer], view))
                         tags[peer] += 1
             elif cell.ranks:
-                place = self._targets.place(cell.obj, cell.start, cell.stop)
+                place = self._targets.place(cell)
                 view, staying = (self._memory.take(cell.nbytes), False) if place is None else (place, True)
                 receives.append(Message(cell.reader, tags[~cell.reader], view))
                 tags[~cell.reader] += 1
@@ -196,18 +198,17 @@ class SharedLoad:
         """Take a cell that this rank has read. Return the bytes, and True if they are at their final place."""
         with self._state:
             view = self._read.pop((cell.obj, cell.start))
-        staying = self._targets.direct(cell.obj, cell.start, cell.stop) is not None
+        staying = self._targets.direct(cell) is not None
         self._ahead -= 1
         if not staying:
             self._ahead_bytes -= cell.nbytes
         return view, staying
 
     def _settle(self, cell: Cell, copied: memoryview | None, finishing: TaskGroup) -> None:
-        for assembly in self._targets.overlapping(cell.obj, cell.start, cell.stop):
-            low, high = max(assembly.request.start, cell.start), min(assembly.request.stop, cell.stop)
+        for assembly in self._targets.holding(cell):
             if copied is not None:
-                assembly.put(low, copied[low - cell.start : high - cell.start])
-            if not assembly.arrived(high - low):
+                assembly.put(cell.start, copied)
+            if not assembly.arrived(cell.nbytes):
                 continue
             with self._state:
                 self._finishing += 1
@@ -243,18 +244,13 @@ class SharedLoad:
 
 
 class Targets:
-    """The shared requests of a rank, with the assembly of each.
+    """The shared requests of a rank, with the assembly of each. A request holds all of a cell or nothing of it.
 
     Args:
         shared: the shared requests, each with the number of the object.
     """
 
-    def __init__(
-        self,
-        shared: Sequence[tuple[int, Request]],
-        url: str,
-        memory: BufferPool,
-    ) -> None:
+    def __init__(self, shared: Sequence[tuple[int, Request]], url: str, memory: BufferPool) -> None:
         self._by_object: dict[int, list[Assembly]] = {}
         self._longest: dict[int, int] = {}
         for number, request in sorted(shared, key=lambda entry: entry[1].start):
@@ -262,40 +258,21 @@ class Targets:
             self._by_object.setdefault(number, []).append(assembly)
             self._longest[number] = max(self._longest.get(number, 0), request.nbytes)
 
-    def source(self, obj: int) -> tuple[str, str | None]:
-        request = self._by_object[obj][0].request
-        return request.key, request.etag
+    def holding(self, cell: Cell) -> list[Assembly]:
+        """Return the assemblies of the requests that hold a cell: several where the rank wants the same bytes twice."""
+        entries = self._by_object[cell.obj]
+        first = bisect.bisect_right(
+            entries, cell.start - self._longest[cell.obj], key=lambda entry: entry.request.start
+        )
+        near = itertools.takewhile(lambda entry: entry.request.start <= cell.start, entries[first:])
+        return [entry for entry in near if entry.request.stop > cell.start]
 
-    def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly]:
-        entries = self._by_object[obj]
-        index = bisect.bisect_right(entries, start - self._longest[obj], key=lambda entry: entry.request.start)
-        assemblies = []
-        while index < len(entries) and entries[index].request.start < stop:
-            if entries[index].request.stop > start:
-                assemblies.append(entries[index])
-            index += 1
-        return assemblies
+    def direct(self, cell: Cell) -> memoryview | None:
+        """Return the caller's memory into which a cell can be received, and from which it can be sent, if there is."""
+        assemblies = self.holding(cell)
+        return assemblies[0].direct(cell.start, cell.stop) if len(assemblies) == 1 else None
 
-    def direct(self, obj: int, start: int, stop: int) -> memoryview | None:
-        """Return the caller's memory into which these bytes can be received, and from which they can be sent.
-
-        None if there is no such memory.
-        """
-        assembly = self._only(obj, start, stop)
-        return None if assembly is None else assembly.direct(start, stop)
-
-    def place(self, obj: int, start: int, stop: int) -> memoryview | None:
-        """Return memory, of the caller or of the assembly, into which these bytes can be received.
-
-        None if there is no such memory.
-        """
-        assembly = self._only(obj, start, stop)
-        return None if assembly is None else assembly.place(start, stop)
-
-    def _only(self, obj: int, start: int, stop: int) -> Assembly | None:
-        """Return the assembly that takes all of these bytes, if no other takes any; else None."""
-        assemblies = self.overlapping(obj, start, stop)
-        request = assemblies[0].request if len(assemblies) == 1 else None
-        if request is None or request.start > start or request.stop < stop:
-            return None
-        return assemblies[0]
+    def place(self, cell: Cell) -> memoryview | None:
+        """Return memory, of the caller or of the assembly, into which a cell can be received, if there is."""
+        assemblies = self.holding(cell)
+        return assemblies[0].place(cell.start, cell.stop) if len(assemblies) == 1 else None
