@@ -95,6 +95,7 @@ class Cooperation:
         """End the cooperation on all ranks. Return the failure that ended it; None if it had ended before."""
         if self._exchange is None:
             return None
+        self.explanation = "Plain: the ranks did not load together"
         failure = self._exchange.mesh.end(error, self._url, "The load")
         self._end()
         return failure
