@@ -81,8 +81,7 @@ class ProcessLock:
     def release(self) -> None:
         self._lock.release()
 
-    def __enter__(self) -> None:
-        self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -58,13 +58,6 @@ def test_keeps_the_class_and_attributes_of_a_dict_that_is_pickled_with_its_value
     assert copied[0] == {1: [2]}
 
 
-# -- a snapshot -------------------------------------------------------------------------------------------------------
-
-
-def test_stages_an_empty_state() -> None:
-    assert dict(staged_copy({})) == {}
-
-
 # -- dtypes -----------------------------------------------------------------------------------------------------------
 
 DTYPES = sorted(

@@ -84,18 +84,6 @@ def test_returns_all_memory_by_close(shared: bool, beside: bool, when_busy: Any,
 
 
 @both_kinds
-def test_returns_the_old_memory_of_a_changed_layout(shared: bool) -> None:
-    stager = Stager(StagingOptions(use_shared_memory=shared))
-    # Both are there throughout, so that only staging memory changes: 96 MiB go, and 8 MiB come.
-    states = [{"w": torch.ones(size * MIB, dtype=torch.uint8)} for size in (96, 8)]
-    finished(stager.stage(states[0]))
-    large = resident()
-    finished(stager.stage(states[1]))
-    gc.collect()
-    assert large - resident() >= 80 * MIB
-
-
-@both_kinds
 def test_makes_prefaulted_memory_resident_before_the_first_save(shared: bool) -> None:
     state = {"w": torch.ones(64 * MIB, dtype=torch.uint8)}
     before = resident()

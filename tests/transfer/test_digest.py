@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,19 +100,6 @@ def test_receives_a_table_from_the_helper_however_large_it_is(helper: UploadHelp
     stored, info = work.store.get("k")
     found = read_digests(work.store, "k", size=info.size, etag=info.etag)
     assert found == {at: digest(memoryview(stored)[2 * at : 2 * at + 2], b"s") for at in range(10_000)}
-
-
-def test_derives_a_digest_from_seed_size_and_each_block() -> None:
-    data = os.urandom(2 * BLOCK_BYTES + 5)
-    first = digest(memoryview(data), b"a")
-    changed = [digest(memoryview(data), b"b"), digest(memoryview(data)[:-1], b"a")]
-    for at in (0, BLOCK_BYTES - 1, BLOCK_BYTES, len(data) - 1):
-        other = bytearray(data)
-        other[at] ^= 1
-        changed.append(digest(memoryview(other), b"a"))
-    swapped = data[BLOCK_BYTES : 2 * BLOCK_BYTES] + data[:BLOCK_BYTES] + data[2 * BLOCK_BYTES :]
-    changed.append(digest(memoryview(swapped), b"a"))
-    assert len({first, *changed}) == len(changed) + 1
 
 
 def test_keeps_digests_from_version_to_version() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.forks import renew_in_child
@@ -40,7 +40,8 @@ class ArenaPool:
     def _begin(self) -> None:
         # A fork needs other arenas: it shares these, also the private ones, with the parent's saves.
         self._lock = threading.Lock()
-        self._arenas: list[tuple[Arena, Lease | None]] = []
+        # The newest lease is the last, so that a waiting save waits for the oldest.
+        self._arenas: dict[Arena, Lease | None] = {}
         # Memory that was given up: not leased again, but the cap counts it while a state lies in it.
         self._given_up: list[tuple[int, Lease]] = []
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED_SIZES)
@@ -49,7 +50,7 @@ class ArenaPool:
     def nbytes(self) -> int:
         """Bytes of host memory held, leased or idle."""
         with self._lock:
-            return sum(arena.nbytes for arena, _ in self._arenas)
+            return sum(arena.nbytes for arena in self._arenas)
 
     def lease(self, nbytes: int) -> tuple[Arena, Lease]:
         """Lease an arena of `nbytes`, rounded up to a cache line. Wait or raise while none is free.
@@ -64,9 +65,7 @@ class ArenaPool:
                 granted = self._grant(needed)
                 if granted is not None:
                     return granted
-                leased: list[tuple[Arena | None, Lease]] = [
-                    (arena, lease) for arena, lease in self._arenas if lease is not None
-                ]
+                leased: list[tuple[Arena | None, Lease]] = list(self._leased())
                 leased += [(None, lease) for _, lease in self._given_up if lease.begun]
                 if not leased:
                     # The end of a lease would not make room.
@@ -89,12 +88,14 @@ class ArenaPool:
         # Under the lock no arena is leased: one that is being written to must stay idle.
         with self._lock:
             self._settle()
-            while sum(lease is not None or arena.nbytes == needed for arena, lease in self._arenas) < self._most:
+            while (
+                sum(lease is not None or arena.nbytes == needed for arena, lease in self._arenas.items()) < self._most
+            ):
                 arena = self._make(needed)
                 if arena is None:
                     break
-                self._arenas.append((arena, None))
-            for arena, lease in self._arenas:
+                self._arenas[arena] = None
+            for arena, lease in self._arenas.items():
                 if lease is None and arena.nbytes == needed:
                     make_ready(arena)
 
@@ -104,10 +105,9 @@ class ArenaPool:
         Also used for private memory that is sent to another process: torch moves such tensors to shared memory.
         """
         with self._lock:
-            self._given_up += [
-                (other.nbytes, lease) for other, lease in self._arenas if other is arena and lease is not None
-            ]
-            self._arenas = [entry for entry in self._arenas if entry[0] is not arena]
+            lease = self._arenas.pop(arena, None)
+            if lease is not None:
+                self._given_up.append((arena.nbytes, lease))
         arena.unpin()
 
     def close(self) -> None:
@@ -115,11 +115,11 @@ class ArenaPool:
         while True:
             with self._lock:
                 self._settle()
-                held = [(arena, lease) for arena, lease in self._arenas if lease is not None]
-                if not held:
-                    self._drop_idle(keep=frozenset())
+                held = next(self._leased(), None)
+                if held is None:
+                    self._drop_idle(keep=())
                     return
-            arena, lease = held[0]
+            arena, lease = held
             if not lease.wait_if_read(GRACE_S):
                 self.surrender(arena)
 
@@ -135,43 +135,45 @@ class ArenaPool:
 
     def _grant(self, needed: int) -> tuple[Arena, Lease] | None:
         self._settle()
-        if sum(lease is not None for _, lease in self._arenas) >= self._most:
+        idle = [arena for arena, lease in self._arenas.items() if lease is None]
+        if len(self._arenas) - len(idle) >= self._most:
             return None
-        idle = next((arena for arena, lease in self._arenas if lease is None and arena.nbytes == needed), None)
-        if idle is None:
-            idle = self._make(needed)
-            if idle is None:
-                return None
+        arena = next((arena for arena in idle if arena.nbytes == needed), None) or self._make(needed)
+        if arena is None:
+            return None
         self._sizes.append(needed)
         lease = Lease(self._options.unread_timeout_s)
-        # The newest lease goes last in the list, so that a waiting save waits for the oldest.
-        self._arenas = [*(entry for entry in self._arenas if entry[0] is not idle), (idle, lease)]
-        return idle, lease
+        self._arenas.pop(arena, None)
+        self._arenas[arena] = lease
+        return arena, lease
+
+    def _leased(self) -> Iterator[tuple[Arena, Lease]]:
+        return ((arena, lease) for arena, lease in self._arenas.items() if lease is not None)
 
     def _make(self, needed: int) -> Arena | None:
         """Make a new arena. None if the cap leaves no room until a lease has ended."""
         # Sizes that recur (a model and an optimizer saved in turn) keep their memory; a size that is gone does not.
-        self._drop_idle(keep=frozenset({needed, *self._sizes}) if needed in self._sizes else frozenset({needed}))
+        self._drop_idle(keep={needed, *self._sizes} if needed in self._sizes else {needed})
         if not self._fits(needed):
-            self._drop_idle(keep=frozenset({needed}))
+            self._drop_idle(keep={needed})
         return Arena(needed, shared=self._options.use_shared_memory) if self._fits(needed) else None
 
     def _settle(self) -> None:
-        self._arenas = [
-            (arena, lease if lease is not None and not lease.ended else None) for arena, lease in self._arenas
-        ]
+        for arena, lease in self._arenas.items():
+            if lease is not None and lease.ended:
+                self._arenas[arena] = None
         self._given_up = [(nbytes, lease) for nbytes, lease in self._given_up if not lease.ended]
 
     def _fits(self, needed: int) -> bool:
         cap = self._options.max_bytes
-        held = sum(arena.nbytes for arena, _ in self._arenas) + sum(nbytes for nbytes, _ in self._given_up)
+        held = sum(arena.nbytes for arena in self._arenas) + sum(nbytes for nbytes, _ in self._given_up)
         return cap is None or held + needed <= cap
 
-    def _drop_idle(self, keep: frozenset[int]) -> None:
-        for arena, lease in self._arenas:
+    def _drop_idle(self, keep: Collection[int]) -> None:
+        for arena, lease in list(self._arenas.items()):
             if lease is None and arena.nbytes not in keep:
                 arena.unpin()
-        self._arenas = [(arena, lease) for arena, lease in self._arenas if lease is not None or arena.nbytes in keep]
+                del self._arenas[arena]
 
     def _wait(self, arena: Arena | None, lease: Lease) -> None:
         """Wait for a lease, or raise as `when_busy` says. `arena` is None if the memory has been given up already."""

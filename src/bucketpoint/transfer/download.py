@@ -67,6 +67,16 @@ class Extent:
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    @property
+    def in_place(self) -> memoryview | None:
+        """The caller's memory if it is large enough for the bytes to be received there, else None."""
+        return self.direct if self.direct is not None and len(self.direct) >= SMALL_EXTENT_BYTES else None
+
+    @property
+    def leased(self) -> int:
+        """Number of bytes that are received in leased memory."""
+        return self.nbytes - len(self.in_place or b"")
+
 
 @dataclass
 class Request:
@@ -113,7 +123,7 @@ def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[R
             current.leased += extent.start - current.stop
         current.extents.append(extent)
         current.wanted += extent.nbytes
-        current.leased += _leased(extent)
+        current.leased += extent.leased
     # Largest first: a large request that starts last would run alone at the end.
     requests.sort(key=lambda request: request.start - request.stop)
     return requests
@@ -124,7 +134,7 @@ def _joins(request: Request, extent: Extent, options: TransferOptions) -> bool:
     if extent.key != request.key or extent.etag != request.etag or gap < 0:
         return False
     span = extent.stop - request.start
-    if span > options.part_bytes or request.leased + gap + _leased(extent) > options.lease_bytes:
+    if span > options.part_bytes or request.leased + gap + extent.leased > options.lease_bytes:
         return False
     return is_worth_reading(gap, span, request.wanted + extent.nbytes, options)
 
@@ -134,14 +144,6 @@ def is_worth_reading(gap: int, span: int, wanted: int, options: TransferOptions)
     if gap > options.coalesce_gap_bytes:
         return False
     return gap <= options.free_gap_bytes or span <= options.max_overread * wanted
-
-
-def _is_direct(extent: Extent) -> bool:
-    return extent.direct is not None and len(extent.direct) >= SMALL_EXTENT_BYTES
-
-
-def _leased(extent: Extent) -> int:
-    return extent.nbytes - (len(extent.direct) if extent.direct is not None and _is_direct(extent) else 0)
 
 
 def deliver(
@@ -192,8 +194,7 @@ class Assembly:
         self._missing = request.nbytes
         self._buffers: list[tuple[int, memoryview]] = []
         self._pieces: list[list[memoryview]] = []
-        direct = [extent for extent in request.extents if _is_direct(extent)]
-        self._direct = [(extent.direct_start, extent.direct) for extent in direct if extent.direct is not None]
+        self._direct = [(extent.direct_start, extent.in_place) for extent in request.extents if extent.in_place]
         self._direct_starts = [start for start, _ in self._direct]
 
     @property
@@ -260,14 +261,10 @@ def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None
     """Deliver every extent of a request whose bytes have been verified."""
     for extent, views in zip(request.extents, pieces, strict=True):
         try:
-            if _is_direct(extent):
-                extent.deliver(None)
-            elif extent.direct is not None:
+            if extent.direct is not None and extent.in_place is None:
                 offset = extent.direct_start - extent.start
                 extent.direct[:] = views[0][offset : offset + len(extent.direct)]
-                extent.deliver(None)
-            else:
-                extent.deliver(views[0])
+            extent.deliver(views[0] if extent.direct is None else None)
         except BucketpointError:
             raise
         except Exception as error:
@@ -298,12 +295,11 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
     position = request.start
     for extent in request.extents:
         take(extent.start - position)
-        if _is_direct(extent) and extent.direct is not None:
+        if (memory := extent.in_place) is not None:
             head = take(extent.direct_start - extent.start)
             flush()
-            buffers.append(extent.direct)
-            tail = take(extent.stop - extent.direct_start - len(extent.direct))
-            pieces.append([head, extent.direct, tail])
+            buffers.append(memory)
+            pieces.append([head, memory, take(extent.stop - extent.direct_start - len(memory))])
         else:
             pieces.append([take(extent.nbytes)])
         position = extent.stop

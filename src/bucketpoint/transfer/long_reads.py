@@ -131,16 +131,16 @@ def fetch_long(
     If the reply breaks off, or its bytes are damaged, the rest is requested again, from the first byte on that was not
     delivered.
     """
-    limits, most = store.capabilities, max(request.nbytes for request in read.requests)
-    if limits.copies_bodies:
-        most = min(most, options.copied_part_bytes)
-    # As in an upload, the lease also counts the client's copy, and its pages for that copy are never touched.
-    with pool.lease(read.leased + (most if limits.copies_bodies else 0)) as lease:
-        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], most, stalls)
+    most, copied = max(request.nbytes for request in read.requests), 0
+    if store.capabilities.copies_bodies:
+        # As in an upload, the lease also counts the client's copy, and its pages for that copy are never touched.
+        most = copied = min(most, options.lease_bytes)
+    with pool.lease(read.leased + copied) as lease:
+        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], most, meter, stalls)
         try:
             for request in read.requests:
                 deliver(store.url, request, lease, functools.partial(reception.receive, request), options)
-                meter.add(request.nbytes, requests=reception.take_count())
+                meter.add(request.nbytes, requests=0)
         finally:
             reception.drop()
 
@@ -148,17 +148,19 @@ def fetch_long(
 class _Reception:
     """The reply from which a long read is received, requested again after each failure."""
 
-    def __init__(self, store: Store, read: LongRead, spare: memoryview, most: int, stalls: StallLimits) -> None:
+    def __init__(
+        self, store: Store, read: LongRead, spare: memoryview, most: int, meter: Meter, stalls: StallLimits
+    ) -> None:
         self._store = store
         self._streams = cast("OpensRanges", store) if store.capabilities.streams_ranges else None
         self._read = read
         self._spare = spare
         self._most = most
+        self._meter = meter
         self._stalls = stalls
         self._silence_s = stalls.doubling()
         self._reply: RangeReply | None = None
         self._position = 0
-        self._count = 0
 
     def receive(self, request: Request, buffers: list[memoryview]) -> None:
         """Receive the bytes of the next request, or those of the last again. Bytes in between are discarded."""
@@ -168,14 +170,14 @@ class _Reception:
             starts = range(request.start, request.stop, self._most)
             pieces = cut(buffers, [min(self._most, request.stop - start) for start in starts])
             for start, piece in zip(starts, pieces, strict=True):
-                self._count += 1
+                self._meter.add(0)
                 self._store.read_into(request.key, start, piece, if_match=request.etag)
             return
         if request.start < self._position:
             # They have been received, and were damaged.
             self.drop()
         if self._reply is None:
-            self._count += 1
+            self._meter.add(0)
             nbytes, sent = self._read.stop - request.start, time.monotonic()
             with silent_for(self._silence_s):
                 self._reply = self._streams.open_range(request.key, request.start, nbytes, if_match=request.etag)
@@ -196,8 +198,3 @@ class _Reception:
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.drop()
-
-    def take_count(self) -> int:
-        """Return how many requests were sent since the last call."""
-        count, self._count = self._count, 0
-        return count

@@ -198,12 +198,16 @@ def test_refuses_options_that_mean_nothing_elsewhere_before_anything_is_sent(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("program", ["", "/bin/true", "/nowhere/python"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("executable", ""), ("executable", "/bin/true"), ("executable", "/nowhere/python"), ("frozen", True)],
+)
 def test_names_an_interpreter_that_cannot_be_started_again(
-    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
-    monkeypatch.setattr(sys, "executable", program)
-    with pytest.raises(HelperUnavailableError, match="start"):
+    monkeypatch.setattr(sys, name, value, raising=False)
+    said = "started again" if name == "frozen" else "start"
+    with pytest.raises(HelperUnavailableError, match=said):
         own_helper.upload(upload_of(str(tmp_path), []), meter())
 
 
@@ -297,14 +301,6 @@ def test_keeps_no_upload_waiting_by_workers_that_are_forked_while_it_starts(tmp_
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         assert ended < 60
-
-
-def test_starts_no_frozen_program_once_more(
-    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(HelperUnavailableError, match="started again"):
-        own_helper.upload(upload_of(str(tmp_path), []), meter())
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------

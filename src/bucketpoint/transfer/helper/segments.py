@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from bucketpoint.transfer.helper.messages import PlainSegment, SegmentsToUpload
+from bucketpoint.transfer.helper.messages import SegmentsToUpload
 from bucketpoint.transfer.upload import ObjectSource, Segment
 
 INLINE_BYTES = 64 << 10
@@ -37,7 +37,8 @@ def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterat
     Training waits for the interpreter's lock while a message is pickled.
     """
 
-    def remote(segment: Segment) -> PlainSegment:
+    def remote(segment: Segment) -> tuple[Any, ...]:
+        # The fields of a `RemoteSegment`.
         offset, inline, data = None, None, segment.data
         if data is not None and segment.digests_of:
             # Some bytes for each item, and no part of the state.

@@ -270,16 +270,8 @@ class _Job:
             data = memoryview(remote.inline)
         elif not remote.table_of and not remote.digests_of:
             fill = functools.partial(self._ask, number, index)
-        return Segment(
-            remote.nbytes,
-            data,
-            fill,
-            remote.late,
-            remote.block_nbytes,
-            remote.table_of,
-            remote.digest_seed,
-            remote.digests_of,
-        )
+        # All further fields are the same.
+        return Segment(remote.nbytes, data, fill, *remote[3:])
 
     def _ask(self, number: int, segment: int, start: int, out: memoryview) -> None:
         """Get bytes of a segment that only the trainer can read."""
