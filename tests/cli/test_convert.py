@@ -164,11 +164,6 @@ def test_names_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
         open_source(Location.of("msc://profile/x"), transfer=CONVERT_OPTIONS)
 
 
-@pytest.mark.parametrize("size", ["0", "5XB", "GB", "-1", "1.5GB"])
-def test_refuses_a_shard_size_that_is_none_as_a_usage_error(program: Program, size: str) -> None:
-    assert program("convert", "a", "b", "--max-shard-size", size).code == 2
-
-
 def test_splits_a_path_or_url_into_root_and_key(tmp_path: Path) -> None:
     for url, root, key in [
         ("/a/b/c.pt", "/a/b", "c.pt"),

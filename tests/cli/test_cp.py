@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -86,12 +87,12 @@ def test_passes_over_markers_of_folders_that_consoles_make(root: str, program: P
 
 
 def test_does_not_copy_a_run_as_files_because_an_export_lies_beside_it(program: Program, tmp_path: Path) -> None:
-    """The copy would be a run whose checkpoints were never committed there."""
+    """The copy would be a run whose checkpoints were never committed there: those are copied one by one."""
     save(str(tmp_path / "run/step-1"))
     (tmp_path / "run/model.safetensors").write_bytes(b"w")
-    done = program("cp", str(tmp_path / "run"), "memory://beside/run", "--json")
-    assert done.json["error"]["kind"] == "CheckpointNotFoundError"
-    assert contents("memory://beside/run") == {}
+    done = program("cp", str(tmp_path / "run"), "memory://beside/run", "--yes", "--json")
+    assert [copy["destination"] for copy in done.json["checkpoints"]] == ["memory://beside/run/step-1"]
+    assert "model.safetensors" not in contents("memory://beside/run")
 
 
 @pytest.mark.parametrize("there", ["same", "file", "memory"])
@@ -503,6 +504,36 @@ def test_records_a_copy_into_a_run_and_no_other(root: str, program: Program) -> 
         assert "is recorded in the catalog" not in program("cp", f"{root}/a/step-20", there).out
         assert contents(there)[".bucketpoint.json"]
     assert latest(f"{root}/c") == "step-99"
+
+
+def test_copies_all_checkpoints_of_a_run_and_goes_on_where_it_stopped(
+    tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    in_run(run, 10, 20)
+    save(f"{run}/step-30", 30.0)
+    save(f"{run}/step-40", 40.0)
+    assert program("rollback", run, "30", "--yes").code == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    refused = program("cp", run, other)
+    assert (refused.code, "pass --yes" in refused.err) == (2, True)
+    assert program("cp", run, other, "--dry-run").out.count("would copy ") == 3
+    assert contents(other) == {}
+    assert program("cp", run, "20", f"{other}/step-20").code == 0
+    done = program("cp", run, other, "--yes", "--verify")
+    assert (done.code, done.out.count("is whole"), done.out.splitlines()[-1]) == (
+        0,
+        2,
+        "1 checkpoint had been copied before",
+    )
+    assert program("cp", run, other, "--yes", "--json").json["checkpoints"] == []
+    for step in (10, 20, 30):
+        loads(f"{other}/step-{step}", step)
+    # Another save of a step is not taken for its copy.
+    save(f"{run}/step-30", 31.0, overwrite=True)
+    assert program("cp", run, other, "--yes").code == 5
+    assert program("cp", run, other, "--yes", "--overwrite").code == 0
+    loads(f"{other}/step-30", 31.0)
 
 
 def latest(root: str) -> str:

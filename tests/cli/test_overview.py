@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.cli import svg
 from bucketpoint.cli.commands.overview import _request_lines, _requests
 from bucketpoint.cli.page import MOST_ROWS, RunReport, page
-from bucketpoint.cli.svg import Chart, SaveMark, saves, storage
+from bucketpoint.cli.svg import Chart, SaveMark, curve, saves, storage
 from cli.conftest import Program, save
+from cli.test_plot import contrast
 from cli.test_retention import STEPS, save_run, write
 from cli.test_watch import begin
 from kit.servers import S3Server
@@ -91,14 +93,12 @@ def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Progr
     assert "kept by best: eval/loss min 1" in cells
     assert "eval/loss=0.5" in cells
     assert next(cell for cell in cells if cell.endswith(": release 1.0")).startswith("kept for safety; pinned by ")
-    # Each bar of a size has one of a duration below it, and the one reported metric has a mark.
-    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (9, 2, 1)
+    # The one reported metric has a mark besides the bars.
+    assert (shown.marks("kept"), shown.marks("going"), shown.marks("live")) == (5, 1, 1)
     assert "step 30: deleted after 20" in shown.text
-    # The picture is that of `plan --plot`, and the strips for a phone show parts of it.
+    # The picture is that of `prune --plot`.
     assert f"{root}" in shown.of("title")
-    assert [value for tag, name, value in shown.attributes if tag == "use"] == ["#plan"] * (1 + 3)
-    assert ("g", "id", "plan") in shown.attributes
-    assert "best: eval/loss min 1: 1 checkpoint" in shown.of("p")
+    assert "best: eval/loss min 1: 1 checkpoint" in shown.of("title")
     assert "2 of 3 objects, 300 B of" in shown.text
 
 
@@ -165,7 +165,7 @@ def test_loads_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_pat
     save_run(root, *STEPS)
     shown = made(program, root, tmp_path / "page.html", "--policy", str(write(tmp_path, root)))
     links = {value for _, name, value in shown.attributes if name in ("href", "src", "xlink:href", "action", "data")}
-    assert links == {"#plan", "data:,"}
+    assert links == {"data:,"}
     assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in shown.attributes
     assert "url(" not in (tmp_path / "page.html").read_text()
     assert "@import" not in (tmp_path / "page.html").read_text()
@@ -217,14 +217,6 @@ def test_reads_every_checkpoint_with_verify_and_names_the_damage(program: Progra
     assert "Verification" not in made(program, str(root), file).of("h2")
 
 
-@pytest.mark.parametrize("price", ["nan", "inf", "1e308", "-1"])
-def test_refuses_a_price_that_is_none(program: Program, tmp_path: Path, price: str) -> None:
-    save_run(str(tmp_path / "run"), 10)
-    done = program("overview", str(tmp_path / "run"), "--price", price, "--json")
-    assert done.code == 2
-    assert "--price" in done.err
-
-
 def test_shows_as_the_newest_whole_checkpoint_one_that_verify_found_whole(program: Program, tmp_path: Path) -> None:
     root, file = tmp_path / "run", tmp_path / "page.html"
     save_run(str(root), 10, 20, 30, 40)
@@ -241,28 +233,6 @@ def test_shows_as_the_newest_whole_checkpoint_one_that_verify_found_whole(progra
     (root / "step-30/.metadata").write_bytes(b"nonsense")
     shown = made(program, str(root), file, "--verify", code=1)
     assert shown.of("b")[0] == "none"
-
-
-def test_reads_from_the_records_how_long_saves_took(program: Program, tmp_path: Path) -> None:
-    root = str(tmp_path / "run")
-    save_run(root, 10, 20, 30)
-    first, second, third = sorted(one for one in Path(root, "_bucketpoint").rglob("*") if "__full__" in one.name)
-    for path, seconds in ((first, None), (second, 65.0)):
-        content = json.loads(path.read_bytes())
-        del content["check"]
-        path.write_text(json.dumps({**content, "seconds": seconds}))
-    third.write_bytes(b"damaged")
-    shown = made(program, root, tmp_path / "page.html")
-    assert "took" in shown.of("th")
-    assert [cell for cell in shown.of("td") if cell.endswith(" 5 s")] == ["1 min 5 s"]
-    assert "From the call of a save to its commit: 1 min 5 s" in shown.of("h3")
-    assert [words.endswith(", took 1 min 5 s") for words in shown.of("title")].count(True) == 2
-    # Three bars of sizes, and one of a duration.
-    assert shown.marks("kept") == 4
-    second.write_bytes(b"damaged")
-    shown = made(program, root, tmp_path / "page.html")
-    assert "took" not in shown.of("th")
-    assert shown.of("h3") == []
 
 
 def test_makes_a_page_of_a_run_without_a_checkpoint(program: Program, tmp_path: Path) -> None:
@@ -329,13 +299,13 @@ def points(chart: Chart) -> Iterator[tuple[float, float]]:
 
 
 def test_draws_stored_bytes_that_rise_with_saves_and_fall_with_tombstones() -> None:
-    chart, most = storage([(0.0, 100), (50.0, 300), (200.0, -100)], 100.0, "stored") or (None, 0)
+    chart = storage([(0.0, 100), (50.0, 300), (200.0, -100)], 100.0, "stored")
     assert chart is not None
     assert [*points(chart)] == [(0.0, 0.25), (0.25, 1.0)]
-    assert most == 400
+    assert chart.heights == ("400 B", "0 B")
     assert path_of(chart, "ahead")
-    assert [*chart.ends][1].startswith("dashed: until")
-    chart, _ = storage([(0.0, 100)], 100.0, "stored") or (None, 0)
+    assert [*chart.times][1].startswith("dashed: until")
+    chart = storage([(0.0, 100)], 100.0, "stored")
     assert chart is not None
     assert not path_of(chart, "ahead")
     assert storage([], 100.0, "stored") is None
@@ -348,6 +318,27 @@ def test_draws_a_save_above_the_line_if_it_committed_and_below_otherwise() -> No
     assert kept < going < 74 < dead
 
 
-def test_draws_durations_on_the_time_axis_of_sizes() -> None:
-    every = [SaveMark(time, 5, "kept", "") for time in (0.0, 50.0, 100.0)]
-    assert path_of(saves(every[1:2], "label", beside=every), "save kept").startswith("M500.0 74")
+def test_gives_the_axes_of_every_chart_their_units() -> None:
+    marks = [SaveMark(1e9 + 60 * n, n, "kept", "") for n in (1, 2, 3)]
+    times = ["2001-09-09 01:47:40 UTC", "2001-09-09 01:49:40 UTC"]
+    for chart, heights in (
+        (saves(marks, "sizes"), ["3 B", "0 B"]),
+        (curve(marks, "loss"), ["3", "1"]),
+        (curve(marks[:1], "one value"), ["1"]),
+    ):
+        assert [*chart.heights] == heights
+        assert [*chart.times] == times[: len(heights)]
+    # The lowest value lies at the bottom, and the highest at the top.
+    assert path_of(curve(marks, "loss"), "stored") == "M4.0 90.0L500.0 50.0L996.0 10.0"
+
+
+def test_has_colours_on_the_page_that_are_seen_in_light_and_in_dark() -> None:
+    sheet = (Path(svg.__file__).parent / "templates/page.css").read_text()
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in sheet.split("@media (prefers-color")[:2])
+    assert light.keys() == dark.keys()
+    for colours in (light, dark):
+        for name in ("ink", "quiet", "live", "dead"):
+            assert contrast(colours[name], colours["card"]) >= 4.5, name
+        assert contrast(colours["warn"], colours["warn-ground"]) >= 4.5
+        for name in ("kept", "going"):
+            assert contrast(colours[name], colours["card"]) >= 3, name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -221,24 +220,6 @@ def test_names_the_key_of_a_fault_in_a_policy_that_has_no_place_in_its_text(
     assert failed.code == 2
     assert f"  keep.match: {match} " in failed.err
     assert "None" not in failed.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("report", "{root}", "5", "loss"), "write NAME=VALUE, such as eval/loss=1.23"),
-        (("report", "{root}", "5", "loss=high"), "write NAME=VALUE, such as eval/loss=1.23"),
-        (("gc", "{root}", "--older-than", "soon"), "is not a duration. Write one number with one of the units"),
-        (("pin", "{root}", "--", "-1"), "'-1' is not a step: write ROOT STEP"),
-        (("pin", "{root}", "5", "a pin"), "pass --remove"),
-        (("pin", "{root}", "5", "--remove", "--expires", "7d"), "leave them out, or --remove"),
-        (("gc", "{root}", "--adopt", "--name", "llama"), "pass one of them"),
-    ],
-)
-def test_refuses_nonsense_as_a_matter_of_usage(program: Program, tmp_path: Path, arguments: Any, said: str) -> None:
-    failed = program(*[one.format(root=tmp_path) for one in arguments])
-    assert failed.code == 2
-    assert said in failed.err
 
 
 def test_takes_a_step_in_every_form_in_every_command(program: Program, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.lock import acquire
-from bucketpoint.stores import DeleteFailure, LocalStore
+from bucketpoint.stores import DeleteFailure, LocalStore, open_store
 from cli.conftest import Program, save
 from cli.test_retention import save_run, steps_in
 from cli.test_seen import save_with_torch
@@ -173,3 +173,24 @@ def test_leaves_a_nested_run_and_what_is_no_checkpoint(program: Program, run: Pa
     assert program("rm", str(run / "step-1"), "--yes").code == 0
     assert program("verify", str(run / "step-1/finetune/step-7")).code == 0
     assert (run / "step-9/__0_0.distcp").exists()
+
+
+def test_removes_all_checkpoints_of_a_run_but_none_in_use(program: Program, root: str) -> None:
+    save_run(f"{root}/run", 1, 2, 3)
+    save(f"{root}/run/step-4")
+    save(f"{root}/other/step-1")
+    everything = ("rm", f"{root}/run", "--run")
+    would = program(*everything, "--dry-run")
+    assert (would.code, would.out.count(f"would delete {root}/run/step-")) == (0, 4)
+    assert program("pin", f"{root}/run", "2").code == 0
+    refused = program(*everything, "--yes")
+    assert (refused.code, refused.out.endswith("/run: step 2 is pinned\n")) == (1, True)
+    assert steps_in(program, f"{root}/run") == [1, 2, 3, 4]
+    assert program("pin", f"{root}/run", "2", "--remove").code == 0
+    done = program(*everything, "--yes", "--json")
+    assert (done.code, len(done.json["deleted"]), done.json["refused"]) == (0, 4, None)
+    assert program("verify", f"{root}/run", "--all").code == 3
+    assert program(*everything, "--yes").code == 3
+    store, prefix = open_store(f"{root}/run")
+    assert not [info.key for info in store.list(f"{prefix}/") if "/_bucketpoint/" not in info.key]
+    assert program("verify", f"{root}/other/step-1").code == 0

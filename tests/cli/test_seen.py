@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
+from bucketpoint.stores import open_store
 from cli.conftest import Program, save
 from cli.test_retention import save_run, write
 
@@ -124,3 +125,14 @@ def test_lists_saves_with_and_without_a_log(program: Program, mixed: str) -> Non
     listed = program("ls", mixed, "--all", "--json").json
     assert [one["step"] for one in listed["checkpoints"]] == [1, 2, 3, 4, 5]
     assert [(one["step"], one["token"] is None) for one in listed["attempts"]] == [(6, True), (7, False)]
+
+
+def test_lists_the_runs_of_a_bucket(program: Program, root: str) -> None:
+    save_run(f"{root}/a", 1)
+    save(f"{root}/b/step-1")
+    store, prefix = open_store(root)
+    for name in ("notes/readme.txt", "export/model.safetensors"):
+        store.put(f"{prefix}/{name}", [memoryview(b"x")])
+    assert program("ls", root).out == f"{root}/a\n{root}/b\n2 runs\n"
+    assert program("ls", root, "--json").json["runs"] == [f"{root}/a", f"{root}/b"]
+    assert program("ls", f"{root}/notes").code == 3

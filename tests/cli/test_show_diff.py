@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint.location as module
 from bucketpoint import BucketWriter, __version__
 from bucketpoint.checkpoint.open import open_checkpoint
-from bucketpoint.checkpoint.summary import _whole_crc, summarise
+from bucketpoint.checkpoint.summary import _whole_crc
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.transfer.checksum import crc32c
 from cli.conftest import Program, save, state
@@ -80,8 +80,11 @@ def test_shows_what_there_is_to_tell_of_another_writer(tmp_path: Path, program: 
     ("left", "says"),
     [
         ([".metadata"], "There is 1 object here but no .metadata"),
-        (["deep/.metadata", "deep/data"], "Checkpoints below it: deep"),
-        ([f"step-{n}/.metadata" for n in (1000, 500, 2000)], "below it: step-500, step-1000, step-2000"),
+        (["deep/.metadata", "deep/data"], "newest checkpoints below it: deep"),
+        (
+            [f"step-{n}/.metadata" for n in (1000, 7, 500, 2000, 8, 900, 600)],
+            "below it: step-500, step-600, step-900, step-1000, step-2000\n",
+        ),
         (["__0.metadata"], "saved without collectives"),
     ],
     ids=["interrupted", "a root", "a run", "without collectives"],
@@ -190,11 +193,3 @@ def test_computes_one_checksum_of_a_tensor_however_its_rows_were_cut(
 def test_has_no_checksum_for_a_tensor_cut_by_columns() -> None:
     info = ItemInfo("p", 0, 9, None, 0, 4, 7)
     assert _whole_crc((2, 4), [((0, 0), (2, 2), info), ((0, 2), (2, 2), info)]) is None
-
-
-def test_summarises_without_data(tmp_path: Path) -> None:
-    save(str(tmp_path))
-    saved = open_checkpoint(tmp_path)
-    for path in saved.by_object:
-        (tmp_path / path).unlink()
-    assert len(summarise(saved).entries) == 5

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
+import bucketpoint.doctor.examine as examine_module
 from bucketpoint.doctor.bucket import bucket_findings
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.report import Finding
@@ -145,6 +147,24 @@ def test_advises_tls_for_a_write_that_is_refused_over_plain_http() -> None:
     put = next(one for one in found.findings if one.check == "put")
     assert "s3:PutObject" in (put.remedy or "")
     assert "try https://" in (put.remedy or "")
+
+
+def test_gives_up_in_time_on_a_server_that_dies_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead server answers 503 here, to which a client waits for five minutes."""
+    monkeypatch.setattr(examine_module, "PATIENCE_S", 1.0)
+
+    def answer(request: Seen, number: int) -> Answer:
+        if number > 2:
+            return error(503, "SlowDown")
+        return Answer(headers={"ETag": '"e"', "x-amz-request-id": "1"}) if request.method == "PUT" else ALLOWED
+
+    with scripted(answer) as server:
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        started = time.monotonic()
+        found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
+    assert not found.ok
+    assert found.left
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.snapshot import BY_STEP, Attempt, Checkpoint, Notes, Snapshot
-from bucketpoint.catalog.survey import sized
+from bucketpoint.catalog.survey import size_of
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys
+from bucketpoint.format.groups import OTHER
 from bucketpoint.format.index.ref import index_path
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo
@@ -134,9 +135,14 @@ class Observer:
         there = [one for one in found if one is not None]
         same = [former for one in there if (former := self._commits.get(one.folder)) and _same_commit(former, one)]
         known |= {one.folder: one for one in same}
-        new = sized(self.catalog, [one for one in there if one.folder not in known])
-        self._commits = known | {one.folder: one for one in new}
-        return self._commits
+
+        def size(one: Checkpoint) -> None:
+            known[one.folder] = replace(one, groups={OTHER: size_of(self.catalog, one.folder)})
+
+        if new := [one for one in there if one.folder not in known]:
+            for_each(new, size, TransferOptions())
+        self._commits = known
+        return known
 
     def _newest(self, snapshot: Snapshot, problems: list[str]) -> tuple[Checkpoint | None, CommitRecord | None]:
         going = snapshot.going()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog, committed_info
 from bucketpoint.catalog.run import template_of
-from bucketpoint.catalog.snapshot import BY_STEP, Checkpoint, Notes, Snapshot
+from bucketpoint.catalog.snapshot import Notes, Snapshot
 from bucketpoint.errors import CheckpointNotFoundError, first_of
 from bucketpoint.format import keys
-from bucketpoint.format.groups import OTHER
 from bucketpoint.stores import Store, check_url, this_url
-from bucketpoint.transfer import TransferOptions
-from bucketpoint.transfer.pieces import for_each
 
 LOOKED_AT = 1000
 _NAMED_AT_MOST = 3
@@ -35,19 +31,6 @@ def survey(catalog: Catalog) -> Snapshot:
     if not snapshot.checkpoints and not noted and not catalog.folders():
         raise _nothing(catalog)
     return snapshot
-
-
-def sized(catalog: Catalog, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints, those without a record with the bytes in their folders. One LIST for each of these."""
-    there = list(checkpoints)
-    found = [one for one in there if one.key is not None]
-    if bare := [one for one in there if one.key is None]:
-
-        def add(one: Checkpoint) -> None:
-            found.append(replace(one, groups={OTHER: size_of(catalog, one.folder)}))
-
-        for_each(bare, add, TransferOptions())
-    return sorted(found, key=BY_STEP)
 
 
 def size_of(catalog: Catalog, folder: str) -> int:

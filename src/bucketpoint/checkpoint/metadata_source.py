@@ -140,8 +140,8 @@ class MetadataSource:
         newest, inside = self._below(names)
         if newest is not None:
             return CheckpointNotFoundError(
-                "The URL is that of a run, not of a checkpoint. Checkpoints below it: "
-                + ", ".join(inside[:_NAMED_AT_MOST]),
+                "The URL is that of a run, not of a checkpoint. The newest checkpoints below it: "
+                + ", ".join(inside[-_NAMED_AT_MOST:]),
                 url=self.url,
                 remedy=f"Pass the newest one: {self.url}/{newest} (bucketpoint.latest_checkpoint(root) finds it)",
             )

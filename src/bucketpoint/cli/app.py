@@ -117,8 +117,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         # damage.
         code = app.main(arguments, prog_name=PROGRAM, standalone_mode=False)
         click.echo(nl=False)
-    except OutputError:
-        raise
     except click.ClickException as error:
         error.show()
         return error.exit_code

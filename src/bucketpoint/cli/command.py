@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,15 @@ def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command
 def as_json() -> bool:
     """Return True if the running command is to print one JSON document, and nothing else on standard output."""
     return bool(click.get_current_context().params["as_json"])
+
+
+def agreed(question: str, *, required: bool = True) -> bool:
+    """Ask for confirmation. Without a terminal nobody can be asked: an error if it is `required`, else agreement."""
+    if not as_json() and sys.stdin.isatty():
+        return click.confirm(text.printable(question), err=True)
+    if required:
+        raise click.UsageError("There is no terminal to ask for confirmation on: pass --yes")
+    return True
 
 
 def say(line: str, *, err: bool = False) -> None:

@@ -19,7 +19,7 @@ from bucketpoint.errors import PolicyError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
-    from bucketpoint.catalog.snapshot import Checkpoint
+    from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
     from bucketpoint.location import Location
     from bucketpoint.retention import RetentionPolicy
 
@@ -104,6 +104,15 @@ def _chosen(place: Location, catalog: Catalog, which: str) -> Checkpoint:
 
     rule = recorded_best(place, catalog) if which == "best" else None
     return chosen(catalog, which if rule is None else f"best:{rule.metric}:{rule.mode}")
+
+
+def whole_run(place: Location) -> tuple[Catalog, Snapshot]:
+    """Return the catalog of a run, by the names of its folders, and its snapshot with checkpoints without a record."""
+    from bucketpoint.catalog.catalog import open_catalog
+    from bucketpoint.catalog.run import fitted
+
+    catalog = fitted(open_catalog(place))
+    return catalog, catalog.with_unrecorded(catalog.snapshot())
 
 
 def run_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:

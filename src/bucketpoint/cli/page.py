@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -35,7 +35,6 @@ class RunReport:
         document: fields as in the document of `watch`, with all checkpoints, the newest first.
         costs: title, number of checkpoints, bytes and dollars a month of each line of costs.
         price: dollars for a GB and month.
-        seconds: duration of saves by the URL of their checkpoint, as far as known.
         pins: step, and the reason and the author of its pin.
         plan: plan of the policy; None without a policy.
         verified: URL of each checkpoint, True if it is whole, and the lines of `verify`; None if none was verified.
@@ -45,7 +44,6 @@ class RunReport:
     document: Mapping[str, Any]
     costs: Sequence[tuple[str, int, int, float]]
     price: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
     pins: Sequence[tuple[int, str, str]] = ()
     plan: Plan | None = None
     verified: Sequence[tuple[str, bool, Sequence[str]]] | None = None
@@ -54,17 +52,9 @@ class RunReport:
 def page(report: RunReport) -> str:
     """Return the page: one file that needs no other."""
     document, taken = report.document, report.document["taken"]
-    rows, seconds = document["checkpoints"], report.seconds
+    rows = document["checkpoints"]
     damaged = {url for url, ok, _ in report.verified or () if not ok}
     marks = [*_marks(report)]
-    timed = [
-        SaveMark(row["created"], seconds[row["url"]], _kind(row), _words(report, row))
-        for row in rows
-        if row["url"] in seconds
-    ]
-    took = dict.fromkeys(run_lines.took(of(mark.amount for mark in timed)) for of in (min, max)) if timed else ()
-    stored, most = svg.storage(_changes(document), taken, "Stored bytes over time") or (None, 0)
-    plan = svg.plan_marks(report.plan, report.title) if report.plan is not None else None
     return svg.render(
         "page.html",
         title=report.title,
@@ -72,27 +62,21 @@ def page(report: RunReport) -> str:
         version=__version__,
         tiles=[*_tiles(report, damaged)],
         problems=[*run_lines.notices(document)],
-        stored=stored,
-        stored_at_most=f"at most {text.size(most)}, {_dollars(most / 1e9 * report.price)} a month",
+        stored=svg.storage(_changes(document), taken, "Stored bytes over time"),
         costs=[
             ("", (title, f"{number:,}", text.size(nbytes), f"{_dollars(dollars)} a month"))
             for title, number, nbytes, dollars in report.costs
         ],
         saves=svg.saves(marks, "Saves over time") if marks else None,
-        largest=text.size(max((row["bytes"] for row in rows), default=0)),
         curves=[*_curves(report)],
         legend=[(kind, words) for kind, words in _KINDS.items() if any(mark.kind == kind for mark in marks)],
-        durations=svg.saves(timed, "Duration of saves over time", beside=marks) if timed else None,
-        took=" to ".join(took),
-        plan=plan,
-        picture=Markup(svg.render("plan.svg", **plan)) if plan is not None else None,
+        picture=None if report.plan is None else Markup(svg.plan_picture(report.plan, report.title)),
         prune=[*run_lines.prune_lines(document, taken)],
         heads=[
             *(("step", "number"), ("saved", "nowrap"), ("kind", "nowrap"), ("size", "number")),
-            *([("took", "number")] if timed else []),
             *(("metrics", "words"), ("kept or deleted", "")),
         ],
-        checkpoints=[*_checkpoints(report, damaged, timed=bool(timed))],
+        checkpoints=[*_checkpoints(report, damaged)],
         more=len(rows) - MOST_ROWS,
         attempts=[*_attempts(document)],
         verified=report.verified,
@@ -130,7 +114,7 @@ def _changes(document: Mapping[str, Any]) -> Iterator[tuple[float, int]]:
 
 def _marks(report: RunReport) -> Iterator[SaveMark]:
     for row in report.document["checkpoints"]:
-        yield SaveMark(row["created"], row["bytes"], _kind(row), _words(report, row))
+        yield SaveMark(row["created"], row["bytes"], _kind(row), _words(row))
     for save in report.document["attempts"]:
         if save["started"] is not None:
             words = f"step {save['step']}, began {text.when(save['started'])}, not committed"
@@ -138,30 +122,26 @@ def _marks(report: RunReport) -> Iterator[SaveMark]:
 
 
 def _curves(report: RunReport) -> Iterator[tuple[str, svg.Chart]]:
-    """Yield the metrics of the checkpoints, each with its range in words."""
+    """Yield the metrics of the checkpoints."""
     values: dict[str, list[SaveMark]] = {}
     for row in report.document["checkpoints"]:
         for name, value in row["metrics"].items():
             if not isinstance(value, str):
-                words = f"{_words(report, row)}, {name}={value:.6g}"
+                words = f"{_words(row)}, {name}={value:.6g}"
                 values.setdefault(name, []).append(SaveMark(row["created"], value, _kind(row), words))
     for name, marks in values.items():
-        low, high = (of(mark.amount for mark in marks) for of in (min, max))
-        yield f"{name}: {low:.6g} to {high:.6g}", svg.curve(marks, f"{name} over time")
+        yield name, svg.curve(marks, f"{name} over time")
 
 
 def _kind(row: Mapping[str, Any]) -> str:
     return "going" if row["tombstone"] else "kept"
 
 
-def _words(report: RunReport, row: Mapping[str, Any]) -> str:
-    words = f"step {row['step']}, {text.when(row['created'])}, {text.size(row['bytes'])}"
-    if row["url"] in report.seconds:
-        words += f", took {run_lines.took(report.seconds[row['url']])}"
-    return words
+def _words(row: Mapping[str, Any]) -> str:
+    return f"step {row['step']}, {text.when(row['created'])}, {text.size(row['bytes'])}"
 
 
-def _checkpoints(report: RunReport, damaged: set[str], *, timed: bool) -> Iterator[tuple[str, list[str]]]:
+def _checkpoints(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the class and the cells of each row of the table."""
     taken = report.document["taken"]
     reasons: dict[int, list[str]] = {}
@@ -169,13 +149,11 @@ def _checkpoints(report: RunReport, damaged: set[str], *, timed: bool) -> Iterat
         reasons.setdefault(pinned, []).append(f"pinned by {author or 'somebody'}{f': {reason}' if reason else ''}")
     for row in report.document["checkpoints"][:MOST_ROWS]:
         step, _, kind, size, metrics, _ = run_lines.row_cells(row, taken)
-        seconds = report.seconds.get(row["url"])
-        took = ["" if seconds is None else run_lines.took(seconds)] if timed else []
         why = ["damaged"] if row["url"] in damaged else []
         why += [word for word in run_lines.fate(row, taken) if word != "pinned"]
         why += reasons.get(row["step"], ["pinned"]) if "pinned" in row["held"] else []
         goes = row["tombstone"] or row.get("action") == "delete"
-        cells = [step, text.when(row["created"]), kind, size, *took, metrics, "; ".join(why)]
+        cells = [step, text.when(row["created"]), kind, size, metrics, "; ".join(why)]
         yield "damaged" if row["url"] in damaged else "goes" if goes else "", cells
 
 

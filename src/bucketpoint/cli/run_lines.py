@@ -41,26 +41,45 @@ def took(seconds: float) -> str:
 
 
 def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
-    """Yield a frame."""
-    yield f"{title(document)}  {text.when(document['taken'])}"
-    yield headline(document, now)
-    yield from details(document, now)
+    """Yield a frame as plain lines."""
+    return (line for _, line in frame(document, now))
+
+
+def frame(document: Mapping[str, Any], now: float, rows: int | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a frame, each with its style on a screen.
+
+    Args:
+        rows: limit on the checkpoints that are shown.
+    """
+    shown = document["checkpoints"][:rows]
+    yield "bold", f"{title(document)}  {text.when(document['taken'])}"
+    yield _style_of_newest(document, now), headline(document, now)
+    yield from (("dim", line) for line in details(document, now))
     if document["attempts"]:
-        yield ""
-        yield from attempt_lines(document, now)
+        yield "", ""
+        yield from (("cyan", line) for line in attempt_lines(document, now))
     if document["checkpoints"]:
-        yield ""
+        yield "", ""
         head = ("step", "age", "kind", "size", "metrics", "")
-        yield from text.table([head, *(row_cells(row, now) for row in document["checkpoints"])], indent=0)
-        more = document["count"] - len(document["checkpoints"])
+        styles = ["dim", *("dim" if row["tombstone"] or row.get("action") == "delete" else "" for row in shown)]
+        yield from zip(styles, text.table([head, *(row_cells(row, now) for row in shown)], indent=0), strict=True)
+        more = document["count"] - len(shown)
         older = f"and {text.count(more, 'older checkpoint')}; " if more else ""
-        yield f"{older}{text.size(document['bytes'])} in all"
+        yield "dim", f"{older}{text.size(document['bytes'])} in all"
     if prune := list(prune_lines(document, now)):
-        yield ""
-        yield from prune
+        yield "", ""
+        yield from (("", line) for line in prune)
     if notes := list(notices(document)):
-        yield ""
-        yield from notes
+        yield "", ""
+        yield from (("yellow", note) for note in notes)
+
+
+def _style_of_newest(document: Mapping[str, Any], now: float) -> str:
+    if document["newest"] is None:
+        return "bold red"
+    if is_ended(document, now):
+        return "dim"
+    return "bold yellow" if is_late(document, now) else "bold green"
 
 
 def title(document: Mapping[str, Any]) -> str:

@@ -80,16 +80,10 @@ def _written(value: Any) -> Any:
 def plan_picture(plan: Plan, title: str) -> str:
     """Draw a plan. The same plan gives the same text.
 
+    Kept and thinned checkpoints stand above the line, deleted ones below: the shape is clear without the colour.
+
     Args:
         title: name of the planned object, such as the run's URL.
-    """
-    return render("plan.svg", **plan_marks(plan, title))
-
-
-def plan_marks(plan: Plan, title: str) -> dict[str, Any]:
-    """Return the values of the template of a plan.
-
-    Kept and thinned checkpoints stand above the line, deleted ones below: the shape is clear without the colour.
     """
     steps = [entry.row.step for entry in plan.entries]
     at = _scale(steps, LEFT, RIGHT)
@@ -117,29 +111,28 @@ def plan_marks(plan: Plan, title: str) -> dict[str, Any]:
     summary = f"{text.count(len(steps), 'checkpoint')}: {counts}; {text.size(plan.freed_bytes)} freed"
     named = (("Kept", plan.kept), ("Thinned", plan.thinned), ("Pinned", pinned))
     lists = [f"{word}: steps {first_of([entry.row.step for entry in some], 20)}" for word, some in named if some]
-    return {
-        "title": title,
-        "counts": counts,
-        "summary": summary,
-        "description": ". ".join([summary, *lists]) + ".",
-        "line": LINE,
-        "ink": INK,
-        "colour": COLOURS[0],
+    return render(
+        "plan.svg",
+        title=title,
+        summary=summary,
+        description=". ".join([summary, *lists]) + ".",
+        line=LINE,
+        ink=INK,
+        colour=COLOURS[0],
         # Wide enough to be seen, and no wider than the space for one checkpoint.
-        "bar": max(2.0, min(9.0, 0.7 * (RIGHT - LEFT) / max(1, len(steps)))),
-        "groups": [
+        bar=max(2.0, min(9.0, 0.7 * (RIGHT - LEFT) / max(1, len(steps)))),
+        groups=[
             (action, _joined([mark(entry, top, height) for entry in entries], tooltips=len(steps) <= TOOLTIPS))
             for action, entries, top, height in kinds
         ],
-        "pinned": dict.fromkeys(at(entry.row.step) for entry in pinned),
-        "rules": [
+        pinned=dict.fromkeys(at(entry.row.step) for entry in pinned),
+        rules=[
             (rule, len(places), y, colours.get(rule, INK), "".join(dict.fromkeys(_bar(x, y, 13) for x in places)))
             for y, (rule, places) in zip(range(LINE + HALF + 26, 10**6, 20), keeps.items(), strict=False)
         ],
-        "label": LABEL_CHARACTERS,
-        "axis": [(at(step), step) for step in _round_steps(steps[0], steps[-1])] if steps else [],
-        "ends": dict.fromkeys((steps[0], steps[-1])) if steps else (),
-    }
+        label=LABEL_CHARACTERS,
+        axis=[(at(step), step) for step in _round_steps(steps[0], steps[-1])] if steps else [],
+    )
 
 
 def _bar(x: float, top: float, height: float) -> str:
@@ -177,10 +170,10 @@ def _round_steps(first: int, last: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SaveMark:
-    """A save in a chart of saves.
+    """A save in a chart.
 
     Attributes:
-        amount: value shown by the height of its bar: bytes, or seconds.
+        amount: value shown by the height of its mark: bytes, or a metric.
         kind: class of the mark: `kept`, `going`, `live` or `dead`.
         words: tooltip.
     """
@@ -193,72 +186,76 @@ class SaveMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a run over time: its shapes, and the words below its two ends."""
+    """A chart of a run over time.
+
+    Attributes:
+        marks: its shapes.
+        heights: words at the top and at the bottom of its vertical axis.
+        times: words at the two ends of its horizontal axis.
+    """
 
     label: str
     marks: Sequence[Mark]
-    ends: Iterable[str]
+    heights: Sequence[str]
+    times: Iterable[str]
 
 
-def saves(marks: Sequence[SaveMark], label: str, *, beside: Sequence[SaveMark] = ()) -> Chart:
-    """Draw saves over time, each as a bar.
-
-    Args:
-        marks: the saves, one or more.
-        beside: saves of another chart, whose time axis this one has, too.
-    """
-    times = [mark.time for mark in (*marks, *beside)]
-    # Half a bar is left free at both ends.
-    at = _scale(times, 4, CHART_WIDTH - 4)
-    largest = max(mark.amount for mark in marks) or 1
+def saves(marks: Sequence[SaveMark], label: str) -> Chart:
+    """Draw saves over time, each as a bar."""
+    at, times = _time_axis(marks)
+    largest = max(mark.amount for mark in marks)
     shapes: list[Mark] = []
     for mark in marks:
         # Even a small save is seen.
-        top = _BASE - 6 - (_BASE - 14) * mark.amount / largest
+        top = _BASE - 6 - (_BASE - 14) * mark.amount / (largest or 1)
         end = top if mark.kind in ("kept", "going") else CHART_HEIGHT - 4
         shapes.append((f"save {mark.kind}", f"M{at(mark.time):.1f} {_BASE:g}V{end:.1f}", mark.words))
     base: Mark = ("base", f"M0 {_BASE:g}H{CHART_WIDTH:g}", None)
-    ends = dict.fromkeys((text.when(min(times)), text.when(max(times))))
-    return Chart(label, [base, *_joined(shapes, tooltips=len(marks) <= TOOLTIPS)], ends)
+    heights = text.size(largest), "0 B"
+    return Chart(label, [base, *_joined(shapes, tooltips=len(marks) <= TOOLTIPS)], heights, times)
 
 
 def curve(marks: Sequence[SaveMark], label: str) -> Chart:
-    """Draw values over time as a line, with a mark for each checkpoint in the colour of its kind."""
+    """Draw a metric over time as a line, with a mark for each checkpoint in the colour of its kind."""
+    at, times = _time_axis(marks)
+    low, high = (of(mark.amount for mark in marks) for of in (min, max))
     ordered = sorted(marks, key=lambda mark: mark.time)
-    times, values = [mark.time for mark in ordered], [mark.amount for mark in ordered]
-    at = _scale(times, 4, CHART_WIDTH - 4)
-    low, height = min(values), max(values) - min(values) or 1
     points = [
-        (at(mark.time), CHART_HEIGHT - 10 - (CHART_HEIGHT - 20) * (mark.amount - low) / height) for mark in ordered
+        (at(mark.time), CHART_HEIGHT - 10 - (CHART_HEIGHT - 20) * (mark.amount - low) / (high - low or 1))
+        for mark in ordered
     ]
     line: Mark = ("stored", "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), None)
     shapes: list[Mark] = [
         (f"save {mark.kind}", f"M{x:.1f} {y - 4:.1f}V{y + 4:.1f}", mark.words)
         for mark, (x, y) in zip(ordered, points, strict=True)
     ]
-    ends = dict.fromkeys((text.when(times[0]), text.when(times[-1])))
-    return Chart(label, [line, *_joined(shapes, tooltips=len(marks) <= TOOLTIPS)], ends)
+    heights = list(dict.fromkeys((f"{high:.6g}", f"{low:.6g}")))
+    return Chart(label, [line, *_joined(shapes, tooltips=len(marks) <= TOOLTIPS)], heights, times)
 
 
-def storage(changes: Iterable[tuple[float, int]], now: float, label: str) -> tuple[Chart, int] | None:
+def _time_axis(marks: Sequence[SaveMark]) -> tuple[Callable[[float], float], Iterable[str]]:
+    """Return the function from a time to its position, and the words at the two ends."""
+    times = [mark.time for mark in marks]
+    # Half a bar is left free at both ends.
+    return _scale(times, 4, CHART_WIDTH - 4), dict.fromkeys((text.when(min(times)), text.when(max(times))))
+
+
+def storage(changes: Iterable[tuple[float, int]], now: float, label: str) -> Chart | None:
     """Draw the bytes that are stored over time, and those that are left once tombstones are carried out.
 
     Args:
-        changes: times, some of them in the future, and the bytes that come or go then.
-
-    Returns:
-        The chart and its highest number of bytes; None without changes.
+        changes: times, some of them in the future, and the bytes that come or go then. None of them: no chart.
     """
     ordered = sorted(changes)
     if not ordered:
         return None
     steps = list(zip((time for time, _ in ordered), accumulate(change for _, change in ordered), strict=True))
-    most = max(amount for _, amount in steps) or 1
+    most = max(amount for _, amount in steps)
     last = max(now, steps[-1][0])
     at = _scale([steps[0][0], last], 4, CHART_WIDTH - 4)
 
     def y(amount: int) -> float:
-        return CHART_HEIGHT - 2 - (CHART_HEIGHT - 10) * amount / most
+        return CHART_HEIGHT - 2 - (CHART_HEIGHT - 10) * amount / (most or 1)
 
     def line(some: Sequence[tuple[float, int]]) -> str:
         return "".join(f"H{at(time):.1f}V{y(amount):.1f}" for time, amount in some)
@@ -271,4 +268,4 @@ def storage(changes: Iterable[tuple[float, int]], now: float, label: str) -> tup
         marks.append(("ahead", f"M{at(now):.1f} {y(past[-1][1] if past else 0):.1f}{line(later)}", None))
         marks.append(("now", f"M{at(now):.1f} 0V{CHART_HEIGHT:g}", None))
     ends = text.when(steps[0][0]), f"dashed: until {text.when(last)}" if later else "now"
-    return Chart(label, marks, dict.fromkeys(ends)), most
+    return Chart(label, marks, (text.size(most), "0 B"), dict.fromkeys(ends))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import html
 from collections.abc import Iterable, Mapping, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -67,8 +66,3 @@ def printable(text: str, *, keep: str = "") -> str:
         letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
         for letter in text
     )
-
-
-def escaped(text: str) -> str:
-    """Escape text for HTML and SVG: their own characters, and those that `printable` shows as escapes."""
-    return html.escape(printable(text))

@@ -142,8 +142,8 @@ def _versioning(status: str, days: Sequence[int], remedy: str) -> Finding:
 def _lock(retention: str | None) -> Finding:
     if retention is None:
         return Finding("object lock", "ok", "new objects are not locked")
-    remedy = "Use a bucket without default retention: checkpoints in this one cannot be pruned before it ends"
-    return Finding("object lock", "warn", f"new objects are locked by default: {retention}", remedy)
+    message = f"new objects are locked by default ({retention}): pruned ones are hidden, and billed until the lock ends"
+    return Finding("object lock", "warn", message, "Use a bucket without default retention to free bytes at once")
 
 
 def _lifecycle(rules: list[LifecycleRule], below: str) -> Iterator[Finding]:

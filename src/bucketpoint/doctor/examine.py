@@ -30,12 +30,15 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import LocalStore, Part, Store
 from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.retry import deadline
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.tasks import TaskGroup
 
 DEFAULT_PROBE_BYTES = 128 << 20
 RACERS = 8
+PATIENCE_S = 60.0
+"""Seconds after which no check, and no cleaning up, tries a request again: its store may have died meanwhile."""
 
 ADMIN, TRAINER, READER, PRUNER = "admin", "trainer", "reader", "pruner"
 ROLES = (ADMIN, TRAINER, READER, PRUNER)
@@ -88,7 +91,8 @@ def examine(
     try:
         run.all(probe_bytes)
     finally:
-        run.clean_up()
+        with deadline(PATIENCE_S):
+            run.clean_up()
         with contextlib.suppress(OSError):
             for folder in made:
                 os.rmdir(folder)
@@ -127,6 +131,16 @@ class _Examination:
         self.speed: Speed | None = None
 
     def all(self, probe_bytes: int) -> None:
+        with deadline(PATIENCE_S):
+            written = self._checks()
+        if probe_bytes and written and self._role != PRUNER:
+            if self._removable:
+                self.speed = measure(self.report, self._at.folder, probe_bytes, used=self._remember)
+            else:
+                self.report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
+
+    def _checks(self) -> bool:
+        """Make all checks but that of the speed. Returns True if objects can be written."""
         report, store, written = self.report, self._store, False
         try:
             if self._role == READER:
@@ -139,22 +153,18 @@ class _Examination:
                 # A store refuses every request of a machine whose clock is wrong.
                 finding = clock_finding(store)
                 report.add(*[finding] * (finding.status == "fail"))
-            return
+            return False
         if isinstance(store, S3Store):
             report.add(clock_finding(store))
         if self._role == READER:
-            return
+            return False
         if written:
             self._requests()
         report.add(*bucket_findings(store, self._prefix, spared=self._spared))
         if isinstance(store, LocalStore) and written:
             free = shutil.disk_usage(store.root).free
             report.say("space", "ok", f"{free / 1e9:.1f} GB are free on the filesystem of the folder {store.root}")
-        if probe_bytes and written and self._role != PRUNER:
-            if self._removable:
-                self.speed = measure(report, self._at.folder, probe_bytes, used=self._remember)
-            else:
-                report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
+        return written
 
     def _requests(self) -> None:
         report, store = self.report, self._store
@@ -175,8 +185,6 @@ class _Examination:
             report.say("multipart", "skip", "this store takes whole objects only")
         if isinstance(store, S3Store):
             report.add(service_finding(store, self._key, self._begin))
-
-    # -- rights -------------------------------------------------------------------------------------------------------
 
     def _access(self) -> bool:
         """Check the permissions to put, get, list and delete. Returns False if nothing can be written.
@@ -264,8 +272,6 @@ class _Examination:
                 self._remember(key)
                 raise StoreError("the store ignores If-Match where no object is")
 
-    # -- conditions ---------------------------------------------------------------------------------------------------
-
     def _create_only(self) -> None:
         check, store = "create-only put", self._store
         if not store.capabilities.conditional_put:
@@ -318,8 +324,6 @@ class _Examination:
             wrong = refused(CorruptDataError, lambda: store.put(key, [body], crc32c=crc32c(body) ^ 1))
             expect(wrong, "the store took a body with a wrong CRC32C")
 
-    # -- multipart ----------------------------------------------------------------------------------------------------
-
     def _multipart(self) -> None:
         report, store, key = self.report, self._store, self._key("multipart")
         with report.trial("multipart create", "an upload was begun"):
@@ -363,8 +367,6 @@ class _Examination:
 
     def _is_open(self, key: str, upload: str) -> bool:
         return upload in [entry.upload_id for entry in self._store.list_multipart(key)]
-
-    # -- cleaning up --------------------------------------------------------------------------------------------------
 
     def clean_up(self) -> None:
         """Delete everything that was written, and report the keys that could not be deleted."""

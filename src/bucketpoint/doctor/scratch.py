@@ -17,15 +17,11 @@ _NAMES = (
     r"access|deleted|create-only|race|if-match|pinned|checksum|multipart|aborted|latency|speed-[0-9]+|service-[a-z]+"
 )
 _DATA_FOLDER = "bucketpoint-doctor-"
-_TRIAL_FOLDER = "bucketpoint-chaos-"
-"""Folder of the trial saves of version 0.2."""
 _OURS = re.compile(
     # The folder of a run; the one object that is written if nothing can be deleted; a folder beside the checkpoints,
-    # from a run of version 0.1.0 or from the check of the permissions on data; and the checkpoints of trial saves.
+    # from a run of version 0.1.0 or from the check of the permissions on data.
     rf"(?:{_NOTES}/doctor/(?:[0-9a-f]{{12}}/(?:{_NAMES}|\.bucketpoint-probe-[0-9a-f]{{16}}(?:-sum)?)|access)"
-    rf"|{_DATA_FOLDER}[0-9a-f]{{12}}/(?:{_NAMES}|\.metadata)"
-    rf"|{_TRIAL_FOLDER}[0-9a-f]{{12}}/step-[0-9]+/(?:\.metadata|\.bucketpoint\.json"
-    r"|data/[0-9a-f]{2}/[0-9a-f]{12}-0-[a-z]+-0\.distcp))"
+    rf"|{_DATA_FOLDER}[0-9a-f]{{12}}/(?:{_NAMES}|\.metadata))"
 )
 
 
@@ -63,7 +59,7 @@ class Leftovers:
 
 
 def sweep_leftovers(store: Store, prefix: str, *, oldest: float, dry_run: bool = False) -> Leftovers:
-    """Delete objects and uploads that `doctor` left below `prefix` before the time `oldest`. Costs three small LISTs.
+    """Delete objects and uploads that `doctor` left below `prefix` before the time `oldest`. Costs two small LISTs.
 
     Only keys in the form that `doctor` makes are deleted. Uploads are found only if the store lists them by prefix.
     """
@@ -74,7 +70,7 @@ def sweep_leftovers(store: Store, prefix: str, *, oldest: float, dry_run: bool =
         # An object without a date is kept: it is not known to be old.
         return moment is not None and moment < oldest and _OURS.fullmatch(key[len(above) :]) is not None
 
-    for folder in (f"{above}{_NOTES}/doctor/", f"{above}{_TRIAL_FOLDER}", f"{above}{_DATA_FOLDER}"):
+    for folder in (f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}"):
         left.objects += [info for info in store.list(folder) if old(info.key, info.modified)]
         # Without the permission to list uploads, none can be aborted.
         with contextlib.suppress(AccessDeniedError):

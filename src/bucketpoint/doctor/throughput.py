@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from bucketpoint.doctor.report import Report
 from bucketpoint.errors import StoreError
 from bucketpoint.stores import Store
+from bucketpoint.stores.retry import deadline
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.options import MIB, TransferOptions
 from bucketpoint.transfer.pieces import for_each
@@ -27,6 +28,8 @@ _LATENCY_SHARE = 0.15
 _LARGEST_PART = 128 * MIB
 _GOOD_ENOUGH = 0.9
 _ENOUGH_BYTES = 64 * MIB
+_PATIENCE_S = 60.0
+"""Seconds for which a request of the probe is tried again."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,12 @@ def _level(store: Store, keys: list[str], piece: memoryview, connections: int) -
     crc, size = crc32c(piece), len(piece)
 
     def put(key: str) -> None:
-        store.put(key, [piece], crc32c=crc)
+        with deadline(_PATIENCE_S):
+            store.put(key, [piece], crc32c=crc)
 
     def get(key: str) -> None:
-        store.read_into(key, 0, [memoryview(bytearray(size))])
+        with deadline(_PATIENCE_S):
+            store.read_into(key, 0, [memoryview(bytearray(size))])
 
     options = TransferOptions(connections=connections)
     up, down = (_timed(lambda do=do: for_each(keys, do, options)) for do in (put, get))  # type: ignore[misc]

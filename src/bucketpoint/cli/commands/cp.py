@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.options import between_stores
+from bucketpoint.cli.command import CommandResult, agreed, command
+from bucketpoint.cli.options import between_stores, whole_run
+from bucketpoint.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
+    from bucketpoint.checkpoint.open import SavedCheckpoint
     from bucketpoint.checkpoint.verify import Verification
     from bucketpoint.dcp.copy import Copied, CopyPlan
     from bucketpoint.location import Location
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--verify", "verified", is_flag=True, help="Read the copy again after its commit, and check its checksums."
 )
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation before all checkpoints of a run are copied.")
 @between_stores
 def cp(
     source: Location,
@@ -31,12 +34,14 @@ def cp(
     overwrite: bool,
     dry_run: bool,
     verified: bool,
+    yes: bool,
     trusted: bool,
     progress: bool | None,
 ) -> CommandResult:
-    """Copy a checkpoint from one URL to another, in any store.
+    """Copy a checkpoint, or all of a run, to any other store.
 
-    A copy to a run, to an empty folder or to TARGET/ becomes TARGET/step-N, by the name of the source.
+    A copy to a run, to an empty folder or to TARGET/ becomes TARGET/step-N, by the name of the source. All checkpoints
+    of a run are copied to TARGET/step-N, except those that were copied before or wait to be deleted.
 
     The copy is committed after all of its data is there, so that readers never see half of it. Within one S3 service,
     the service copies the data itself; otherwise every byte passes through this machine and is compared with its
@@ -47,26 +52,58 @@ def cp(
     from bucketpoint.checkpoint.verify import verify
     from bucketpoint.dcp.copy import copy_checkpoint, files_of_model, plan_copy
     from bucketpoint.dcp.progress_bar import progress_callback
-    from bucketpoint.errors import CheckpointNotFoundError
+
+    def copied(saved: SavedCheckpoint, place: Location, *, into: bool) -> CommandResult:
+        plan = plan_copy(saved, place, overwrite=overwrite, into=into)
+        if dry_run:
+            return CommandResult(_document(plan, None, None), [*_plan_lines(plan)])
+        with progress_callback(progress, 0) as callback:
+            done = copy_checkpoint(plan, progress=callback)
+            check = None
+            if verified:
+                check = verify(open_checkpoint(place.at(plan.url), trusted=trusted), progress=callback)
+        return CommandResult(_document(plan, done, check), [*_lines(plan, done, check)], check is None or check.ok)
 
     try:
         saved = open_checkpoint(source, trusted=trusted)
     except CheckpointNotFoundError:
         jobs = files_of_model(source, target, overwrite=overwrite)
-        if not jobs or verified:
+        if jobs and not verified:
+            return _copied_files(source, target, jobs, dry_run, progress)
+        catalog, snapshot = whole_run(source)
+        # A step that was given up, as by a rollback, must not be the newest of the copy.
+        checkpoints = [one for one in snapshot.checkpoints if one.name not in snapshot.going()]
+        if jobs or not checkpoints:
             raise
-        return _copied_files(source, target, jobs, dry_run, progress)
-    word = click.get_current_context().params["words"][-1]
-    into = word.endswith("/") or (os.path.isdir(word) and not os.listdir(word))
-    plan = plan_copy(saved, target, overwrite=overwrite, into=into)
-    if dry_run:
-        return CommandResult(_document(plan, None, None), _plan_lines(plan))
-    with progress_callback(progress, 0) as callback:
-        done = copy_checkpoint(plan, progress=callback)
-        check = None
-        if verified:
-            check = verify(open_checkpoint(target.at(plan.url), trusted=trusted), progress=callback)
-    return CommandResult(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
+    else:
+        word = click.get_current_context().params["words"][-1]
+        return copied(saved, target, into=word.endswith("/") or (os.path.isdir(word) and not os.listdir(word)))
+    question = f"Copy {text.count(len(checkpoints), 'checkpoint')} of {catalog.url} to {target.url}?"
+    if not (dry_run or yes or agreed(question)):
+        return CommandResult({"source": catalog.url, "destination": target.url, "checkpoints": []}, ok=False)
+    results: list[CommandResult] = []
+    for checkpoint in checkpoints:
+        saved = open_checkpoint(source.at(catalog.url_of_folder(checkpoint.folder)), trusted=trusted)
+        place = target.at(f"{target.url.rstrip('/')}/{checkpoint.folder}")
+        if overwrite or not _was_copied(saved, place, trusted):
+            results.append(copied(saved, place, into=False))
+    lines = [line for result in results for line in result.lines]
+    there = len(checkpoints) - len(results)
+    lines += [f"{text.count(there, 'checkpoint')} had been copied before"] if there else []
+    document = {"source": catalog.url, "destination": target.url, "dry_run": dry_run}
+    document["checkpoints"] = [result.document for result in results]
+    return CommandResult(document, lines, all(result.ok for result in results))
+
+
+def _was_copied(saved: SavedCheckpoint, place: Location, trusted: bool) -> bool:
+    """Return True if the checkpoint at a place is a copy of this one."""
+    from bucketpoint.checkpoint.open import open_checkpoint
+
+    try:
+        there = open_checkpoint(place, trusted=trusted).facts
+    except CheckpointNotFoundError:
+        return False
+    return bool(there) and (there.get("copied_from"), there.get("created")) == (saved.url, saved.facts.get("created"))
 
 
 def _copied_files(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,10 +11,11 @@ import click
 from bucketpoint.cli import run_lines, text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.options import run_argument, run_arguments
-from bucketpoint.errors import first_of
+from bucketpoint.errors import CheckpointNotFoundError, first_of
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.observer import Observation
     from bucketpoint.catalog.snapshot import Snapshot
 
 
@@ -25,30 +25,49 @@ if TYPE_CHECKING:
 )
 @run_argument
 def ls(catalog: Catalog, everything: bool) -> CommandResult:
-    """List a run's checkpoints with sizes, metrics and holds.
+    """List the checkpoints of a run, or the runs of a bucket.
 
-    The oldest comes first. Holds are: pinned, leased, restored from. Pending deletions are shown, too. Takes three
-    listings, and for each checkpoint without a record a small read and a listing; with --all the requests of one look
-    of `watch`.
+    Shows sizes, metrics and holds (pinned, leased, restored from), the oldest checkpoint first, and pending deletions.
+    Takes the requests of one look of `watch`; for the runs below a URL, one listing for each folder.
     """
-    from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import sized, survey
-
-    # The observer finds the saves of writers without a log, too. Without a run, the survey's error names what is there.
-    seen = Observer(catalog).look() if everything else None
-    snapshot = survey(catalog) if seen is None or seen.is_empty else seen.snapshot
-    if seen is None:
-        snapshot = replace(snapshot, checkpoints=tuple(sized(catalog, snapshot.checkpoints)))
-    rows = list(rows_of(snapshot, catalog))
+    try:
+        seen = observed(catalog)
+    except CheckpointNotFoundError:
+        if not (runs := list(_runs_below(catalog))):
+            raise
+        return CommandResult({"root": catalog.url, "runs": runs}, [*runs, text.count(len(runs), "run")])
+    rows = list(rows_of(seen.snapshot, catalog))
     document: dict[str, Any] = {"root": catalog.url, "arguments": run_arguments(catalog)}
-    document |= {"run": min(snapshot.runs, default=None), "checkpoints": rows}
-    document["gone"] = sorted(checkpoint.step for checkpoint in snapshot.gone)
-    if seen is not None:
+    document |= {"run": min(seen.snapshot.runs, default=None), "checkpoints": rows}
+    document["gone"] = sorted(checkpoint.step for checkpoint in seen.snapshot.gone)
+    if everything:
         document["attempts"] = [
             {"step": save.step, "url": catalog.url_of_folder(save.folder), "token": save.token, "started": save.started}
             for save in reversed(seen.attempts)
         ]
     return CommandResult(document, _lines(document, catalog.clock()))
+
+
+def observed(catalog: Catalog) -> Observation:
+    """Look at a run once. Without a run, the error names what is at the URL instead."""
+    from bucketpoint.catalog.observer import Observer
+    from bucketpoint.catalog.survey import survey
+
+    observation = Observer(catalog).look()
+    if observation.is_empty:
+        survey(catalog)
+    return observation
+
+
+def _runs_below(catalog: Catalog) -> Iterator[str]:
+    """Yield the URLs of the folders below a URL that have a catalog or checkpoints' folders. One LIST for each."""
+    from bucketpoint.format.catalog_keys import CATALOG
+
+    above = catalog.key("")
+    for folder in catalog.store.list_folders(above):
+        inside = (name[len(folder) :].rstrip("/") for name in catalog.store.list_folders(folder))
+        if any(name == CATALOG or catalog.template.step_of(name) is not None for name in inside):
+            yield catalog.url_of_folder(folder[len(above) :].rstrip("/"))
 
 
 def json_number(value: float) -> float | str:

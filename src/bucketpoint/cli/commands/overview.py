@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,10 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, command, write_file
+from bucketpoint.cli.commands.ls import observed
 from bucketpoint.cli.commands.verify import one_of_many
 from bucketpoint.cli.commands.watch import document_of
 from bucketpoint.cli.options import progress_option, run_and_policy, trusted_option
-from bucketpoint.errors import MetadataError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -84,19 +83,13 @@ def overview(
     the cost of requests if saves go on at the pace and with the size of the last ones. Not
     counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page also shows
     all checkpoints, saves that did not commit, and what is kept and why. It loads nothing from elsewhere. Takes the
-    requests of `watch`, and, for the page, one small read for each
-    checkpoint and each pin. Exits with 1 if --verify finds damage.
+    requests of `watch`, and, for the page, one small read for each pin. Exits with 1 if --verify finds damage.
     """
     from bucketpoint.catalog.deletion.prune import judged
-    from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import survey
     from bucketpoint.stores.local import LocalStore
     from bucketpoint.stores.redact import clean
 
-    observation = Observer(catalog).look()
-    if observation.is_empty:
-        # Raises an error that names what is at the URL instead of a run.
-        survey(catalog)
+    observation = observed(catalog)
     snapshot = observation.snapshot
     described = document_of(catalog, policy, observation, shown=None)
     plan: Plan | None = judged(policy, snapshot.rows())[0] if policy is not None else None
@@ -121,9 +114,7 @@ def overview(
         from bucketpoint.cli.page import RunReport, page
 
         held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
-        report = RunReport(
-            title, described, rows, price, _seconds(catalog, snapshot), held, plan, verified if verify else None
-        )
+        report = RunReport(title, described, rows, price, held, plan, verified if verify else None)
         write_file(file, page(report), "page")
     whole = sum(ok for _, ok, _ in verified)
     document = {
@@ -202,27 +193,6 @@ def _cost_lines(rows: Sequence[tuple[str, int, int, float]], price: float) -> It
         indent=0,
     )
     yield f"at ${price} a GB-month"
-
-
-def _seconds(catalog: Catalog, snapshot: Snapshot) -> dict[str, float]:
-    """Return the duration of saves by the URL of their checkpoint, where their records have it."""
-    from bucketpoint.catalog.records import read_record
-    from bucketpoint.cli.page import MOST_ROWS
-    from bucketpoint.transfer import TransferOptions
-    from bucketpoint.transfer.pieces import for_each
-
-    found: dict[str, float] = {}
-
-    def read(key: str, folder: str) -> None:
-        # The page is made despite a damaged record: `verify` describes the damage.
-        with contextlib.suppress(MetadataError):
-            record = read_record(catalog, key)
-            if record is not None and record.seconds is not None:
-                found[catalog.url_of_folder(folder)] = record.seconds
-
-    recorded = [(one.key, one.folder) for one in snapshot.checkpoints if one.key is not None]
-    for_each(recorded[-MOST_ROWS:], lambda one: read(*one), TransferOptions())
-    return found
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:

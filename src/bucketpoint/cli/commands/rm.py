@@ -1,21 +1,23 @@
-"""`bucketpoint rm`: command around the removal of one checkpoint."""
+"""`bucketpoint rm`: command around the removal of one checkpoint, or of all of a run."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import CommandResult, as_json, command
-from bucketpoint.cli.options import checkpoint_argument
+from bucketpoint.cli.command import CommandResult, agreed, command
+from bucketpoint.cli.options import checkpoint_argument, whole_run
+from bucketpoint.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.deletion.remove import Removal
     from bucketpoint.catalog.deletion.state import Pruned
+    from bucketpoint.catalog.snapshot import Snapshot
     from bucketpoint.location import Location
+    from bucketpoint.stores import DeleteFailure
 
 
 @command("rm")
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
 @click.option(
     "--force", is_flag=True, help="Delete the checkpoint even if it is pinned, in use, or the newest whole one."
 )
+@click.option("--run", "whole", is_flag=True, help="Delete all checkpoints of the run at the URL.")
 @checkpoint_argument
-def rm(place: Location, dry_run: bool, yes: bool, force: bool) -> CommandResult:
-    """Delete one checkpoint at once, without a grace period. Asks for confirmation first.
+def rm(place: Location, dry_run: bool, yes: bool, force: bool, whole: bool) -> CommandResult:
+    """Delete a checkpoint, or all of a run, at once.
+
+    There is no grace period. Asks for confirmation first.
 
     The checkpoint may have a record or none, and any writer may have saved it. Deletes as a prune does: first the
     commit, and then only objects that the commit named. Exits with 1 if the deletion is refused, if the answer is no,
@@ -35,20 +40,55 @@ def rm(place: Location, dry_run: bool, yes: bool, force: bool) -> CommandResult:
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
     from bucketpoint.catalog.records import process_name
 
+    if whole:
+        return _run(place, dry_run=dry_run, yes=yes, force=force)
     removal = plan_removal(place)
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
-    if not yes and not _agreed(removal):
+    warning = f" ALTHOUGH {_joined(removal)}" if removal.reasons else ""
+    if not yes and not agreed(f"Delete {_what(removal)}{warning}?"):
         return _answer(removal, None, dry_run=False, refused="the deletion was not confirmed")
     done = remove(removal, holder=process_name(), force=force)
     return _answer(removal, done, dry_run=False, refused=_why_not(done))
 
 
-def _agreed(removal: Removal) -> bool:
-    if as_json() or not sys.stdin.isatty():
-        raise click.UsageError("There is no terminal to ask for confirmation on: pass --yes")
-    warning = f" ALTHOUGH {_joined(removal)}" if removal.reasons else ""
-    return click.confirm(text.printable(f"Delete {_what(removal)}{warning}?"), err=True)
+def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandResult:
+    """Delete the checkpoints of a run one after the other, the oldest first. Its catalog stays, with a few notes."""
+    from bucketpoint.catalog.deletion.remove import plan_removal, remove
+    from bucketpoint.catalog.records import process_name
+
+    catalog, snapshot = whole_run(place)
+    if not snapshot.checkpoints:
+        raise CheckpointNotFoundError("The run has no checkpoint", url=place.url, remedy="Check the URL")
+    urls = [catalog.url_of_folder(checkpoint.folder) for checkpoint in snapshot.checkpoints]
+    what = f"all {text.count(len(urls), 'checkpoint')} of {catalog.url}"
+    refused = None if force else _held(snapshot)
+    if not (dry_run or refused or yes or agreed(f"Delete {what}?")):
+        refused = "the deletion was not confirmed"
+    deleted: list[str] = []
+    failures: list[DeleteFailure] = []
+    for url in () if dry_run or refused else urls:
+        removal = plan_removal(place.at(url))
+        refused = None if force else _held(catalog.snapshot())
+        # None is left whole in the end, so only what is in use is a reason to stop.
+        if not refused:
+            done = remove(removal, holder=process_name(), force=True)
+            refused = _why_not(done)
+        if refused:
+            break
+        failures += done.failures
+        deleted.append(url)
+    document = {"url": catalog.url, "dry_run": dry_run, "checkpoints": urls, "deleted": deleted, "refused": refused}
+    document["failures"] = [vars(failure) for failure in failures]
+    lines = [f"would delete {url}" for url in urls] if dry_run else [f"deleted {url}" for url in deleted]
+    lines += [f"not deleted: {what}: {refused}"] if refused else []
+    lines += [text.not_deleted(vars(failure), "; the next prune tries it again") for failure in failures]
+    return CommandResult(document, lines, ok=refused is None and not failures)
+
+
+def _held(snapshot: Snapshot) -> str | None:
+    held = sorted(snapshot.held().items())
+    return "; ".join(f"step {step} is {' and '.join(sorted(reasons))}" for step, reasons in held) or None
 
 
 def _joined(removal: Removal) -> str | None:

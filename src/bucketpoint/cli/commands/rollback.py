@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import CommandResult, as_json, command
+from bucketpoint.cli.command import CommandResult, agreed, command
 from bucketpoint.cli.options import Age, run_and_steps, run_arguments
 
 if TYPE_CHECKING:
@@ -38,10 +37,10 @@ def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool
     from bucketpoint.catalog.rollback import roll_back
 
     step = steps[0]
-    if not (dry_run or yes or as_json()) and sys.stdin.isatty():
+    if not (dry_run or yes):
         newer = roll_back(catalog, step, grace=grace, dry_run=True).steps
         question = f"Delete {text.count(len(newer), 'checkpoint')} newer than step {step} of {catalog.url}?"
-        if newer and not click.confirm(text.printable(question), err=True):
+        if newer and not agreed(question, required=False):
             document = {"root": catalog.url, "step": step, "dry_run": False, "tombstones": [], "due": None, "held": []}
             return CommandResult(document, ["nothing was rolled back: it was not confirmed"], ok=False)
     done = roll_back(catalog, step, grace=grace, dry_run=dry_run)

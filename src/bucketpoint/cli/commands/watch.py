@@ -13,7 +13,7 @@ import click
 
 from bucketpoint.cli import run_lines
 from bucketpoint.cli.command import Access, CommandResult, as_json, command
-from bucketpoint.cli.commands.ls import rows_of
+from bucketpoint.cli.commands.ls import observed, rows_of
 from bucketpoint.cli.commands.prune import beside_plan
 from bucketpoint.cli.options import run_and_policy, run_arguments
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, first_of
@@ -51,17 +51,11 @@ def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, ever
     way, and a few small reads; no data is read.
     """
     from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import survey
 
-    observer = Observer(catalog)
     if once or as_json() or not sys.stdout.isatty():
-        observation = observer.look()
-        if observation.is_empty:
-            # Raises an error that names what is at the URL instead of a run.
-            survey(catalog)
-        document = document_of(catalog, policy, observation)
+        document = document_of(catalog, policy, observed(catalog))
         return CommandResult(document, run_lines.lines(document, document["taken"]))
-    return _live(observer, policy, every)
+    return _live(Observer(catalog), policy, every)
 
 
 def document_of(
@@ -108,10 +102,14 @@ def document_of(
 
 
 def interval(checkpoints: Sequence[Checkpoint]) -> float | None:
-    """Return the median time between the last saves of full checkpoints; None if there is at most one."""
-    times = sorted(one.created for one in checkpoints)[-_GAPS:]
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    return statistics.median(gaps) if gaps else None
+    """Return the usual time between the last saves of full checkpoints; None if it is not known.
+
+    A copy of an older step is no save of the run: only times that rise with the steps count, and a long gap before one
+    of two does not.
+    """
+    saved = [one.created for one in sorted(checkpoints, key=lambda one: one.step)][-_GAPS:]
+    gaps = [later - earlier for earlier, later in pairwise(saved) if later > earlier]
+    return statistics.median_low(gaps) if gaps else None
 
 
 def _attempt(catalog: Catalog, save: AttemptProgress, now: float | None) -> dict[str, Any]:
