@@ -22,9 +22,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidURLError, MetadataError, MismatchError
 from convert.chunked import GridPlanner
 from convert.conftest import contents, converted, in_minio, load, names, state

@@ -19,10 +19,10 @@ from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.records import adopt
 from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.convert.journal import NAME
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint.convert.journal as notes
 import bucketpoint.convert.pipeline as run
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.journal import NAME
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import StoreError
 from bucketpoint.transfer import TransferOptions
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert import plan_conversion
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
-from bucketpoint.convert.safetensors_header import TensorEntry, encode_header
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MetadataError
+from bucketpoint.format.safetensors_header import TensorEntry, encode_header
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 12345\n"
 PAGE = b"\n<!DOCTYPE html><html>Sign in</html>"

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.convert import plan_conversion
-from bucketpoint.convert.safetensors_header import MAX_HEADER_BYTES, TensorEntry, decode_header, encode_header
 from bucketpoint.errors import MetadataError
+from bucketpoint.format.safetensors_header import MAX_HEADER_BYTES, TensorEntry, decode_header, encode_header
 
 safetensors = pytest.importorskip("safetensors.torch")
 

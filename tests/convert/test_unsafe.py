@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert import plan_conversion
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from convert.conftest import converted, load
 from security.corpus import P4, Call, global_, repeated, short, text

@@ -1,6 +1,6 @@
 """The source of a load's metadata: `.metadata`, or the index that it names; or the reason why there is none.
 
-One or two small requests.
+One or two small requests. A folder of safetensors has metadata too: it is made from the headers of its files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bucketpoint.errors import (
@@ -54,10 +54,11 @@ class MetadataSource:
             indexed: True if the caller accepts an index.
 
         Raises:
-            CheckpointNotFoundError: nothing is committed here.
+            CheckpointNotFoundError: nothing is committed here, and there are no safetensors.
             CheckpointDeletedError: the checkpoint was deleted.
+            BucketpointError: there are safetensors, which cannot be read: see `SafetensorsFolder`.
         """
-        head, info = self._first(keys.METADATA, index_ref.HEAD_BYTES if indexed else None)
+        head, info = self._or_safetensors(index_ref.HEAD_BYTES if indexed else None)
         whole = info.size <= len(head)
         ref = None if whole else index_ref.find_ref(head)
         index = None if ref is None else self._index(ref)
@@ -67,6 +68,27 @@ class MetadataSource:
         if index_ref.is_index(data):
             raise MetadataError("The metadata object holds an index of bucketpoint, not DCP metadata", url=self.url)
         return data
+
+    def read_whole(self) -> tuple[bytes, ObjectInfo]:
+        """Read `.metadata`, and the store's description of it, or of the index or file of safetensors."""
+        return self._or_safetensors(None)
+
+    def _or_safetensors(self, first: int | None) -> tuple[bytes, ObjectInfo]:
+        try:
+            return self._first(keys.METADATA, first)
+        except CheckpointDeletedError:
+            raise
+        except (CheckpointNotFoundError, AccessDeniedError) as error:
+            # Imported here, as tools that only inspect `.metadata` need no torch.
+            from bucketpoint.checkpoint.safetensors_folder import SafetensorsFolder
+
+            folder = SafetensorsFolder(self.store, self.prefix, self.url, self.attempts, self.max_bytes)
+            try:
+                data, info = folder.read()
+                return data, replace(info, size=len(data))
+            except (ObjectNotFoundError, AccessDeniedError):
+                # S3 answers 403 instead of 404 to callers that may not list.
+                raise error from None
 
     def get(self, name: str) -> tuple[bytes, ObjectInfo]:
         """Read a metadata object, and the store's description of it.

@@ -12,7 +12,7 @@ from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, CheckpointDeletedError, C
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import IndexRef, ref_of
 from bucketpoint.format.item_info import ItemInfo, read_item
-from bucketpoint.format.metadata.facts import extra, record_of
+from bucketpoint.format.metadata.facts import FILES, SAFETENSORS, extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.location import Location, Place
@@ -84,6 +84,11 @@ class SavedCheckpoint:
         """The reference to the index that the metadata names; None if it names none."""
         return ref_of(self.metadata)
 
+    @property
+    def is_safetensors(self) -> bool:
+        """True if there is no `.metadata`, but safetensors, whose headers the metadata was made from."""
+        return self.facts.get(FILES) == SAFETENSORS
+
     def key(self, path: str) -> str:
         """Return the key of a path within the checkpoint. Raises UnsafeDataError if the path leads out of it."""
         return keys.join(self.prefix, path)
@@ -98,12 +103,15 @@ class SavedCheckpoint:
         return self._etags.get(path)
 
 
-def open_checkpoint(place: Place, *, trusted: bool = False, plain: bool = False) -> SavedCheckpoint:
+def open_checkpoint(
+    place: Place, *, trusted: bool = False, plain: bool = False, safetensors: bool = True
+) -> SavedCheckpoint:
     """Read and decode the metadata of a checkpoint, whoever wrote it.
 
     Args:
         trusted: unpickle without the allow-list.
         plain: for inspection only: the metadata is made of plain classes, without torch, unless it is trusted.
+        safetensors: a folder of safetensors counts as a checkpoint.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here. IncompleteCheckpointError if there is data,
@@ -114,7 +122,7 @@ def open_checkpoint(place: Place, *, trusted: bool = False, plain: bool = False)
     store, prefix = place.opened
     source = MetadataSource(store, prefix, place.url)
     try:
-        data, info = source.get(keys.METADATA)
+        data, info = source.read_whole() if safetensors else source.get(keys.METADATA)
     except CheckpointDeletedError:
         raise
     except CheckpointNotFoundError:
@@ -126,6 +134,19 @@ def open_checkpoint(place: Place, *, trusted: bool = False, plain: bool = False)
 
         metadata = decode_metadata(data, trusted=trusted, url=place.url)
     return SavedCheckpoint(place.url, store, prefix, data, info, metadata, place)
+
+
+def open_safetensors(url: str, store: Store, prefix: str, file: str | None = None) -> SavedCheckpoint:
+    """Read the headers of a folder's safetensors, also if it has a `.metadata`, or of one file in it.
+
+    Raises:
+        BucketpointError: as `SafetensorsFolder.read`.
+    """
+    from bucketpoint.checkpoint.safetensors_folder import SafetensorsFolder
+    from bucketpoint.format.metadata.codec import decode_metadata
+
+    data, info = SafetensorsFolder(store, prefix, url).read(file)
+    return SavedCheckpoint(url, store, prefix, data, info, decode_metadata(data, url=url), Location.of(url))
 
 
 def named_below(place: Location) -> Iterator[tuple[str, str | None]]:

@@ -78,7 +78,7 @@ def summarise(saved: SavedCheckpoint) -> Summary:
         len(saved.data),
         saved.info.modified,
         saved.facts.get("copied_from"),
-        bool(saved.facts),
+        bool(saved.facts) and not saved.is_safetensors,
         dict(sorted(entries.items())),
         # Sizes of objects, if their names tell the group: this counts the frames too. For other writers, sizes of
         # entries.

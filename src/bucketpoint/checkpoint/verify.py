@@ -157,6 +157,9 @@ class _Run:
 
         The record is a cache: a missing one is not damage.
         """
+        if self.saved.is_safetensors:
+            self.notes.append("safetensors have no checksums: their headers, sizes and ETags were checked")
+            return
         reasons, beside, saved = [], "beside it", self.saved
         above = partial(record_above, saved.place)
         for where, read in ((beside, self._record_beside), ("in a catalog above it", above)):
@@ -360,7 +363,8 @@ class _Run:
         try:
             # The reader has its own buffer; the lease only keeps all such buffers within the budget.
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
-                damage = None if info.transform_descriptors else check_archive(file)
+                raw_bytes = bool(info.transform_descriptors) or info.payload_offset is not None
+                damage = None if raw_bytes else check_archive(file)
                 if damage is None:
                     file.seek(0)
                     while file.read(size):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 from bucketpoint.catalog.survey import names_below, other_files
-from bucketpoint.checkpoint.open import open_checkpoint
-from bucketpoint.convert.other_files import explain
+from bucketpoint.checkpoint.open import open_checkpoint, open_safetensors
+from bucketpoint.checkpoint.other_files import HEAD_BYTES, explain
 from bucketpoint.convert.readers.from_dcp import read_dcp
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
 from bucketpoint.convert.readers.from_torch import read_torch
 from bucketpoint.convert.source import (
     BUCKETPOINT,
@@ -117,26 +117,25 @@ def open_source(
         url=text,
         remedy=check_url(store, text),
     )
-    source = SourceBytes(store, transfer)
+    saved = None
     if format in (AUTO, BUCKETPOINT, DCP):
         try:
-            saved = open_checkpoint(place, trusted=trusted)
+            saved = open_checkpoint(place, trusted=trusted, safetensors=format == AUTO)
         except CheckpointNotFoundError as error:
             if format != AUTO:
                 raise
             missing = error
         except MetadataError as error:
             try:
-                raise explain(source, keys.join(folder, keys.METADATA), error) from None
+                head, _ = store.get(keys.join(folder, keys.METADATA), first=HEAD_BYTES)
             except ObjectNotFoundError:
                 raise error from None
-        else:
-            return read_dcp(SourceBytes(saved.store, transfer), saved, exclude=exclude, trusted=trusted)
-    if format in (AUTO, SAFETENSORS):
-        if source.has(keys.join(folder, INDEX_NAME)):
-            return read_index(source, folder, text, prefix=prefix, exclude=exclude)
-        if source.has(keys.join(folder, SINGLE_NAME)):
-            return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix, exclude=exclude)
+            raise explain(head, store.url, keys.join(folder, keys.METADATA), error) from None
+    elif format == SAFETENSORS:
+        with contextlib.suppress(ObjectNotFoundError):
+            saved = open_safetensors(text, store, folder)
+    if saved is not None:
+        return read_dcp(SourceBytes(saved.store, transfer), saved, prefix=prefix, exclude=exclude, trusted=trusted)
     if not isinstance(missing, CheckpointDeletedError):
         missing = other_files(names_below(store, folder), text) or missing
     try:
@@ -152,4 +151,5 @@ def open_source(
         raise missing
     if format == TORCH or (format == AUTO and not text.endswith(SAFETENSORS_SUFFIX)):
         return read_torch(source, key, text, exclude=exclude, trusted=trusted)
-    return read_file(source, key, text, prefix=prefix, exclude=exclude)
+    above, _, name = key.rpartition("/")
+    return read_dcp(source, open_safetensors(text, store, above, name), prefix=prefix, exclude=exclude)

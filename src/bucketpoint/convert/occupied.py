@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bucketpoint.catalog.catalog import get_metadata
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.journal import Journal
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
 from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, ObjectNotFoundError

@@ -14,11 +14,11 @@ from typing import Any
 
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert.detect import AUTO, format_of, open_object, open_place, open_source
 from bucketpoint.convert.journal import Journal, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.convert.source import SAFETENSORS, SAFETENSORS_SUFFIX, TORCH, Source
 from bucketpoint.convert.target import TargetLayout, TargetPlace
 from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint

@@ -22,7 +22,7 @@ from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.run import checkpoint_at_or_below, open_run
 from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.dcp.process_groups import this_rank
-from bucketpoint.errors import LISTED, BucketpointError, CheckpointNotFoundError, MismatchError, first_of
+from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.promised import Promised, Promises
 from bucketpoint.location import Location
@@ -188,10 +188,8 @@ def _url_of(options: WeightsOptions) -> str:
     """Return the URL of the checkpoint."""
     place = Location.of(options.url, options.storage_options)
     if options.step == "latest":
-        found = checkpoint_at_or_below(place)
-        if found is None:
-            raise CheckpointNotFoundError("There is no whole checkpoint here or below", url=options.url, remedy=LISTED)
-        return found
+        # It may be a folder of safetensors; if it is not, the reader names what is there.
+        return checkpoint_at_or_below(place) or options.url
     file = os.environ.get(POLICY_VARIABLE)
     policy = read_policy(file) if file else RetentionPolicy(keep=Keep(latest=1))
     catalog = open_run(policy, place)

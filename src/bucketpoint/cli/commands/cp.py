@@ -65,7 +65,7 @@ def cp(
         return CommandResult(_document(plan, done, check), [*_lines(plan, done, check)], check is None or check.ok)
 
     try:
-        saved = open_checkpoint(source, trusted=trusted)
+        saved = open_checkpoint(source, trusted=trusted, safetensors=False)
     except CheckpointNotFoundError:
         jobs = files_of_model(source, target, overwrite=overwrite)
         if jobs and not verified:

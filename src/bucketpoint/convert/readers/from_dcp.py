@@ -22,6 +22,7 @@ from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import (
     BUCKETPOINT,
     DCP,
+    SAFETENSORS,
     Checksum,
     Decoded,
     Held,
@@ -46,9 +47,17 @@ from bucketpoint.transfer.pieces import for_each
 
 
 def read_dcp(
-    source: SourceBytes, saved: SavedCheckpoint, *, exclude: str | Iterable[str] = (), trusted: bool = False
+    source: SourceBytes,
+    saved: SavedCheckpoint,
+    *,
+    prefix: str = "",
+    exclude: str | Iterable[str] = (),
+    trusted: bool = False,
 ) -> Source:
     """Plan the reading of a checkpoint. Bytes items that are not excluded are read, and checked against the allow-list.
+
+    Args:
+        prefix: put before each key if the checkpoint is a folder of safetensors.
 
     Raises:
         UnsafeDataError: an item names something outside the allow-list.
@@ -67,16 +76,18 @@ def read_dcp(
     for_each(saved.items, read, source.options)
     _check_complete(saved, payloads)
     record = saved.record
+    # Without bucketpoint's own attributes: those describe the place where the source lies.
+    metadata = dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None)
+    if saved.is_safetensors and prefix:
+        state = {prefix + fqn: entry for fqn, entry in metadata.state_dict_metadata.items()}
+        metadata = dataclasses.replace(metadata, state_dict_metadata=state, planner_data={key: (key,) for key in state})
+        payloads = {dataclasses.replace(index, fqn=prefix + index.fqn): payload for index, payload in payloads.items()}
     return Source(
-        BUCKETPOINT if saved.facts else DCP,
+        SAFETENSORS if saved.is_safetensors else BUCKETPOINT if saved.facts else DCP,
         saved.url,
         source,
-        # Without bucketpoint's own attributes: those describe the place where the source lies.
-        dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None),
-        {
-            index: payloads[index]
-            for index in sorted(payloads, key=lambda index: (index.fqn, tuple(index.offset or ())))
-        },
+        metadata,
+        dict(sorted(payloads.items(), key=lambda item: (item[0].fqn, tuple(item[0].offset or ())))),
         source.fingerprint(saved.data),
         record.kind,
         record.metrics,

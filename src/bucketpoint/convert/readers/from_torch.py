@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.other_files import explain
+from bucketpoint.checkpoint.other_files import HEAD_BYTES, explain
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe, excluded_keys, without
 from bucketpoint.convert.source_reader import SourceBytes
@@ -44,7 +44,8 @@ def read_torch(
             url=url,
             remedy="If the file is older than torch 1.6, load it with torch.load and save it again",
         )
-        raise explain(source, key, not_ours)
+        head = bytes(source.take(key, 0, min(HEAD_BYTES, source.look(key).size)))
+        raise explain(head, source.store.url, key, not_ours)
     skeleton = Skeleton(archive, trusted=trusted)
     metadata, tensors, objects = describe(_as_state(skeleton.root, url))
     excluded = excluded_keys(exclude, metadata.state_dict_metadata, url=url)

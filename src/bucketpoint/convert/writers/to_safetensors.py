@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint import TensorStorageMetadata
 
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
-from bucketpoint.convert.safetensors_header import TensorEntry, encode_header, nameable, writable
 from bucketpoint.convert.source import Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, held, with_checksums
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError, first_of
+from bucketpoint.format.safetensors_header import TensorEntry, encode_header, nameable, writable
 from bucketpoint.transfer import ObjectSource, Uploaded
 from bucketpoint.transfer.parts import batched
 

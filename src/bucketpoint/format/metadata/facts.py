@@ -26,6 +26,9 @@ FORMAT_VERSION = 1
 MAX_METADATA_BYTES = MOST_BYTES >> 4
 """Limit on the bytes of a `.metadata` object, far above what any job writes."""
 
+FILES, SAFETENSORS = "files", "safetensors"
+"""The fact, and its value, in metadata that was made from the headers of safetensors files and lies in no object."""
+
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from bucketpoint.convert.source_reader import SourceBytes
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MetadataError, first_of
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, first_of
 
-_HEAD_BYTES = 64
+HEAD_BYTES = 64
+"""Number of first bytes of a file in which `explain` recognises it."""
+
 _NAMED_AT_MOST = 5
 
 _DOWNLOAD = "Download the file itself"
@@ -17,21 +18,20 @@ _BEGINNINGS = (
 )
 
 
-def explain(source: SourceBytes, key: str, error: BucketpointError) -> BucketpointError:
-    """Return an error that names the kind of a file that its reader did not expect; else `error` itself."""
-    head = bytes(source.take(key, 0, min(_HEAD_BYTES, source.look(key).size)))
+def explain(head: bytes, url: str, key: str, error: BucketpointError) -> BucketpointError:
+    """Return an error that names the kind of a file that its reader did not expect, by its first bytes; or `error`."""
     for beginning, what, remedy in _BEGINNINGS:
         if head.lstrip().startswith(beginning):
-            return MetadataError(f"The file is {what}, not its data", url=source.store.url, key=key, remedy=remedy)
+            return MetadataError(f"The file is {what}, not its data", url=url, key=key, remedy=remedy)
     if not head:
-        return MetadataError("The file is empty", url=source.store.url, key=key, remedy=f"{_DOWNLOAD} again")
+        return MetadataError("The file is empty", url=url, key=key, remedy=f"{_DOWNLOAD} again")
     return error
 
 
-def missing_files(gone: Collection[str], url: str) -> CheckpointNotFoundError:
+def missing_files(gone: Collection[str], url: str) -> CorruptDataError:
     """Return the error for files that a safetensors index names, and that are not there."""
     named = first_of(sorted(gone), _NAMED_AT_MOST)
-    return CheckpointNotFoundError(
+    return CorruptDataError(
         f"Files that the safetensors index names are missing: {named}",
         url=url,
         key=min(gone),

@@ -1,0 +1,189 @@
+"""A folder of safetensors as a checkpoint: the metadata that a save of the same tensors would have.
+
+It is made from the headers of the files, in Hugging Face's layout, so that no reader needs to know the format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Size
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.checkpoint.other_files import explain, missing_files
+from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError, first_of
+from bucketpoint.format import keys
+from bucketpoint.format.metadata.codec import encode_metadata
+from bucketpoint.format.metadata.facts import FILES, MAX_METADATA_BYTES, SAFETENSORS
+from bucketpoint.format.safetensors_header import (
+    LENGTH_BYTES,
+    TensorEntry,
+    decode_header,
+    decode_json,
+    header_nbytes,
+)
+from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
+from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.pieces import for_each
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_HEAD_BYTES = 128 << 10
+"""Bytes of the first request for a file, in which the header of most files lies."""
+
+_MEMORY_FACTOR = 4
+"""A byte of JSON takes up to 64 bytes of memory, four times as many as are reckoned for a byte of `.metadata`."""
+
+_AGAIN = "Index and files are not from one save: download all of them again, or save the model with its index again"
+
+_File = tuple[ObjectInfo, list[tuple[TensorEntry, int]]]
+"""A file, and its tensors with their offsets in it."""
+
+
+class SafetensorsFolder:
+    """Reader of the index and the headers in a folder.
+
+    Args:
+        max_bytes: limit on the bytes of `.metadata`, as for `MetadataSource`.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, url: str, attempts: int = READ_ATTEMPTS, max_bytes: int = MAX_METADATA_BYTES
+    ) -> None:
+        self._store, self._prefix, self._url, self._attempts = store, prefix, url, attempts
+        self._most = self._left = max_bytes // _MEMORY_FACTOR
+        self._lock = threading.Lock()
+
+    def read(self, file: str | None = None) -> tuple[bytes, ObjectInfo]:
+        """Return the metadata, encoded as `.metadata`, and the store's description of the index or the single file.
+
+        Costs a GET for the index, and one for each file, whose ETag a load then requires.
+
+        Args:
+            file: name of the one file to read; by default the files that the index names, else `model.safetensors`.
+
+        Raises:
+            ObjectNotFoundError: neither index nor file is here.
+            MetadataError: the index or a file is malformed, or they do not fit each other.
+            CorruptDataError: files that the index names are missing, or one was replaced meanwhile.
+            UnsafeDataError: the index names a file outside the folder.
+        """
+        named = info = None
+        if file is None:
+            with contextlib.suppress(ObjectNotFoundError):
+                named, info = self._index()
+        if named is None or info is None:
+            file = file or SINGLE_NAME
+            info, tensors = self._file(file)
+            return self._metadata({file: (info, tensors)}), info
+        files: dict[str, _File] = {}
+        gone: set[str] = set()
+
+        def read(name: str) -> None:
+            try:
+                files[name] = self._file(name)
+            except ObjectNotFoundError:
+                gone.add(name)
+
+        for_each(dict.fromkeys(named.values()), read, TransferOptions())
+        if gone:
+            raise missing_files(gone, self._url)
+        self._compare(named, files)
+        return self._metadata(dict(sorted(files.items()))), info
+
+    def _index(self) -> tuple[dict[str, str], ObjectInfo]:
+        key = keys.join(self._prefix, INDEX_NAME)
+        data, info = retry_transient(lambda: self._store.get(key, max_bytes=self._most), attempts=self._attempts)
+        try:
+            named = decode_json(data, key=key).get("weight_map")
+        except MetadataError as error:
+            raise explain(data, self._store.url, key, error) from None
+        if type(named) is not dict or not all(type(file) is str for file in named.values()):
+            raise MetadataError("The index has no weight_map", url=self._url, key=key, remedy=_AGAIN)
+        return named, info
+
+    def _file(self, name: str) -> _File:
+        key = keys.join(self._prefix, name)
+        head, info = retry_transient(lambda: self._store.get(key, first=_HEAD_BYTES), attempts=self._attempts)
+        try:
+            nbytes = header_nbytes(head[:LENGTH_BYTES], info.size, key=key)
+        except MetadataError as error:
+            raise explain(head, self._store.url, key, error) from None
+        with self._lock:
+            self._left -= nbytes
+            enough = self._left >= 0
+        if not enough:
+            raise MetadataError(
+                f"The headers of the files have more than {self._most} bytes",
+                url=self._url,
+                key=key,
+                remedy="If the headers are right, raise TransferOptions(max_metadata_bytes=...) to 64 times their size",
+            )
+        first = LENGTH_BYTES + nbytes
+        text = bytearray(nbytes)
+        text[: len(head) - LENGTH_BYTES] = head[LENGTH_BYTES:first]
+        if len(head) < first:
+            rest = memoryview(text)[len(head) - LENGTH_BYTES :]
+            etag = info.etag if self._store.capabilities.pinned_reads else None
+            try:
+                retry_transient(
+                    lambda: self._store.read_into(key, len(head), [rest], if_match=etag), attempts=self._attempts
+                )
+            except PreconditionFailedError as error:
+                raise CorruptDataError(
+                    f"The file was replaced while its header was read: {error.message}", url=self._url, key=key
+                ) from error
+        entries = decode_header(bytes(text), info.size - first, key=key)
+        return info, [(entry, first + entry.start) for entry in entries]
+
+    def _compare(self, named: Mapping[str, str], files: Mapping[str, _File]) -> None:
+        held = {entry.name: file for file, (_, tensors) in files.items() for entry, _ in tensors}
+        for tensor, file in named.items():
+            if held.get(tensor) != file:
+                raise MetadataError(
+                    f"The index names {file} for a tensor that the file does not have",
+                    url=self._url,
+                    key=tensor[:200],
+                    remedy=_AGAIN,
+                )
+        more = sorted(held.keys() - named.keys())
+        if more or sum(len(tensors) for _, tensors in files.values()) != len(named):
+            what = first_of([f"{tensor[:200]} of {held[tensor]}" for tensor in more], 5) or "one tensor in two files"
+            raise MetadataError(
+                f"The files hold tensors that the index does not name: {what}",
+                url=self._url,
+                key=keys.join(self._prefix, INDEX_NAME),
+                remedy=_AGAIN,
+            )
+
+    def _metadata(self, files: Mapping[str, _File]) -> bytes:
+        state: dict[str, Any] = {}
+        stored: dict[MetadataIndex, Any] = {}
+        for path, (_, tensors) in files.items():
+            for entry, start in tensors:
+                offsets, size = Size([0] * len(entry.shape)), Size(entry.shape)
+                chunks = [ChunkStorageMetadata(offsets, size)]
+                state[entry.name] = TensorStorageMetadata(TensorProperties(entry.dtype), size, chunks)
+                stored[MetadataIndex(entry.name, offsets, 0)] = make_storage_info(
+                    path, start, entry.nbytes, payload_offset=0, payload_nbytes=entry.nbytes
+                )
+        facts = {
+            FILES: SAFETENSORS,
+            "writer": None,
+            "url": self._url,
+            "endpoint": self._store.identity,
+            "objects": {path: {"size": info.size, "etag": info.etag} for path, (info, _) in files.items()},
+        }
+        return encode_metadata(Metadata(state, {name: (name,) for name in state}, stored), bucketpoint=facts)
