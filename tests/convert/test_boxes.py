@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.convert.nd_boxes import Box, covers, cut, shared, stretch_start
+from bucketpoint.convert.nd_boxes import Box, cut, shared, stretch_start
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -64,18 +64,3 @@ def test_shares_one_stretch_of_a_chunk_with_a_box(grid: tuple[tuple[int, ...], l
             assert held[at : at + common.nbytes] == part(whole, common).reshape(-1).tolist()
             seen += held[at : at + common.nbytes]
         assert sorted(seen) == part(whole, box).reshape(-1).tolist()
-
-
-@given(grids(), st.data())
-def test_covers_a_tensor_only_if_no_chunk_is_missing_or_there_twice(
-    grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject
-) -> None:
-    shape, chunks = grid
-    assert covers(shape, chunks)
-    number = data.draw(st.integers(0, len(chunks) - 1))
-    assert not covers(shape, chunks[:number] + chunks[number + 1 :])
-    assert not covers(shape, [*chunks, chunks[number]])
-    other = data.draw(st.integers(0, len(chunks) - 1))
-    if other != number:
-        # The right volume, if the two are of one size, and still one of them is missing.
-        assert not covers(shape, [chunks[other] if at == number else chunk for at, chunk in enumerate(chunks)])

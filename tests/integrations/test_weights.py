@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, CheckpointManager
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, MismatchError
+from bucketpoint.format.safetensors_header import TensorEntry, encode_header
 from bucketpoint.integrations.weights import Weights, WeightsOptions
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 
@@ -58,8 +59,12 @@ def test_chooses_the_newest_the_best_or_a_step_of_a_run(tmp_path: Path, monkeypa
     assert loaded(url=run, step="best")["w"].tolist() == [2, 2]
     with pytest.raises(CheckpointNotFoundError, match="step 9"):
         loaded(url=run, step=9)
-    with pytest.raises(CheckpointNotFoundError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint"):
         loaded(url=f"file://{tmp_path}/other")
+    entry = [TensorEntry("w", torch.float32, (2,), 0)]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/model.safetensors").write_bytes(encode_header(entry) + torch.ones(2).numpy().tobytes())
+    assert loaded(url=f"file://{tmp_path}/other")["w"].tolist() == [1, 1]
 
 
 def swapped(tensors: dict[str, Any]) -> dict[str, Any]:

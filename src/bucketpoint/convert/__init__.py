@@ -1,19 +1,15 @@
 """Conversion of checkpoints between bucketpoint's and other formats, as a stream from bucket to bucket."""
 
-from bucketpoint.convert.pipeline import (
-    CONVERT_OPTIONS,
-    Converted,
-    ConvertOptions,
-    ConvertPlan,
-    plan_conversion,
-    run_conversion,
-)
+from bucketpoint.convert.export import export_safetensors
+from bucketpoint.convert.pipeline import CONVERT_OPTIONS, plan_conversion, run_conversion
+from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
 
 __all__ = [
     "CONVERT_OPTIONS",
     "ConvertOptions",
     "ConvertPlan",
     "Converted",
+    "export_safetensors",
     "plan_conversion",
     "run_conversion",
 ]

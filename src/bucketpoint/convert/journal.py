@@ -23,6 +23,7 @@ from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
 
 NAME = ".bucketpoint-convert.json"
+_NAME_OF_WORKER = ".bucketpoint-convert-{}-of-{}.json"
 
 _VERSION = 1
 _MAX_BYTES = 1 << 30
@@ -43,6 +44,7 @@ class Journal:
         notes: for the path of each written object, its ETag and checksums.
         planned: for the path of each object to be written, its size, and the ETag of an object that was there before.
         stale: the same entries, with the noted ETag, for objects of earlier conversions that did not finish.
+        name: name of the journal's object: each worker has its own.
     """
 
     place: TargetPlace
@@ -51,6 +53,7 @@ class Journal:
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
     planned: dict[str, Any] = field(default_factory=dict, repr=False)
     stale: dict[str, Any] = field(default_factory=dict, repr=False)
+    name: str = NAME
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _unwritten: int = 0
@@ -116,7 +119,7 @@ class Journal:
             content = {"version": _VERSION, "digest": self.digest, "token": self.token, "objects": self.notes}
             body = memoryview(json.dumps({**content, "planned": self.planned, "stale": self.stale}).encode())
             self._unwritten = 0
-        self.place.store.put(self.place.key(NAME), [body], crc32c=crc32c(body))
+        self.place.store.put(self.place.key(self.name), [body], crc32c=crc32c(body))
         self._written = time.monotonic()
 
     def _there_before(self, paths: Sequence[str]) -> dict[str, str | None] | None:
@@ -138,29 +141,43 @@ class Journal:
             left[path] = {**left.get(path, {}), "etag": note.get("etag")}
         return left
 
-    def remove(self) -> None:
-        """Delete the journal, once the conversion is complete."""
-        self.place.store.delete([self.place.key(NAME)])
+    def join(self, workers: int) -> None:
+        """Take over the notes of all workers of this conversion."""
+        for worker in range(workers):
+            name = name_of((worker, workers))
+            if name != self.name:
+                self.notes.update(open_journal(self.place, self.digest, name)[0].notes)
+
+    def remove(self, workers: int = 1) -> None:
+        """Delete the journals of all workers, once the conversion is complete."""
+        names = {self.name, *(name_of((worker, workers)) for worker in range(workers))}
+        self.place.store.delete([self.place.key(name) for name in sorted(names)])
 
 
-def open_journal(place: TargetPlace, digest: str) -> tuple[Journal, Journal | None]:
+def name_of(worker: tuple[int, int]) -> str:
+    """Return the name of the journal of worker `i` of `n`."""
+    return NAME if worker[1] == 1 else _NAME_OF_WORKER.format(*worker)
+
+
+def open_journal(place: TargetPlace, digest: str, name: str = NAME) -> tuple[Journal, Journal | None]:
     """Open the journal of this conversion, with the notes of earlier runs.
 
     The second result is the journal of another conversion if one is there instead, else None.
     """
-    fresh = Journal(place, digest, keys.new_token())
+    fresh = Journal(place, digest, keys.new_token(), name=name)
     try:
-        data, _ = place.store.get(place.key(NAME), max_bytes=_MAX_BYTES)
+        data, _ = place.store.get(place.key(name), max_bytes=_MAX_BYTES)
         content = json.loads(data)
     except (ObjectNotFoundError, CorruptDataError, ValueError, RecursionError):
         return fresh, None
     if type(content) is not dict or content.get("version") != _VERSION:
         return fresh, None
     token = content.get("token")
-    tables = [content.get("objects"), content.get("planned", {}), content.get("stale", {})]
+    tables: list[Any] = [content.get("objects"), content.get("planned", {}), content.get("stale", {})]
     if type(token) is not str or not all(map(_is_table, tables)):
         return fresh, None
-    journal = Journal(place, str(content.get("digest")), token, *tables)
+    notes, planned, stale = tables
+    journal = Journal(place, str(content.get("digest")), token, notes, planned, stale, name)
     if journal.digest != digest:
         return fresh, journal
     try:

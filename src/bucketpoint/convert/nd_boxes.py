@@ -70,19 +70,3 @@ def stretch_start(shape: Sequence[int], box: Box) -> int:
     for size, offset in zip(shape, box.offsets, strict=True):
         start = start * size + offset
     return start
-
-
-def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
-    """Return True if chunks that lie within the tensor fill it, each byte once. `shape` and chunks use one unit.
-
-    Compares volumes, and looks for overlaps among the chunks that meet in the first dimension.
-    """
-    if sum(chunk.nbytes for chunk in chunks) != prod(shape):
-        return False
-    waiting: list[Box] = []
-    for chunk in sorted((chunk for chunk in chunks if chunk.nbytes), key=lambda chunk: chunk.offsets):
-        waiting = [box for box in waiting if box.offsets[0] + box.sizes[0] > chunk.offsets[0]]
-        if any(shared(box, chunk) for box in waiting):
-            return False
-        waiting.append(chunk)
-    return True

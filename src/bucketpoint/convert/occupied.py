@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from bucketpoint.catalog.catalog import get_metadata
@@ -9,23 +10,38 @@ from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.journal import Journal
 from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
 from bucketpoint.convert.target import TargetPlace
-from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, ObjectNotFoundError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    CommitConflictError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+)
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.stores import ObjectInfo
+from bucketpoint.format.safetensors_header import decode_json
+from bucketpoint.stores import ObjectInfo, delete_all
+from bucketpoint.transfer.pieces import MAX_READ_BYTES
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+DIGEST = "bucketpoint"
+"""Field of an index of ours for the digest of the conversion that wrote it."""
 
 
-def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> bool:
+def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *, removes: bool = False) -> bool:
     """Return True if the conversion replaces a checkpoint or file at the target.
 
     Args:
         name: name of the file to write; empty for a folder.
+        removes: the caller removes former weights first.
 
     Raises:
         CheckpointExistsError: the target has content that must not, or cannot safely, be replaced.
     """
-    safely = wanted in (BUCKETPOINT, TORCH)
+    safely = removes or wanted in (BUCKETPOINT, TORCH)
     allowed = overwrite and safely
     remedy = "Name another target, or delete the files at this one, which have the same names as the new files"
     if safely:
@@ -45,6 +61,14 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) ->
             message = f"Checkpoint already exists at this URL: it has a {path}"
             raise CheckpointExistsError(message, url=place.url, remedy=remedy)
     return False
+
+
+def remove_weights(place: TargetPlace) -> None:
+    """Delete the weights in a folder of Hugging Face's layout: the index first, so that none names a missing file."""
+    place.store.delete([place.key(INDEX_NAME)])
+    above = place.key("x")[:-1]
+    found = [info.key for info in place.store.list(f"{above}model")]
+    delete_all(place.store, [key for key in found if _WEIGHTS.fullmatch(key, len(above))])
 
 
 def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
@@ -71,19 +95,21 @@ def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
     return look_again
 
 
-def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: bool) -> bool:
-    """Return True if this conversion was interrupted after its commit, so that only its journal is left to remove.
+def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: bool, alone: bool = True) -> bool:
+    """Return True if this conversion was interrupted after its commit, so that only journals are left to remove.
 
     Args:
         whole: True if all objects that the journal notes are at the target, unchanged.
+        alone: no other worker writes a part of the target. Otherwise one may have removed this journal.
     """
-    if not journal.notes:
+    if not journal.notes and alone:
         return False
-    if wanted == SAFETENSORS:
-        # An index does not record its writer, so the unchanged objects have to serve as evidence.
-        return whole and place.head(INDEX_NAME) is not None
     try:
+        if wanted == SAFETENSORS:
+            data, _ = place.store.get(place.key(INDEX_NAME), max_bytes=MAX_READ_BYTES)
+            noted = decode_json(data, key=INDEX_NAME).get("metadata")
+            return (whole or not alone) and type(noted) is dict and noted.get(DIGEST) == journal.digest
         data, _ = get_metadata(place.store, place.key(keys.METADATA))
-    except ObjectNotFoundError:
+    except (ObjectNotFoundError, CorruptDataError, MetadataError):
         return False
     return bool(extra(decode_metadata(data, url=place.url)).get("token") == journal.token)

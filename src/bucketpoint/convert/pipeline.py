@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,19 @@ from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert.detect import AUTO, format_of, open_object, open_place, open_source
-from bucketpoint.convert.journal import Journal, open_journal, remove_stale
+from bucketpoint.convert.journal import NAME, name_of, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
+from bucketpoint.convert.shares import Worker, check_worker, copy_beside
 from bucketpoint.convert.source import SAFETENSORS, SAFETENSORS_SUFFIX, TORCH, Source
-from bucketpoint.convert.target import TargetLayout, TargetPlace
+from bucketpoint.convert.target import TargetPlace
 from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
-from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
+from bucketpoint.convert.writers.to_safetensors import plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError
 from bucketpoint.format.keys import METADATA
+from bucketpoint.format.renaming import renaming
 from bucketpoint.location import Location, Place
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import (
@@ -47,103 +50,9 @@ logger = logging.getLogger(__name__)
 CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """Default options. All bytes pass through leased memory, so the budget decides the size of parts: about 5 MiB."""
 
-OBJECT_BYTES = 1 << 30
-"""Bytes of one object of a checkpoint: the most that an interruption costs, yet large enough for few objects."""
-
 _BATCH_BYTES = 1 << 30
 """Bytes of objects that are uploaded together; the next batch waits for them."""
 _SMALLEST_BUDGET = 1 << 20
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """Options that decide the content of the target.
-
-    Attributes:
-        prefix: prefix of the keys in the DCP checkpoint, such as `model`, to which a dot is added. Writing safetensors
-            removes it, and leaves out other keys; reading safetensors puts it before each key.
-        shard_bytes: bytes of tensors in one safetensors file.
-        object_bytes: bytes of one object of a checkpoint of bucketpoint.
-        overwrite: replace an existing target, if the format allows it in one atomic step.
-        trusted: unpickle without the allow-list.
-        exclude: patterns of keys to leave out, as the source has them: of `fnmatch`, such as `model.rope.*`. A pattern
-            without wildcards also leaves out every key below it.
-    """
-
-    prefix: str = ""
-    shard_bytes: int = SHARD_BYTES
-    object_bytes: int = OBJECT_BYTES
-    overwrite: bool = False
-    trusted: bool = False
-    exclude: str | Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ConvertPlan:
-    """Plan of a conversion.
-
-    Attributes:
-        source: the opened source.
-        format: format of the target.
-        place: the store and the keys of the target.
-        layout: the objects of the target, with the bytes of each.
-        filling: conversion of the source's bytes to those of the target's objects.
-        transfer: sizes and limits of the transfer.
-        journal: None if there is only one object, which appears whole or not at all.
-        other: journal of another conversion that was found at the target.
-        finished: True if an earlier run has committed, and only its journal is left.
-        log: log of the run in which the target becomes a checkpoint; None if it lies in no run.
-        token: token of the attempt, in the keys of the objects that it writes.
-        there: objects that an interrupted run has written, by key.
-        replaces: a checkpoint or file is at the target, and will be replaced.
-    """
-
-    source: Source
-    format: str
-    place: TargetPlace
-    layout: TargetLayout
-    filling: Filling
-    transfer: TransferOptions
-    journal: Journal | None = None
-    other: Journal | None = None
-    finished: bool = False
-    log: SaveLog | None = None
-    token: str = ""
-    there: Mapping[str, Uploaded] = field(default_factory=dict, repr=False)
-    replaces: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all objects of the target, without the commit."""
-        return sum(entry.nbytes for entry in self.layout.objects)
-
-    @property
-    def left_nbytes(self) -> int:
-        """Bytes that are not at the target yet."""
-        return sum(entry.nbytes for entry in self.layout.objects if entry.key not in self.there)
-
-
-@dataclass(frozen=True)
-class Converted:
-    """Result of a conversion.
-
-    Attributes:
-        objects: number of objects of the target.
-        nbytes: bytes of all objects of the target.
-        skipped: number of objects that an interrupted run had written.
-        checked_bytes: bytes of the source that were compared with its checksums.
-        verified_bytes: bytes read again at the target; None if that was not requested.
-        damaged: objects that did not read back as they were written.
-        peak_bytes: most memory held for bytes in flight.
-    """
-
-    objects: int
-    nbytes: int
-    skipped: int
-    checked_bytes: int
-    verified_bytes: int | None
-    damaged: Sequence[str]
-    peak_bytes: int
 
 
 def plan_conversion(
@@ -158,6 +67,7 @@ def plan_conversion(
     source_fs: Any = None,
     target_fs: Any = None,
     transfer: TransferOptions = CONVERT_OPTIONS,
+    worker: Worker | None = None,
 ) -> ConvertPlan:
     """Look at source and target, and plan the conversion. Writes nothing.
 
@@ -171,6 +81,8 @@ def plan_conversion(
         source_options, target_options: storage options of the source and of the target, as for `BucketWriter`.
         source_fs, target_fs: an fsspec filesystem of your own for the source, and for the target.
         transfer: sizes and limits of the transfer.
+        worker: number of this worker and of all, who share the files of safetensors: whoever finds all of them written
+            commits.
 
     Raises:
         CheckpointNotFoundError: there is nothing to convert.
@@ -199,6 +111,13 @@ def plan_conversion(
             f"--prefix is only for safetensors, and this conversion is from {opened.format} to {wanted}",
             remedy="Leave --prefix out",
         )
+    if worker is not None:
+        check_worker(worker)
+        if wanted != SAFETENSORS or url.endswith(SAFETENSORS_SUFFIX):
+            raise BucketpointError(
+                "Workers share only the files of a folder of safetensors", url=url, remedy="Leave --workers out"
+            )
+    names = _new_names(opened, chosen) if wanted == SAFETENSORS else {}
     filling = Filling(opened.bytes, transfer.max_inflight_bytes // 4)
     if wanted == TORCH or url.endswith(SAFETENSORS_SUFFIX):
         store, key = open_object(there)
@@ -208,43 +127,51 @@ def plan_conversion(
             before_end = watch_file(place, name)
             layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
         else:
-            layout = plan_safetensors(opened, filling, place, chosen.prefix, chosen.shard_bytes, name)
+            layout = plan_safetensors(opened, filling, place, names, chosen.shard_bytes, name)
         replaces = will_replace(place, wanted, name, chosen.overwrite)
         return ConvertPlan(opened, wanted, place, layout, filling, transfer, replaces=replaces)
     store, folder = open_place(there)
     place = TargetPlace(store, folder, url)
-    journal, other = open_journal(place, _digest(opened, wanted, chosen))
+    digest = _digest(opened, wanted, chosen, names)
+    journal, other = open_journal(place, digest, NAME if worker is None else name_of(worker))
     token, log = journal.token, None
     if wanted == SAFETENSORS:
-        layout = plan_safetensors(opened, filling, place, chosen.prefix, chosen.shard_bytes)
+        layout = plan_safetensors(opened, filling, place, names, chosen.shard_bytes, digest=digest)
     else:
         log = _log_there(there, opened)
         layout = plan_bucketpoint(
             opened, filling, place, token=token, object_bytes=chosen.object_bytes, overwrite=chosen.overwrite, log=log
         )
+    several = len(layout.objects) > 1
     done = journal.done(layout.objects, transfer) if journal.notes else {}
-    finished = is_finished(place, wanted, journal, whole=len(done) == len(layout.objects))
-    replaces = not finished and will_replace(place, wanted, "", chosen.overwrite)
-    kept = journal if finished or len(layout.objects) > 1 else None
-    return ConvertPlan(
-        opened, wanted, place, layout, filling, transfer, kept, other, finished, log, token, done, replaces
-    )
+    whole = len(done) == len(layout.objects)
+    finished = is_finished(place, wanted, journal, whole=whole, alone=worker is None or not several)
+    plan = ConvertPlan(
+        opened, wanted, place, layout, filling, transfer, journal if finished or several else None, other, finished,
+        log, token, done, worker=worker, digest=digest,
+    )  # fmt: skip
+    if finished or not plan.objects:
+        return plan
+    return replace(plan, replaces=will_replace(place, wanted, "", chosen.overwrite, removes=worker is not None))
 
 
-def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None) -> Converted:
+def run_conversion(
+    plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None, commit: bool = True
+) -> Converted:
     """Carry out the plan. The target exists once all of it is written, or not at all.
 
     Args:
         plan: the plan, as `plan_conversion` returns it.
         progress: called with a `Progress` as bytes are written.
         verify: read the target again, and compare it with the checksums of the sent bytes.
+        commit: False leaves the commit to `commit_conversion`.
 
     Raises:
         CorruptDataError: the source is damaged, or changed meanwhile; nothing was committed.
         CheckpointExistsError, CommitConflictError: somebody else wrote to the target meanwhile.
         StoreError: a request failed, after all retries. A new run continues after the objects of this one.
     """
-    objects, done = plan.layout.objects, dict(plan.there)
+    objects, done = plan.objects, dict(plan.there)
     skipped = len(done)
     pool = BufferPool(_on_the_way(plan.transfer).max_inflight_bytes)
     meter = Meter("convert", plan.place.url, plan.left_nbytes, progress)
@@ -255,24 +182,26 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
         if stale and any(plan.place.head(name) is not None for name in (METADATA, INDEX_NAME)):
             # A committed object is no remnant, whoever wrote it.
             stale = {}
-        if plan.journal is not None:
+        if plan.journal is not None and objects:
             plan.journal.begin(objects, stale)
         if plan.log is not None:
             plan.log.begin(plan.place.url, plan.token)
+        folder = plan.format == SAFETENSORS and not plan.place.url.endswith(SAFETENSORS_SUFFIX)
+        if folder and (plan.worker is None or plan.worker[0] == 0):
+            copy_beside(plan.source, plan.place, _on_the_way(plan.transfer))
         _send(plan, done, pool, meter)
-        ordered = [done[entry.key] for entry in objects]
         plan.source.bytes.check_unchanged()
-        _check_unchanged(plan, ordered)
-        plan.layout.commit(ordered)
+    committed = plan.finished or (commit and _commit(plan, done))
     if stale:
-        _tidy(plan, partial(remove_stale, plan.place, stale, {entry.key for entry in objects}, plan.transfer))
+        kept = {entry.key for entry in plan.layout.objects}
+        _tidy(plan, partial(remove_stale, plan.place, stale, kept, plan.transfer))
     if stale and plan.journal is None and plan.other is not None:
         _tidy(plan, plan.other.remove)
     damaged: list[str] = []
     if verify:
         damaged = _read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
-    if plan.journal is not None:
-        _tidy(plan, plan.journal.remove)
+    if plan.journal is not None and committed:
+        _tidy(plan, partial(plan.journal.remove, plan.workers))
     meter.finish()
     return Converted(
         len(objects),
@@ -282,7 +211,41 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
         plan.nbytes if verify else None,
         damaged,
         pool.peak_bytes + plan.filling.pool.peak_bytes + plan.source.bytes.cache.nbytes,
+        committed,
     )
+
+
+def commit_conversion(plan: ConvertPlan) -> bool:
+    """Commit what the workers have written, and remove their journals. Returns False if objects are missing."""
+    if not _commit(plan, {}):
+        return False
+    if plan.journal is not None:
+        _tidy(plan, partial(plan.journal.remove, plan.workers))
+    return True
+
+
+def _commit(plan: ConvertPlan, done: Mapping[str, Uploaded]) -> bool:
+    """Commit if all objects of all workers are there, unchanged. Returns False otherwise."""
+    objects = plan.layout.objects
+    if plan.worker is not None and plan.journal is not None:
+        plan.journal.join(plan.workers)
+        done = plan.journal.done(objects, plan.transfer)
+    elif plan.worker is not None:
+        # The one file needs no commit: its upload makes it appear whole or not at all.
+        return plan.place.head(objects[0].key) is not None
+    if len(done) < len(objects):
+        return False
+    ordered = [done[entry.key] for entry in objects]
+    _check_unchanged(plan, ordered)
+    plan.layout.commit(ordered)
+    return True
+
+
+def _new_names(source: Source, options: ConvertOptions) -> dict[str, str]:
+    """Return the names in safetensors of the keys that are to be written."""
+    rename, prefix = renaming(options.names), options.prefix
+    named = {fqn: rename(fqn[len(prefix) :]) for fqn in source.metadata.state_dict_metadata if fqn.startswith(prefix)}
+    return {fqn: name for fqn, name in named.items() if name is not None}
 
 
 def _within(transfer: TransferOptions) -> TransferOptions:
@@ -299,8 +262,9 @@ def _on_the_way(transfer: TransferOptions) -> TransferOptions:
     return replace(transfer, max_inflight_bytes=transfer.max_inflight_bytes // 2)
 
 
-def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:
-    content = (__version__, source.format, source.fingerprint, wanted, options.prefix, sorted(source.excluded))
+def _digest(source: Source, wanted: str, options: ConvertOptions, names: Mapping[str, str]) -> str:
+    content: tuple[Any, ...] = (__version__, source.format, source.fingerprint, wanted, sorted(source.excluded))
+    content = (*content, options.prefix, sorted(names.items()))
     sizes = (options.shard_bytes, options.object_bytes)
     return hashlib.sha256(repr((content, sizes)).encode()).hexdigest()
 
@@ -318,7 +282,7 @@ def _log_there(target: Location, source: Source) -> SaveLog | None:
 
 def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter: Meter) -> None:
     """Write the objects that are not there yet, and note each in the journal."""
-    missing = [entry for entry in plan.layout.objects if entry.key not in done]
+    missing = [entry for entry in plan.objects if entry.key not in done]
     try:
         for batch in batched(missing, lambda entry: entry.nbytes, _BATCH_BYTES):
             uploaded = _upload(plan, batch, pool, meter)

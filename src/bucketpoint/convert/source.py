@@ -107,6 +107,7 @@ class Source:
         fingerprint: digest of the keys, sizes and ETags of the source's objects.
         recorded_kind, metrics: of the record, if the source has one.
         excluded: keys of the source that the caller leaves out. Metadata and payloads do not have them.
+        folder: prefix of the folder in which all of the source lies; None for a single file.
         int_keys: dictionaries with integer keys, as far as the source says so; in the metadata every key is text.
     """
 
@@ -119,6 +120,7 @@ class Source:
     recorded_kind: str = FULL
     metrics: Mapping[str, float] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
+    folder: str | None = None
     int_keys: Sequence[IntKeys] = ()
 
     @property

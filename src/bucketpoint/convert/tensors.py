@@ -10,10 +10,11 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.nd_boxes import Box, covers
+from bucketpoint.convert.nd_boxes import Box
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source, exclude_option
 from bucketpoint.errors import MismatchError
+from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.transfer import Segment
 
 
@@ -41,15 +42,16 @@ def whole_tensors(source: Source, without: Collection[str] = ()) -> list[WholeTe
     Raises:
         MismatchError: the chunks of a tensor do not fill it, or it is not stored as plain elements.
     """
+    faults = dict(uncovered(source.metadata, {}))
     tensors = [
-        _whole(source, fqn, entry)
+        _whole(source, fqn, entry, faults.get(fqn))
         for fqn, entry in source.metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and fqn not in without
     ]
     return sorted(tensors, key=lambda tensor: min(payload.place for _, payload in tensor.chunks))
 
 
-def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTensor:
+def _whole(source: Source, fqn: str, entry: TensorStorageMetadata, fault: str | None) -> WholeTensor:
     itemsize, shape = entry.properties.dtype.itemsize, tuple(entry.size)
     chunks = []
     for chunk in entry.chunks:
@@ -61,9 +63,9 @@ def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTenso
                 remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint, which keeps it",
             )
         chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
-    if not chunks or not covers((*shape, itemsize), [place for place, _ in chunks]):
+    if not chunks or fault is not None:
         raise MismatchError(
-            "The chunks of the tensor overlap or leave gaps, so it can be converted only to bucketpoint",
+            f"The tensor {fault or 'has no chunk'}, so it can be converted only to bucketpoint",
             key=fqn,
             remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint",
         )

@@ -7,25 +7,24 @@ fewer processes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.convert import export_safetensors
 from bucketpoint.dcp.deadline.api import load
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
+from bucketpoint.format import keys
 from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, policy_for
 from bucketpoint.integrations.training_state import TrainingState
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.stores import delete_all, open_store
+from bucketpoint.stores import open_store
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -38,7 +37,6 @@ except ModuleNotFoundError as error:  # pragma: no cover
 logger = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class BucketTrainerMixin:
@@ -311,7 +309,8 @@ class BucketTrainerMixin:
     def export_pretrained(self: Any, url: str | os.PathLike[str], checkpoint: str | None = None) -> None:
         """Write a checkpoint's weights to a URL as `save_pretrained` does: safetensors, configuration and tokenizer.
 
-        The process of rank 0 streams them from bucket to bucket; others return at once. Existing weights are replaced.
+        Called on all ranks, each of which streams its share of the files from bucket to bucket. Existing weights are
+        replaced.
 
         Args:
             url: URL of the folder to write to.
@@ -320,8 +319,6 @@ class BucketTrainerMixin:
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
         """
-        if not self.is_world_process_zero():
-            return
         chosen = checkpoint or (self.args.load_best_model_at_end and self.state.best_model_checkpoint) or None
         if chosen is None:
             from bucketpoint.catalog.catalog import latest_checkpoint
@@ -337,36 +334,27 @@ class BucketTrainerMixin:
                 remedy="Write the trainer's own model with trainer.save_model(folder)",
             )
         options, fs = (self._manager_options.get(name) for name in ("storage_options", "fs"))
-        store, prefix = open_store(url, storage_options=options, fs=fs)
-        above = f"{prefix.rstrip('/')}/".lstrip("/")
-        convert = functools.partial(
-            plan_conversion,
+        if self.is_world_process_zero():
+            store, prefix = open_store(url, storage_options=options, fs=fs)
+            with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
+                # Only the small files of `save_pretrained`.
+                parts = (getattr(model, "config", None), getattr(model, "generation_config", None))
+                for part in (*parts, self.processing_class):
+                    if part is not None:
+                        part.save_pretrained(folder)
+                for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                    name = path.relative_to(folder).as_posix()
+                    store.put(keys.join(prefix, name), [memoryview(path.read_bytes())])
+        export_safetensors(
             chosen,
             url,
-            to_format="safetensors",
-            options=ConvertOptions(prefix="model."),
-            source_options=options,
+            prefix="model",
+            overwrite=True,
+            storage_options=options,
             target_options=options,
-            source_fs=fs,
+            fs=fs,
             target_fs=fs,
         )
-        with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
-            # Only the small files of `save_pretrained`.
-            parts = (getattr(model, "config", None), getattr(model, "generation_config", None), self.processing_class)
-            for part in parts:
-                if part is not None:
-                    part.save_pretrained(folder)
-            # The former export is deleted only when all parts of the new one are at hand.
-            try:
-                plan = convert()
-            except CheckpointExistsError:
-                there = [info.key for info in store.list(f"{above}model")]
-                delete_all(store, [key for key in there if _WEIGHTS.fullmatch(key, len(above))])
-                plan = convert()
-            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-                name = path.relative_to(folder).as_posix()
-                store.put(f"{above}{name}", [memoryview(path.read_bytes())])
-        run_conversion(plan)
 
 
 class _OnSignals(TrainerCallback):

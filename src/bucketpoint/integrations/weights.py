@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import pkgutil
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from bucketpoint.catalog.run import checkpoint_at_or_below, open_run
 from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
+from bucketpoint.format.renaming import renaming
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.promised import Promised, Promises
 from bucketpoint.location import Location
@@ -31,7 +29,6 @@ from bucketpoint.retention import Keep, RetentionPolicy
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` before all."""
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A segment of a name that is a number."""
 
 
@@ -201,26 +198,13 @@ def _url_of(options: WeightsOptions) -> str:
 def _names(text: str | None) -> tuple[Callable[[str], str | None], Any]:
     """Return the mapping of single names that `names` asks for, and its function over all tensors, if any."""
     if text is None:
-        return lambda name: name, None
+        return renaming(None), None
     if not text.endswith(".json"):
         try:
-            return lambda name: name, pkgutil.resolve_name(text)
+            return renaming(None), pkgutil.resolve_name(text)
         except (ImportError, AttributeError, ValueError) as error:
             raise BucketpointError(
                 f"names is no JSON file, and no function either: {text!r}: {error}",
                 remedy='Pass "names.json", or "package.module:function" of a package on PYTHONPATH',
             ) from error
-    try:
-        table = json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BucketpointError(f"The file of names cannot be read: {error}", key=text) from error
-    if not isinstance(table, dict):
-        raise BucketpointError("The file of names holds no JSON object", key=text)
-
-    def mapped(name: str) -> str | None:
-        numbers, pattern = _NUMBER.findall(name), _NUMBER.sub("{}", name)
-        if name in table or pattern not in table:
-            return table.get(name, name)  # type: ignore[no-any-return]
-        return None if table[pattern] is None else str(table[pattern]).format(*numbers)
-
-    return mapped, None
+    return renaming(text), None

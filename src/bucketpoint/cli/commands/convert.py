@@ -57,6 +57,19 @@ _NAMED_AT_MOST = 5
     show_default=True,
     help="Largest size of one safetensors file.",
 )
+@click.option(
+    "--names",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON file with new names of tensors in safetensors, without --prefix. {} stands for a number between dots, "
+    "null as the new name leaves the tensor out.",
+)
+@click.option(
+    "--workers",
+    metavar="I/N",
+    callback=lambda context, option, value: _worker(value),
+    help="Write only the files of worker I, from 0, of N that share a conversion to safetensors, on any machines. The "
+    "last one to finish writes the index. Run a worker that died again.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to safetensors.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
 @between_stores
@@ -68,6 +81,8 @@ def convert(
     prefix: str,
     exclude: Sequence[str],
     max_shard_size: int,
+    names: str | None,
+    workers: tuple[int, int] | None,
     overwrite: bool,
     dry_run: bool,
     verified: bool,
@@ -85,18 +100,33 @@ def convert(
     from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
     from bucketpoint.dcp.progress_bar import progress_callback
 
+    if workers and overwrite:
+        raise click.UsageError("--workers does not replace a target: delete it first")
     plan = plan_conversion(
         source,
         target,
         from_format=from_format,
         to_format=to_format,
-        options=ConvertOptions(prefix, max_shard_size, overwrite=overwrite, trusted=trusted, exclude=exclude),
+        options=ConvertOptions(
+            prefix, max_shard_size, overwrite=overwrite, trusted=trusted, exclude=exclude, names=names
+        ),
+        worker=workers,
     )
     if dry_run:
         return CommandResult(_document(plan, None), _plan_lines(plan))
     with progress_callback(progress, 0) as callback:
         done = run_conversion(plan, verify=verified, progress=callback)
     return CommandResult(_document(plan, done), _lines(plan, done), not done.damaged)
+
+
+def _worker(value: str | None) -> tuple[int, int] | None:
+    """Parse the value of --workers."""
+    if value is None:
+        return None
+    number, _, count = value.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise click.BadParameter(f"{value!r} is not the number of a worker, from 0, and of all, such as 0/4")
+    return int(number), int(count)
 
 
 def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
@@ -109,10 +139,11 @@ def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
         "from": plan.source.format,
         "to": plan.format,
         "dry_run": done is None,
-        "objects": len(plan.layout.objects),
+        "objects": len(plan.objects),
         "bytes": plan.nbytes,
         "tensors": plan.layout.tensors,
         "already_there": len(plan.there),
+        "committed": done is not None and done.committed,
         "replaces": plan.replaces,
         "excluded": sorted(plan.source.excluded),
         "left_out": list(plan.layout.left_out),
@@ -138,6 +169,8 @@ def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:
     yield f"wrote {_what(plan)}, to {plan.place.url}: {checked}"
     if done.skipped:
         yield f"  {text.count(done.skipped, 'object')} of an interrupted conversion were at the target already"
+    if not done.committed:
+        yield "  the target is not whole yet: it waits for other workers"
     yield from _notes(plan)
     if done.verified_bytes is not None:
         for path in done.damaged:
@@ -146,7 +179,7 @@ def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:
 
 
 def _what(plan: ConvertPlan) -> str:
-    objects, tensors = text.count(len(plan.layout.objects), "object"), text.count(plan.layout.tensors, "tensor")
+    objects, tensors = text.count(len(plan.objects), "object"), text.count(plan.layout.tensors, "tensor")
     return f"{objects}, {text.size(plan.nbytes)}, {tensors}, {plan.source.format} to {plan.format}"
 
 

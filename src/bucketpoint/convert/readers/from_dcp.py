@@ -23,6 +23,7 @@ from bucketpoint.convert.source import (
     BUCKETPOINT,
     DCP,
     SAFETENSORS,
+    SAFETENSORS_SUFFIX,
     Checksum,
     Decoded,
     Held,
@@ -92,6 +93,7 @@ def read_dcp(
         record.kind,
         record.metrics,
         excluded,
+        None if saved.url.endswith(SAFETENSORS_SUFFIX) else saved.prefix,
         noted_int_keys(saved.metadata, url=saved.url),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
+from bucketpoint.convert.occupied import DIGEST
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, held, with_checksums
@@ -21,18 +22,22 @@ from bucketpoint.transfer.parts import batched
 
 _NAMED_AT_MOST = 5
 
-SHARD_BYTES = 5_000_000_000
-"""Bytes of tensors in one file: the default of transformers, "5GB"."""
-
 
 def plan_safetensors(
-    source: Source, filling: Filling, place: TargetPlace, prefix: str, shard_bytes: int, file: str = ""
+    source: Source,
+    filling: Filling,
+    place: TargetPlace,
+    names: Mapping[str, str],
+    shard_bytes: int,
+    file: str = "",
+    digest: str = "",
 ) -> TargetLayout:
     """Lay all tensors out in files. Items other than tensors are left out.
 
     Args:
-        prefix: take only tensors whose keys begin with it, and remove it from the keys.
+        names: names in the files of the keys to write.
         file: name of the one file to write; empty for the names of Hugging Face's layout.
+        digest: digest of the conversion, which the index notes.
 
     Raises:
         MismatchError: no tensor is left, a tensor has a dtype or a key that safetensors cannot hold, or one file is too
@@ -41,14 +46,14 @@ def plan_safetensors(
     left_out = [
         fqn
         for fqn, entry in source.metadata.state_dict_metadata.items()
-        if not fqn.startswith(prefix) or not isinstance(entry, TensorStorageMetadata)
+        if fqn not in names or not isinstance(entry, TensorStorageMetadata)
     ]
     tensors = whole_tensors(source, set(left_out))
     if not tensors:
         raise MismatchError(
-            "The checkpoint has no tensor" + (f" whose key begins with {prefix!r}" if prefix else ""),
+            "The checkpoint has no tensor that is to be written",
             url=source.url,
-            remedy="Check --prefix and --exclude; `bucketpoint show URL --tensors` lists the keys of a DCP checkpoint",
+            remedy="Check --prefix, --names and --exclude; `bucketpoint show URL --tensors` lists the keys",
         )
     unwritable = [tensor for tensor in tensors if not writable(tensor.dtype)]
     if unwritable:
@@ -58,8 +63,12 @@ def plan_safetensors(
             url=source.url,
             remedy=f"Leave such tensors out by a pattern of their keys, such as {exclude_option(unwritable[0].fqn)}",
         )
-    chosen = [replace(tensor, fqn=tensor.fqn[len(prefix) :]) for tensor in tensors]
+    chosen = [replace(tensor, fqn=names[tensor.fqn]) for tensor in tensors]
+    taken: set[str] = set()
     for tensor in chosen:
+        if tensor.fqn in taken:
+            raise MismatchError(f"Two tensors get the name {tensor.fqn!r}", url=source.url, remedy="Correct --names")
+        taken.add(tensor.fqn)
         if not nameable(tensor.fqn):
             raise MismatchError(
                 f"safetensors does not allow {tensor.fqn!r} as the name of a tensor",
@@ -67,7 +76,7 @@ def plan_safetensors(
                 remedy="Leave the tensor out with --exclude",
             )
     shards = batched(chosen, lambda tensor: tensor.nbytes, shard_bytes)
-    names = [file or SINGLE_NAME]
+    files = [file or SINGLE_NAME]
     if len(shards) > 1:
         if file:
             raise MismatchError(
@@ -75,14 +84,14 @@ def plan_safetensors(
                 url=place.url,
                 remedy="Pass --to safetensors with a folder as the target, or raise --max-shard-size",
             )
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    objects = [_file(name, shard, filling) for name, shard in zip(names, shards, strict=True)]
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    objects = [_file(name, shard, filling) for name, shard in zip(files, shards, strict=True)]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
         # A single file needs no commit: its upload makes it appear whole or not at all.
         if len(shards) > 1:
             request = Commit(place.store, place.prefix, place.url, "", INDEX_NAME, overwrite=False)
-            put_commit(request, _index(names, shards))
+            put_commit(request, _index(files, shards, digest))
 
     return TargetLayout(objects, finish, left_out=left_out, tensors=len(chosen))
 
@@ -98,8 +107,8 @@ def _file(name: str, shard: Sequence[WholeTensor], filling: Filling) -> ObjectSo
     return with_checksums(ObjectSource(name, parts))
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[WholeTensor]]) -> bytes:
+def _index(files: Sequence[str], shards: Sequence[Sequence[WholeTensor]], digest: str) -> bytes:
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
-    weight_map = {tensor.fqn: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    weight_map = {tensor.fqn: name for name, shard in zip(files, shards, strict=True) for tensor in shard}
+    content = {"metadata": {"total_size": total, DIGEST: digest}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(content, indent=2).encode() + b"\n"

@@ -1,0 +1,121 @@
+"""Export of a checkpoint's weights as safetensors by all ranks of a job, each of which writes some of the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from bucketpoint.convert.occupied import remove_weights
+from bucketpoint.convert.pipeline import CONVERT_OPTIONS, commit_conversion, plan_conversion, run_conversion
+from bucketpoint.convert.plan import SHARD_BYTES, Converted, ConvertOptions, ConvertPlan
+from bucketpoint.convert.source import SAFETENSORS
+from bucketpoint.dcp.meeting import Meeting
+from bucketpoint.dcp.process_groups import ranks_of, this_rank
+from bucketpoint.errors import CommitConflictError
+from bucketpoint.format.renaming import Renaming
+from bucketpoint.location import Place
+from bucketpoint.transfer import ProgressCallback, TransferOptions
+
+DEADLINE_S = 3600.0
+
+
+def export_safetensors(
+    url: Place,
+    target: Place,
+    process_group: Any = None,
+    names: Renaming | Mapping[str, str | None] | str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    prefix: str = "",
+    exclude: str | Sequence[str] = (),
+    overwrite: bool = False,
+    trusted: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    target_fs: Any = None,
+    transfer: TransferOptions = CONVERT_OPTIONS,
+    deadline_s: float = DEADLINE_S,
+    progress: ProgressCallback | None = None,
+) -> Converted:
+    """Write the tensors of a checkpoint as safetensors in Hugging Face's layout. Called on all ranks of a group.
+
+    Each rank writes its share of the files, balanced by bytes, from the ranges of the checkpoint that it needs. The
+    index comes last, by the first rank: a killed export leaves no index, and continues where it stopped if it is run
+    again on as many ranks. A single file appears whole. config.json and the tokenizer's files, if they lie beside the
+    checkpoint, are copied.
+
+    Args:
+        url: URL of a committed checkpoint.
+        target: URL of the folder.
+        process_group: torch's group of the ranks that share the work; None for all ranks of the job, or for a process
+            alone.
+        names: new names of the tensors, without `prefix`: a function, a mapping, or a JSON file of one. None as the new
+            name leaves a tensor out.
+        shard_bytes: bytes of tensors in one file.
+        prefix, exclude, trusted: as for `ConvertOptions`.
+        overwrite: delete weights at the target first, the index before its files.
+        storage_options, fs, target_options, target_fs: of the checkpoint, and of the target.
+        transfer: sizes and limits of the transfer, for each rank.
+        deadline_s: most seconds that a rank waits for the others to end their shares.
+        progress: called with a `Progress` as bytes are written.
+
+    Returns:
+        The figures of this rank.
+
+    Raises:
+        BucketpointError: as `plan_conversion` and `run_conversion`; after the failure of one rank, on all.
+    """
+    ranks = ranks_of(process_group)
+    worker = (ranks.index(this_rank()), len(ranks))
+    what = f"the export to {os.fspath(target) if isinstance(target, (str, os.PathLike)) else target.url}"
+
+    plan: ConvertPlan | None = None
+
+    @contextmanager
+    def together(stage: str) -> Iterator[None]:
+        """Leave the block when all ranks have reached its end with equal plans, or raise the error of one on all."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 (raised on all ranks)
+            failure = error
+        if len(ranks) > 1:
+            digest = plan.digest if plan is not None else ""
+            Meeting.begin(ranks, f"{what}: {stage} {digest[:16]}", purpose="exports", error=failure).wait(deadline_s)
+        elif failure is not None:
+            raise failure
+
+    def planned() -> ConvertPlan:
+        return plan_conversion(
+            url,
+            target,
+            to_format=SAFETENSORS,
+            options=ConvertOptions(
+                prefix, shard_bytes, trusted=trusted, exclude=exclude, names=names, overwrite=overwrite
+            ),
+            source_options=storage_options,
+            target_options=target_options,
+            source_fs=fs,
+            target_fs=target_fs,
+            transfer=transfer,
+            worker=worker,
+        )
+
+    with together("plan"):
+        plan = planned()
+    if overwrite:
+        with together("removal of former weights"):
+            if worker[0] == 0 and plan.replaces:
+                remove_weights(plan.place)
+        with together("plan"):
+            plan = planned()
+    with together("files"):
+        done = run_conversion(plan, progress=progress, commit=False)
+    with together("index"):
+        if worker[0] == 0 and not plan.finished and not commit_conversion(plan):
+            raise CommitConflictError("Another process wrote to the target during the export", url=plan.place.url)
+    return replace(done, committed=True)

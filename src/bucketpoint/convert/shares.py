@@ -1,0 +1,60 @@
+"""Parts of a conversion to safetensors: the files of each worker, and the small files that travel along."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from bucketpoint.catalog.survey import names_below
+from bucketpoint.convert.source import Source
+from bucketpoint.convert.target import TargetPlace
+from bucketpoint.errors import AccessDeniedError, BucketpointError
+from bucketpoint.format import keys
+from bucketpoint.transfer import Meter, ObjectSource, TransferOptions
+from bucketpoint.transfer.copy import CopyJob, copy_objects
+
+Worker = tuple[int, int]
+"""Number of a worker, from 0, and the number of workers."""
+
+_SMALL = re.compile(r"[^./][^/]*\.(json|txt|model|jinja|tiktoken|py)")
+_MOST_BYTES = 256 << 20
+
+
+def check_worker(worker: Worker) -> None:
+    """Raise BucketpointError for a number beyond the number of workers."""
+    if not 0 <= worker[0] < worker[1]:
+        raise BucketpointError(
+            f"There is no worker {worker[0]} of {worker[1]}", remedy="Number the workers from 0: --workers 0/4 to 3/4"
+        )
+
+
+def share_of(objects: Sequence[ObjectSource], worker: Worker) -> list[ObjectSource]:
+    """Return the objects that a worker writes: the largest first, each to the worker with the fewest bytes so far."""
+    loads = [0] * worker[1]
+    share = set()
+    for entry in sorted(objects, key=lambda entry: (-entry.nbytes, entry.key)):
+        least = loads.index(min(loads))
+        loads[least] += max(entry.nbytes, 1)
+        if least == worker[0]:
+            share.add(entry.key)
+    return [entry for entry in objects if entry.key in share]
+
+
+def copy_beside(source: Source, place: TargetPlace, options: TransferOptions) -> None:
+    """Copy the configuration and the tokenizer's files that lie beside the source. Files at the target stay."""
+    if source.folder is None:
+        return
+    store, above = source.bytes.store, f"{source.folder}/" if source.folder else ""
+    try:
+        found = [name for name in names_below(store, source.folder) if _SMALL.fullmatch(name)]
+        there = set(names_below(place.store, place.prefix)) if found else set()
+    except AccessDeniedError:
+        # Whoever may not list knows the files' names.
+        return
+    jobs = []
+    for name in found:
+        if name not in there and not name.endswith(".index.json"):
+            info = store.head(above + name)
+            if info.size <= _MOST_BYTES:
+                jobs.append(CopyJob(info, keys.join(place.prefix, name)))
+    copy_objects(store, place.store, jobs, options, meter=Meter("convert", place.url, 0, None))

@@ -1,0 +1,51 @@
+"""Mappings of the names of tensors, such as from a trainer's own to those of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bucketpoint.errors import BucketpointError
+
+Renaming = Callable[[str], str | None]
+"""Function that returns the new name of a tensor, or None if the tensor is left out."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def renaming(names: Renaming | Mapping[str, str | None] | str | os.PathLike[str] | None) -> Renaming:
+    """Return the function that a mapping stands for, or a JSON file with one.
+
+    A key may have `{}` in place of each number between dots: `layers.{}.wq` becomes `model.layers.{}.q_proj`. Names
+    without an entry stay as they are.
+
+    Raises:
+        BucketpointError: the file cannot be read, or holds no JSON object.
+    """
+    if names is None:
+        return lambda name: name
+    if callable(names):
+        return names
+    table = names if isinstance(names, Mapping) else _read(names)
+
+    def mapped(name: str) -> str | None:
+        numbers, pattern = _NUMBER.findall(name), _NUMBER.sub("{}", name)
+        if name in table or pattern not in table:
+            return table.get(name, name)
+        new = table[pattern]
+        return None if new is None else str(new).format(*numbers)
+
+    return mapped
+
+
+def _read(file: str | os.PathLike[str]) -> Mapping[str, str | None]:
+    try:
+        table = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BucketpointError(f"The file of names cannot be read: {error}", key=os.fspath(file)) from error
+    if not isinstance(table, dict):
+        raise BucketpointError("The file of names holds no JSON object", key=os.fspath(file))
+    return table

@@ -1,0 +1,304 @@
+"""Exports to safetensors by several ranks or machines: each writes some of the files, and the index comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import bucketpoint
+import bucketpoint.convert.journal as notes
+import bucketpoint.convert.pipeline as run
+from bucketpoint import BucketWriter
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
+from bucketpoint.convert import ConvertOptions, export_safetensors, plan_conversion, run_conversion
+from bucketpoint.convert.shares import share_of
+from bucketpoint.errors import BucketpointError, CheckpointExistsError, MismatchError, RanksDisagreeError, StoreError
+from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
+from convert.conftest import SMALL, contents, in_minio, names
+from dcp.conftest import four_ranks, two_ranks  # noqa: F401
+from dcp.ranks import RankFailedError, Ranks
+from dcp.states import assert_same, filled
+from kit import Kill, Script, always
+from kit.kills import Job
+from kit.plugin import MakeProxy
+from kit.servers import S3Server
+from kit.tally import Tally
+from tiers import sampled
+from transfer.wrappers import FailingStore
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+WEIGHTS = {
+    "embed.weight": filled((64, 256), torch.bfloat16, seed=1),
+    "layers.0.wq": filled((128, 64), torch.float32, seed=2),
+    "layers.1.wq": filled((128, 64), torch.float32, seed=3),
+    "layers.1.scale": torch.tensor(2.5),
+    "output.weight": filled((256, 64), torch.bfloat16, seed=4),
+}
+SHARD_BYTES = 33_000
+RENAMED = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.{}.wq": "model.layers.{}.q_proj",
+    "layers.1.scale": None,
+}
+EXPECTED = {
+    "model.embed_tokens.weight": WEIGHTS["embed.weight"],
+    "model.layers.0.q_proj": WEIGHTS["layers.0.wq"],
+    "model.layers.1.q_proj": WEIGHTS["layers.1.wq"],
+    "output.weight": WEIGHTS["output.weight"],
+}
+
+
+def saved(folder: Path) -> str:
+    state = {"model": WEIGHTS, "optim": {"m": torch.ones(99)}, "step": 3}
+    dcp.save(state, storage_writer=BucketWriter(str(folder)), no_dist=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.model").write_bytes(b"tokens")
+    (folder / "notes.md").write_text("not needed")
+    return str(folder)
+
+
+def loaded(folder: str) -> dict[str, torch.Tensor]:
+    """Load what the index names, or the single file, as other libraries do."""
+    if INDEX_NAME not in names(folder):
+        return dict(safetensors.load(contents(folder, SINGLE_NAME)))
+    weight_map = json.loads(contents(folder, INDEX_NAME))["weight_map"]
+    files = {name: safetensors.load(contents(folder, name)) for name in set(weight_map.values())}
+    assert {key for file in files.values() for key in file} == set(weight_map)
+    return {key: files[name][key] for key, name in weight_map.items()}
+
+
+def all_files(folder: str) -> dict[str, bytes]:
+    return {name: contents(folder, name) for name in sorted(names(folder))}
+
+
+def export_on_rank(rank: int, world: int, url: str, target: str, **options: Any) -> tuple[int, int]:
+    done = export_safetensors(url, target, prefix="model", names=RENAMED, transfer=SMALL, **options)
+    return done.objects, done.nbytes
+
+
+def sharded_save(rank: int, world: int, url: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    placed = {
+        name: distribute_tensor(tensor, mesh, [Shard(number % 2 if tensor.dim() == 2 else 0)])
+        if tensor.dim()
+        else tensor
+        for number, (name, tensor) in enumerate(WEIGHTS.items())
+    }
+    dcp.save({"model": placed}, checkpoint_id=url, storage_writer=BucketWriter())
+
+
+def in_environment(rank: int, world: int, environment: dict[str, str], function: Any, *args: Any) -> Any:
+    os.environ.update(environment)
+    return function(rank, world, *args)
+
+
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 1 << 30])
+def test_exports_a_sharded_checkpoint_on_all_ranks(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    minio: S3Server,
+    four_ranks: Ranks,  # noqa: F811
+    tmp_path: Path,
+    shard_bytes: int,
+) -> None:
+    root = in_minio(request, monkeypatch)
+    four_ranks.run(in_environment, dict(minio.env), sharded_save, f"{root}/ours")
+
+    def exported(target: str) -> list[Any]:
+        return four_ranks.run(_export, f"{root}/ours", target, shard_bytes)
+
+    written = exported(f"{root}/hf")
+    assert_same(loaded(f"{root}/hf"), EXPECTED)
+    if shard_bytes > SHARD_BYTES:
+        assert names(f"{root}/hf") == {SINGLE_NAME}
+        safetensors.save_file(EXPECTED, tmp_path / "theirs", metadata={"format": "pt"})
+        assert len(contents(f"{root}/hf", SINGLE_NAME)) == (tmp_path / "theirs").stat().st_size
+        with pytest.raises(RankFailedError, match="CheckpointExistsError"):
+            exported(f"{root}/hf")
+        return
+    assert len(written) == sum(objects > 0 for objects, _ in written) == 4
+    assert max(nbytes for _, nbytes in written) < 1.1 * min(nbytes for _, nbytes in written)
+    assert_same(bucketpoint.load(f"{root}/hf"), EXPECTED)
+    before = all_files(f"{root}/hf")
+    # The export is whole already, so that a second one has nothing to do.
+    exported(f"{root}/hf")
+    assert all_files(f"{root}/hf") == before
+
+
+def _export(rank: int, world: int, url: str, target: str, shard_bytes: int) -> tuple[int, int]:
+    return export_on_rank(rank, world, url, target, shard_bytes=shard_bytes)
+
+
+def test_is_read_by_torch_and_carries_the_small_files(tmp_path: Path) -> None:
+    done = export_safetensors(
+        saved(tmp_path / "ours"), tmp_path / "hf", None, RENAMED.get, SHARD_BYTES, prefix="model", exclude="*.scale"
+    )
+    assert done.committed
+    assert set(loaded(str(tmp_path / "hf"))) == {name for name in RENAMED.values() if name and "{" not in name}
+    done = export_safetensors(
+        saved(tmp_path / "ours2"), tmp_path / "hf2", names=RENAMED, shard_bytes=SHARD_BYTES, prefix="model"
+    )
+    target = {name: torch.zeros_like(tensor) for name, tensor in EXPECTED.items()}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path / "hf2")), no_dist=True)
+    assert_same(target, EXPECTED)
+    others = {name for name in names(str(tmp_path / "hf2")) if not name.startswith("model")}
+    assert others == {"config.json", "tokenizer.model"}
+
+
+def test_replaces_former_weights_only_if_told_to(tmp_path: Path) -> None:
+    ours, target = saved(tmp_path / "ours"), str(tmp_path / "hf")
+    for shard_bytes, files in ((SHARD_BYTES, 5), (1 << 30, 1), (SHARD_BYTES, 5)):
+        if os.path.exists(target):
+            with pytest.raises(CheckpointExistsError):
+                export_safetensors(ours, target, names=RENAMED, shard_bytes=shard_bytes, prefix="model")
+        export_safetensors(ours, target, names=RENAMED, shard_bytes=shard_bytes, prefix="model", overwrite=True)
+        assert sum(name.startswith("model") for name in names(target)) == files
+        assert_same(loaded(target), EXPECTED)
+
+
+def test_refuses_two_tensors_of_one_name(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="Two tensors get the name 'w'"):
+        export_safetensors(saved(tmp_path / "ours"), tmp_path / "hf", names=lambda name: "w", prefix="model")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_balances_files_by_bytes() -> None:
+    objects = [
+        ObjectSource(f"{n}", [Segment(size, memoryview(bytes(size)))]) for n, size in enumerate((5, 9, 4, 4, 1, 3))
+    ]
+    shares = [share_of(objects, (worker, 3)) for worker in range(3)]
+    assert [[entry.nbytes for entry in share] for share in shares] == [[9], [5, 1, 3], [4, 4]]
+    assert share_of(objects[:1], (2, 3)) == []
+
+
+def _disagree(rank: int, world: int, url: str, target: str) -> None:
+    export_on_rank(rank, world, url, target, shard_bytes=SHARD_BYTES + rank)
+
+
+def _fail_on_one(rank: int, world: int, url: str, target: str) -> str:
+    try:
+        export_on_rank(rank, world, url if rank == 0 else f"{url}-missing", target)
+    except BucketpointError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_raises_on_all_ranks_what_one_fails_with(tmp_path: Path, two_ranks: Ranks) -> None:  # noqa: F811
+    ours = saved(tmp_path / "ours")
+    assert two_ranks.run(_fail_on_one, ours, str(tmp_path / "hf")) == ["CheckpointNotFoundError"] * 2
+    with pytest.raises(RankFailedError, match=RanksDisagreeError.__name__):
+        two_ranks.run(_disagree, ours, str(tmp_path / "hf"))
+    assert not list(tmp_path.glob("hf/*.safetensors*"))
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
+
+
+def convert_share(
+    source: str, target: Any, worker: tuple[int, int], monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> bool:
+    """Carry out the share of a worker, whose request `fails_at` fails with all after it. Returns if it committed."""
+    with monkeypatch.context() as patch:
+        opened = run.open_place
+        calls = [0]
+
+        def fails(name: str, _: int) -> bool:
+            calls[0] += name in ("put", "delete")
+            return fails_at > 0 and calls[0] >= fails_at
+
+        def behind(place: Any) -> Any:
+            store, prefix = opened(place)
+            return FailingStore(store, fails, lambda: StoreError("killed")), prefix
+
+        patch.setattr(run, "open_place", behind)
+        plan = plan_conversion(
+            source,
+            target,
+            to_format="safetensors",
+            options=ConvertOptions("model", SHARD_BYTES, names=RENAMED),
+            transfer=ONE_BY_ONE,
+            worker=worker,
+        )
+        return run_conversion(plan).committed
+
+
+def test_leaves_no_index_before_all_files_wherever_workers_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(notes, "NOTE_BYTES", 1)
+    source = saved(tmp_path / "ours")
+    whole = str(tmp_path / "whole")
+    assert [convert_share(source, whole, (i, 2), monkeypatch, 0) for i in range(2)] == [False, True]
+    expected = all_files(whole)
+    assert not [name for name in expected if name.startswith(".")]
+    assert_same(loaded(whole), EXPECTED)
+    for number in range(1, 14):
+        target = str(tmp_path / f"hf{number}")
+        for worker in ((0, 2), (1, 2)):
+            with contextlib.suppress(StoreError):
+                convert_share(source, target, worker, monkeypatch, number)
+        if INDEX_NAME in names(target):
+            assert_same(loaded(target), EXPECTED)
+        for worker in ((1, 2), (0, 2)):
+            convert_share(source, target, worker, monkeypatch, 0)
+        assert all_files(target) == expected, number
+
+
+def export_alone(rank: int, world: int, environment: dict[str, str], source: str, target: str) -> None:
+    """The whole export, in a process that can be killed."""
+    os.environ.update(environment)
+    run._BATCH_BYTES = notes.NOTE_BYTES = 1
+    export_safetensors(
+        source, target, names=RENAMED, shard_bytes=SHARD_BYTES, prefix="model", transfer=ONE_BY_ONE, deadline_s=20
+    )
+    assert dist.get_world_size() == world
+
+
+@pytest.mark.timeout(1200)
+def test_names_no_file_that_is_not_whole_after_a_kill_of_all_ranks(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    minio: S3Server,
+    fault_proxy: MakeProxy,
+    bucketpoint_tally: Tally,
+) -> None:
+    source, root, proxy = saved(tmp_path / "a"), in_minio(request, monkeypatch), fault_proxy(minio)
+
+    def killed(name: str, after: int | None) -> tuple[str, bool]:
+        with Job(2) as job:
+            job.ready()
+            proxy.clear()
+            proxy.play(Script() if after is None else always(Kill(job.groups), skip=after - 1, times=1))
+            outcomes = job.run(export_alone, minio.at(proxy.url).env, source, f"{root}/{name}")
+        assert not any(outcome.text for outcome in outcomes), outcomes
+        return f"{root}/{name}", all(outcome.died for outcome in outcomes)
+
+    whole, died = killed("undisturbed", None)
+    assert not died
+    expected, count = all_files(whole), len(proxy.exchanges)
+    assert_same(loaded(whole), EXPECTED)
+    for number in [*sampled(range(3, count - 3), 2, seed=20261126), count - 2, count - 1]:
+        target, died = killed(f"{number}", number)
+        assert died, number
+        bucketpoint_tally.made("kills of an export by two ranks")
+        if INDEX_NAME in names(target):
+            assert_same(loaded(target), EXPECTED)
+        again, died = killed(f"{number}", None)
+        assert not died
+        assert all_files(again) == expected, f"{number} of {count}"
