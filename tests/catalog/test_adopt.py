@@ -12,21 +12,11 @@ from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.records import reconcile
-from catalog.memory import MemoryStore, memory_catalog, save
+from catalog.memory import MemoryStore, save
 from catalog.test_pruner import drop
 
 FIRST, SECOND = "f" * 12, "0" * 12
 """Tokens: the order of the second is before the first's."""
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def catalog(store: MemoryStore) -> Catalog:
-    return memory_catalog(store)
 
 
 def saved_twice(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.catalog.catalog import Catalog, newest_folder
-from bucketpoint.catalog.deletion.prune import Order, prune
 from bucketpoint.catalog.deletion.state import schedule_deletion, undo
 from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
 from bucketpoint.catalog.records import adopt, read_record, reconcile
@@ -29,13 +28,7 @@ HOUR = 3600.0
 names = st.text("abz/_-.% \N{FIRE}\N{LATIN SMALL LETTER A WITH DIAERESIS}", min_size=1, max_size=8)
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-def test_lists_a_commit_with_all_that_a_plan_needs(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_lists_a_commit_with_all_that_a_plan_needs(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100, metrics={"eval/loss": 1.25, "grad": math.nan}, git_sha="abc", config_hash="def")
     store.calls.clear()
     (row,) = catalog.snapshot().rows()
@@ -59,8 +52,9 @@ def test_adds_three_small_requests_to_a_save(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 1000, 2500])
-def test_restores_the_latest_with_a_listing_per_thousand_and_at_most_two_reads(store: MemoryStore, count: int) -> None:
-    catalog = memory_catalog(store)
+def test_restores_the_latest_with_a_listing_per_thousand_and_at_most_two_reads(
+    store: MemoryStore, catalog: Catalog, count: int
+) -> None:
     for step in range(count):
         name = CommitKey(step, START, f"{step:012x}", "full", "0" * 8, f"step-{step}").name()
         store.objects[catalog.own_key("steps", name)] = (b"", "e", START)
@@ -73,8 +67,7 @@ def test_restores_the_latest_with_a_listing_per_thousand_and_at_most_two_reads(s
     assert store.calls == {"list": -(-(count + 1) // 1000), "list_folders": 1, "get": 1}
 
 
-def test_restores_a_commit_whose_coordinator_died_before_the_record(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_restores_a_commit_whose_coordinator_died_before_the_record(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     with killed(store, 5):
         save(catalog, 200)
@@ -85,8 +78,7 @@ def test_restores_a_commit_whose_coordinator_died_before_the_record(store: Memor
     assert healed.attempts == ()
 
 
-def test_ignores_an_attempt_that_died_before_its_commit(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_ignores_an_attempt_that_died_before_its_commit(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     with killed(store, 4):
         save(catalog, 200)
@@ -94,8 +86,7 @@ def test_ignores_an_attempt_that_died_before_its_commit(store: MemoryStore) -> N
     assert [row.step for row in reconcile(catalog, catalog.snapshot()).rows()] == [100]
 
 
-def test_ignores_a_record_whose_metadata_is_gone(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_ignores_a_record_whose_metadata_is_gone(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200)
     del store.objects[catalog.metadata_key("step-200")]
@@ -104,8 +95,7 @@ def test_ignores_a_record_whose_metadata_is_gone(store: MemoryStore) -> None:
     assert latest.step == 100
 
 
-def test_passes_over_a_checkpoint_whose_metadata_has_no_bytes(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_passes_over_a_checkpoint_whose_metadata_has_no_bytes(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 1)
     save(catalog, 2)
     store.put(catalog.metadata_key("step-2"), [memoryview(b"")], crc32c=0)
@@ -115,22 +105,11 @@ def test_passes_over_a_checkpoint_whose_metadata_has_no_bytes(store: MemoryStore
     assert latest.step == 1
 
 
-def test_resumes_only_from_full_checkpoints(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_resumes_only_from_full_checkpoints(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     save(catalog, 200, kind="weights")
     assert [one.step for one in catalog.candidates()] == [100]
     assert [one.step for one in catalog.candidates("weights")] == [200]
-
-
-def test_takes_the_later_of_two_commits_to_one_step(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
-    save(catalog, 100)
-    store.now += 1
-    second = save(catalog, 100)
-    snapshot = catalog.snapshot()
-    assert [row.id for row in snapshot.rows()] == [second]
-    assert len(snapshot.superseded) == 1
 
 
 def test_separates_runs_that_share_a_root(store: MemoryStore) -> None:
@@ -145,8 +124,7 @@ def test_separates_runs_that_share_a_root(store: MemoryStore) -> None:
     assert [row.step for row in other.snapshot().rows()] == [200]
 
 
-def test_refuses_a_url_outside_the_run_before_any_request(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_refuses_a_url_outside_the_run_before_any_request(store: MemoryStore, catalog: Catalog) -> None:
     for url in (
         "memory://store/other/step-1",
         "memory://store/run/sub/step-1",
@@ -158,8 +136,7 @@ def test_refuses_a_url_outside_the_run_before_any_request(store: MemoryStore) ->
     assert store.objects == {}
 
 
-def test_adopts_folders_of_other_writers(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_adopts_folders_of_other_writers(store: MemoryStore, catalog: Catalog) -> None:
     for number, folder in enumerate(["step-100", "step-00000200", "backup-step-5", "step-300"]):
         data, _ = metadata_bytes(f"{number:012x}")
         store.put(catalog.key(f"{folder}/.metadata"), [memoryview(data)])
@@ -170,8 +147,7 @@ def test_adopts_folders_of_other_writers(store: MemoryStore) -> None:
     assert adopt(catalog) == []
 
 
-def test_rebuilds_a_lost_catalog_as_it_was(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_rebuilds_a_lost_catalog_as_it_was(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200, 300):
         save(catalog, step, kind="weights" if step == 200 else "full", git_sha="abc")
         store.now += 60
@@ -188,8 +164,7 @@ def test_rebuilds_a_lost_catalog_as_it_was(store: MemoryStore) -> None:
     assert records() == {key: replace(record, host=None) for key, record in before.items()}
 
 
-def test_counts_the_last_reported_value_of_a_metric(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_counts_the_last_reported_value_of_a_metric(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100, metrics={"loss": 3.0})
     report(catalog, 100, {"loss": 1.0, "eval/acc": 0.5}, at=START + 10)
     report(catalog, 100, {"loss": 2.0}, at=START + 5)
@@ -220,16 +195,14 @@ def test_refuses_a_metric_without_a_usable_name(store: MemoryStore, name: str) -
         report(memory_catalog(store), 1, {name: 1.0})
 
 
-def test_keeps_metrics_of_a_step_until_its_checkpoint_comes(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_keeps_metrics_of_a_step_until_its_checkpoint_comes(store: MemoryStore, catalog: Catalog) -> None:
     report(catalog, 100, {"loss": 1.0})
     assert catalog.snapshot().rows() == []
     save(catalog, 100)
     assert catalog.snapshot().rows()[0].metrics == {"loss": 1.0}
 
 
-def test_keeps_author_reason_and_end_of_a_pin(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_keeps_author_reason_and_end_of_a_pin(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     first = pin(catalog, 100, reason="the paper", author="ann")
     pin(catalog, 100, reason="until Monday", author="bob", expires=START + HOUR)
@@ -246,8 +219,7 @@ def test_keeps_author_reason_and_end_of_a_pin(store: MemoryStore) -> None:
     assert unpin(catalog, 100) == 1
 
 
-def test_ends_a_lease_some_time_after_its_last_heartbeat(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_ends_a_lease_some_time_after_its_last_heartbeat(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     lease(catalog, 100, "eval/1", seconds=600)
     store.now += 500
@@ -264,8 +236,7 @@ def test_ends_a_lease_some_time_after_its_last_heartbeat(store: MemoryStore) -> 
     assert not catalog.snapshot().rows()[0].leased
 
 
-def test_holds_the_restored_checkpoint_until_a_newer_full_one(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_holds_the_restored_checkpoint_until_a_newer_full_one(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     store.now += 60
     save(catalog, 200)
@@ -280,8 +251,7 @@ def test_holds_the_restored_checkpoint_until_a_newer_full_one(store: MemoryStore
     assert not any(row.restored_from for row in catalog.snapshot().rows())
 
 
-def test_holds_the_restored_checkpoint_of_a_job_with_a_clock_behind(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_holds_the_restored_checkpoint_of_a_job_with_a_clock_behind(store: MemoryStore, catalog: Catalog) -> None:
     behind = replace(catalog, clock=lambda: store.now - HOUR)
     for step in (100, 200):
         save(catalog, step)
@@ -291,19 +261,6 @@ def test_holds_the_restored_checkpoint_of_a_job_with_a_clock_behind(store: Memor
     store.now += 60
     save(behind, 110)
     assert not any(row.restored_from for row in catalog.snapshot().rows())
-
-
-def test_distinguishes_a_run_without_a_catalog_from_an_empty_one(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
-    for step in (5, 100, 20):
-        data, _ = metadata_bytes(f"{step:012x}")
-        store.put(catalog.key(f"step-{step}/.metadata"), [memoryview(data)])
-    store.put(catalog.key("step-300/__0_0.distcp"), [memoryview(b"x")])
-    store.put(catalog.key("other-900/.metadata"), [memoryview(b"x")])
-    assert [one.folder for one in catalog.candidates()] == ["step-100", "step-20", "step-5"]
-    latest = catalog.latest()
-    assert latest is not None
-    assert latest.folder == "step-100"
 
 
 # -- whose run it is --------------------------------------------------------------------------------------------------
@@ -373,19 +330,6 @@ def test_separates_runs_with_folders_of_their_own_under_one_root() -> None:
         save(run, 100)
     for run in runs:
         assert [one.folder for one in run.snapshot().checkpoints] == [f"{run.run}-100"]
-
-
-def test_removes_records_of_replaced_commits_with_the_folder() -> None:
-    store = MemoryStore()
-    catalog = memory_catalog(store)
-    for step in (100, 100, 200):
-        save(catalog, step)
-        store.now += 1
-    one = catalog.steps().checkpoints[0]
-    assert len(catalog.steps().superseded) == 1
-    prune(catalog, lambda rows: [Order(one.step, one.id)], grace=0, holder="me")
-    # One alone would stand for a checkpoint that is not there.
-    assert [found.step for found in catalog.steps().checkpoints] == [200]
 
 
 def test_restores_a_checkpoint_with_a_tombstone_last() -> None:

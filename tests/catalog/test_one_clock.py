@@ -31,11 +31,6 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
     return MemoryStore(dates_writes=request.param)
 
 
-@pytest.fixture
-def catalog(store: MemoryStore) -> Catalog:
-    return memory_catalog(store)
-
-
 def policy(*, grace: float = 0.0, latest: int = 1, best: int = 0, within: timedelta | None = None) -> RetentionPolicy:
     ranks = [Best("loss", "min", best)] if best else []
     return RetentionPolicy(Keep(latest=latest, best=ranks, within=within), prune=Prune(grace=timedelta(seconds=grace)))

@@ -25,11 +25,6 @@ WEIGHTS = Keep(1, every=[EverySteps(100, thin="weights")])
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
 def catalog(store: MemoryStore) -> Catalog:
     catalog = memory_catalog(store)
     for step in (100, 200, 300):
@@ -163,33 +158,3 @@ def test_spares_one_with_a_tombstone_if_another_checkpoint_is_set_aside(store: M
     schedule_deletion(catalog, catalog.snapshot().checkpoints[-1], "delete", due=store.now, reason="damaged")
     done = run(catalog, Keep(2)).done
     assert (steps(done.withdrawn), steps(done.deleted)) == ([100], [300])
-
-
-def test_lets_one_win_of_a_pruner_that_begins_and_one_that_withdraws() -> None:
-    outcomes = set()
-    for at in range(1, 60):
-        store = MemoryStore()
-        catalog = memory_catalog(store)
-        for step in (100, 200):
-            save(catalog, step)
-        run(catalog, LATEST)
-        a_day_later(store)
-        count = 0
-
-        def meanwhile(number: int, name: str, at: int = at, store=store, catalog=catalog) -> None:
-            nonlocal count
-            count += 1
-            if count == at:
-                # The lock of the first one is taken to be over.
-                store.objects.pop(catalog.own_key("pruner.json"), None)
-                run(catalog, Keep(5))
-
-        store.between = meanwhile
-        done = run(catalog, LATEST).done
-        store.between = None
-        if count < at:
-            break
-        folder = [key for key in store.objects if key.startswith("run/step-100/")]
-        assert len(folder) == (0 if done.deleted else 3), at
-        outcomes.add(bool(done.deleted))
-    assert outcomes == {True, False}

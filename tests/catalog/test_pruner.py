@@ -26,16 +26,6 @@ from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memor
 HOUR = 3600.0
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def catalog(store: MemoryStore) -> Catalog:
-    return memory_catalog(store)
-
-
 def drop(*steps: int, action: str = "delete") -> Decide:
     return lambda rows: [Order(row.step, row.id, action) for row in rows if row.step in steps]
 

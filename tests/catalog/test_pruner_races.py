@@ -28,16 +28,6 @@ from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catal
 from catalog.test_pruner import HOUR, drop, in_folder, left_of, records_of, run, steps_of
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def catalog(store: MemoryStore) -> Catalog:
-    return memory_catalog(store)
-
-
 def states(store: MemoryStore) -> list[str]:
     """What the tombstones say."""
     bodies = [body for key, (body, _, _) in store.objects.items() if "__tombstone__" in key]
@@ -145,7 +135,7 @@ def test_restores_or_refuses_in_an_undo_after_the_death_of_a_pruner() -> None:
     """The pruner acts before each request of the undo in turn, and dies before or after it has deleted anything."""
     undone = refused = 0
     for at in range(1, 6):
-        for dies in range(4, 14):
+        for dies in range(4, 20):
             store = MemoryStore()
             catalog = memory_catalog(store)
             save(catalog, 100)

@@ -27,11 +27,6 @@ from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
 def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
     """What a writer without a catalog leaves: data and `.metadata`."""
     data, objects = metadata_bytes(f"{step:012x}", 1)
@@ -40,8 +35,7 @@ def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
         store.objects[key] = (body, hashlib.md5(body, usedforsecurity=False).hexdigest(), START + step)
 
 
-def test_finds_the_newest_of_a_mixed_run_whoever_saved_it(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_finds_the_newest_of_a_mixed_run_whoever_saved_it(store: MemoryStore, catalog: Catalog) -> None:
     for step in (1, 3, 5):
         save(catalog, step)
     for step in (2, 4, 6):
@@ -55,9 +49,8 @@ def test_finds_the_newest_of_a_mixed_run_whoever_saved_it(store: MemoryStore) ->
 
 
 def test_warns_of_a_restore_from_a_checkpoints_url_that_is_no_run(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
+    store: MemoryStore, catalog: Catalog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    catalog = memory_catalog(store)
     policy = RetentionPolicy(Keep(latest=1))
     assert restore_candidates(catalog, policy, "latest", None) == []
     assert not caplog.records
@@ -69,8 +62,9 @@ def test_warns_of_a_restore_from_a_checkpoints_url_that_is_no_run(
     assert record.getMessage().startswith(f"The URL is that of a checkpoint, not of a run [url={below.url}]")
 
 
-def test_finds_checkpoints_without_records_by_a_listing_and_a_read_for_each(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_finds_checkpoints_without_records_by_a_listing_and_a_read_for_each(
+    store: MemoryStore, catalog: Catalog
+) -> None:
     for step in (1, 2, 3):
         save(catalog, step)
     store.calls.clear()
@@ -86,8 +80,7 @@ def test_finds_checkpoints_without_records_by_a_listing_and_a_read_for_each(stor
     assert store.calls == {"list": 1, "list_folders": 1, "get": 1}
 
 
-def test_finds_no_checkpoint_without_metadata_or_with_a_deletions_marker(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_finds_no_checkpoint_without_metadata_or_with_a_deletions_marker(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 1)
     store.objects[catalog.key("step-2/data/00/x")] = (b"x", "e", START)
     marker = DeletionMarker("0" * 12, START, "by the retention policy", (), ()).encode()
@@ -96,8 +89,7 @@ def test_finds_no_checkpoint_without_metadata_or_with_a_deletions_marker(store: 
     assert [one.step for one in catalog.candidates()] == [1]
 
 
-def test_deletes_nothing_that_has_no_record(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_deletes_nothing_that_has_no_record(store: MemoryStore, catalog: Catalog) -> None:
     for step in (1, 5):
         save(catalog, step)
     for step in (2, 4):
@@ -108,8 +100,7 @@ def test_deletes_nothing_that_has_no_record(store: MemoryStore) -> None:
     assert [one.step for one in survey(catalog).checkpoints] == [2, 4, 5]
 
 
-def test_discards_what_has_no_record_in_a_rollback(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_discards_what_has_no_record_in_a_rollback(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 1)
     save_plainly(catalog, store, 4)
     save(catalog, 2)
@@ -120,8 +111,7 @@ def test_discards_what_has_no_record_in_a_rollback(store: MemoryStore) -> None:
     assert [one.step for one in catalog.candidates()] == [2, 1, 4]
 
 
-def test_names_what_is_not_there(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_names_what_is_not_there(store: MemoryStore, catalog: Catalog) -> None:
     with pytest.raises(CheckpointNotFoundError, match="it has no objects") as caught:
         survey(catalog)
     assert caught.value.url == catalog.url
@@ -138,8 +128,7 @@ def test_names_what_is_not_there(store: MemoryStore) -> None:
     assert survey(catalog).checkpoints == ()
 
 
-def test_keeps_metrics_of_what_has_no_record_in_a_sweep(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_keeps_metrics_of_what_has_no_record_in_a_sweep(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 1)
     save_plainly(catalog, store, 4)
     for step in (4, 7):
@@ -152,8 +141,7 @@ def test_keeps_metrics_of_what_has_no_record_in_a_sweep(store: MemoryStore) -> N
     assert {row.step: dict(row.metrics) for row in catalog.snapshot().rows()} == {1: {}, 4: {"loss": 4.0}}
 
 
-def test_gives_up_nothing_for_an_unrecorded_target_that_is_not_whole(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_gives_up_nothing_for_an_unrecorded_target_that_is_not_whole(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 1)
     save_plainly(catalog, store, 2)
     save_plainly(catalog, store, 3)
@@ -169,8 +157,7 @@ def test_gives_up_nothing_for_an_unrecorded_target_that_is_not_whole(store: Memo
     assert before.keys() <= store.objects.keys()
 
 
-def test_records_nothing_that_is_deleted_while_it_is_adopted(store: MemoryStore) -> None:
-    catalog = memory_catalog(store)
+def test_records_nothing_that_is_deleted_while_it_is_adopted(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 1)
     for at in range(1, 12):
         save_plainly(catalog, store, 4)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,8 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from background import LEAST_BYTES
-from bucketpoint.dcp.saving import uploads
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery, SaveEveryMinutes
@@ -99,23 +94,6 @@ def save_steps(rank: int, world: int, root: str, steps: list[int]) -> None:
             manager.save(step, state(step, world))
 
 
-def one_rank_is_told_to_stop(rank: int, world: int, root: str) -> Any:
-    """SIGTERM reaches one rank only, in the middle of training."""
-    manager = CheckpointManager(root, policy=policy(save=Save(every=(SaveEvery(1000),), on=("sigterm",))), grace_s=300)
-    saved = []
-    for step in range(1, 50):
-        if rank == world - 1 and step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if manager.should_save(step):
-            saved.append(step)
-            manager.save(step, state(step, world))
-        if manager.stop_asked:
-            break
-    manager.close()
-    # The signal is whoever's it was before.
-    return saved, step, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, Path(root, "step-7", ".metadata").exists()
-
-
 def minutes_are_the_coordinators(rank: int, world: int, root: str) -> Any:
     manager = CheckpointManager(root, policy=policy(save=Save(every=(SaveEveryMinutes(5),))))
     now = time.monotonic()
@@ -127,43 +105,6 @@ def minutes_are_the_coordinators(rank: int, world: int, root: str) -> Any:
             answers.append(manager.should_save(1))
     manager.close()
     return answers
-
-
-def a_failure_surfaces_on_every_rank(rank: int, world: int, root: str) -> Any:
-    """The last rank's disk is full while it uploads step 1."""
-    manager = CheckpointManager(root, policy=policy())
-    put = LocalStore.put
-
-    def full(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-        if rank == world - 1 and key.endswith(".distcp"):
-            raise OSError("the disk is full")
-        return put(self, key, *args, **kwargs)
-
-    seen = []
-    threads = mock.patch.object(uploads, "LEAST_BYTES", LEAST_BYTES["thread"])
-    with threads, mock.patch.object(LocalStore, "put", full):
-        manager.save(1, state(1, world))
-        try:
-            manager.save(2, state(2, world))
-        except BucketpointError as error:
-            seen.append(str(error))
-    # Said once. The next save goes well.
-    manager.save(3, state(3, world))
-    manager.close()
-    return seen, sorted(path.parent.name for path in Path(root).glob("*/.metadata"))
-
-
-def group_of_its_own(rank: int, world: int, root: str) -> Any:
-    """Training's collectives go on in the job's group while saves are on their way."""
-    sums = []
-    with CheckpointManager(root, policy=policy()) as manager:
-        for step in range(1, 6):
-            manager.save(step, state(step, world))
-            for _ in range(20):
-                one = torch.ones(4)
-                dist.all_reduce(one)
-                sums.append(one.sum().item())
-    return set(sums)
 
 
 def go_on_over_damage(rank: int, world: int, root: str) -> Any:

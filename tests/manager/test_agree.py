@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from bucketpoint.errors import BucketpointError
@@ -15,18 +12,6 @@ from manager import agree_scenarios as scenarios
 from manager.manager_scenarios import policy, state
 
 pytestmark = pytest.mark.contract
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("bad", "beside"), [(0, False), (1, False), (1, True)])

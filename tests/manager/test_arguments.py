@@ -23,11 +23,6 @@ from manager.manager_scenarios import policy, state, value_of
 pytestmark = pytest.mark.contract
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
 @pytest.mark.parametrize("value", ["low", "0.5", None])
 def test_refuses_a_metric_that_is_no_number_in_save_as_in_report(root: str, value: Any) -> None:
     with CheckpointManager(root, policy=policy()) as manager:

@@ -7,7 +7,6 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -44,18 +43,6 @@ DAY = policy(prune=Prune(grace=timedelta(hours=24)))
 
 class Own:
     """What no allow-list knows."""
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
 
 
 def committed(root: str) -> list[int]:
@@ -153,15 +140,6 @@ def test_makes_progress_in_every_loop_of_restarts(root: str, harm: Any, grace: t
     with CheckpointManager(root, policy=rule) as manager:
         manager.pruning.now()
         assert [step for step in counted(manager) if step > 30] == [50, 60, 70] if grace else [40, 50, 60, 70]
-
-
-def test_finds_them_damaged_again_after_dying_before_the_next_commit(root: str) -> None:
-    run_with(root, 10, 20)
-    lose(root, 20)
-    for _ in range(2):
-        with CheckpointManager(root, policy=DAY) as manager:
-            assert manager.restore(state(0)).passed[0][0] == 20  # type: ignore[union-attr]
-            assert going(manager) == []
 
 
 def test_sets_nothing_aside_that_could_not_be_reached(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,21 +271,21 @@ def test_keeps_what_a_failed_save_was_to_discard(root: str) -> None:
         assert going(manager) == []
 
 
-def test_agrees_at_the_next_save_among_ranks_that_wait_for_unequal_times(two_ranks: Ranks, root: str) -> None:
-    assert two_ranks.run(scenarios.wait_unequally, root) == [[1, 2, 3]] * 2
+def test_agrees_at_the_next_save_among_ranks_that_wait_for_unequal_times(ranks: Ranks, root: str) -> None:
+    assert ranks.run(scenarios.wait_unequally, root) == [[1, 2, 3]] * 2
 
 
-def test_fails_the_restore_on_all_ranks_if_one_has_no_state_to_load_into(two_ranks: Ranks, root: str) -> None:
-    said = two_ranks.run(scenarios.restore_without_memory, root)
+def test_fails_the_restore_on_all_ranks_if_one_has_no_state_to_load_into(ranks: Ranks, root: str) -> None:
+    said = ranks.run(scenarios.restore_without_memory, root)
     assert said == ["BucketpointError: Rank 1 failed: MemoryError: no memory"] * 2
 
 
-def test_makes_states_in_one_order_on_ranks_whose_keys_come_in_another(two_ranks: Ranks, root: str) -> None:
-    assert two_ranks.run(scenarios.restore_in_another_order, root) == [1, 1]
+def test_makes_states_in_one_order_on_ranks_whose_keys_come_in_another(ranks: Ranks, root: str) -> None:
+    assert ranks.run(scenarios.restore_in_another_order, root) == [1, 1]
 
 
-def test_fails_the_restore_on_all_ranks_if_a_hook_raises_on_one(two_ranks: Ranks, root: str) -> None:
-    said = two_ranks.run(scenarios.restore_with_a_hook_that_raises, root)
+def test_fails_the_restore_on_all_ranks_if_a_hook_raises_on_one(ranks: Ranks, root: str) -> None:
+    said = ranks.run(scenarios.restore_with_a_hook_that_raises, root)
     assert said == [[kind, "CheckpointNotFoundError"] for kind in ("BucketpointError", "ValueError")]
 
 
@@ -326,13 +304,13 @@ def test_sets_damaged_checkpoints_without_a_record_aside(root: str) -> None:
         assert counted(manager) == [20, 30]
 
 
-def test_continues_on_all_ranks_over_what_one_of_them_found_damaged(two_ranks: Ranks, root: str) -> None:
-    two_ranks.run(scenarios.save_steps, root, [10, 20, 30])
+def test_continues_on_all_ranks_over_what_one_of_them_found_damaged(ranks: Ranks, root: str) -> None:
+    ranks.run(scenarios.save_steps, root, [10, 20, 30])
     (file,) = (file for file in Path(root, "step-30", "data").rglob("*-1-model-*") if file.is_file())
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0xFF
     file.write_bytes(bytes(data))
-    assert two_ranks.run(scenarios.go_on_over_damage, root) == [(20, [30], 30, 31.0, ())] * 2
+    assert ranks.run(scenarios.go_on_over_damage, root) == [(20, [30], 30, 31.0, ())] * 2
 
 
 def test_prunes_on_once_a_damaged_newest_is_set_aside(root: str) -> None:
@@ -524,13 +502,6 @@ def test_pickles_what_a_run_has_given_up(root: str) -> None:
 # -- beginning, and what is said --------------------------------------------------------------------------------------
 
 
-def test_announces_a_fresh_start_with_the_root(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "bucketpoint")
-    with CheckpointManager(root, policy=DAY) as manager:
-        assert manager.restore(state(0)) is None
-    assert f"training begins from scratch: {root} has no checkpoint that can be loaded" in caplog.text
-
-
 def test_continues_from_scratch_beside_damaged_checkpoints(root: str) -> None:
     run_with(root, 10, 20)
     for step in (10, 20):
@@ -543,21 +514,6 @@ def test_continues_from_scratch_beside_damaged_checkpoints(root: str) -> None:
 
 
 # -- max_delete -------------------------------------------------------------------------------------------------------
-
-
-def test_prunes_saves_every_few_seconds_under_latest_1_without_a_refusal(
-    root: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    rule = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete()))
-    with CheckpointManager(root, policy=rule) as manager:
-        for step in range(1, 13):
-            manager.save(step, state(step))
-            manager.wait()
-            # Several commits for each round.
-            if step % 4 == 0:
-                manager.pruning.drain()
-    assert committed(root) == [12]
-    assert "max_delete" not in caplog.text
 
 
 def test_prunes_thirty_fast_saves_without_a_refusal_also_after_a_restart(

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions, location
+from bucketpoint import BucketReader, LoadPlanner, TransferOptions, location
 from bucketpoint.catalog import catalog, save_log
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.prune import Order, prune
@@ -45,6 +45,7 @@ from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from manager import manager_scenarios as scenarios
+from manager.agree_scenarios import committed
 from manager.manager_scenarios import BEST, policy, state, value_of
 from services import Service
 from transfer.helper.orders import has_ended
@@ -58,15 +59,6 @@ def three_ranks() -> Iterator[Ranks]:
     ranks = Ranks(3)
     yield ranks
     ranks.close()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-def committed(root: str) -> list[str]:
-    return sorted(path.parent.name for path in Path(root).glob("*/.metadata"))
 
 
 def damage(root: str, step: int) -> None:
@@ -93,16 +85,6 @@ def test_restores_what_ranks_save_and_lists_on_the_coordinator_alone(three_ranks
     assert answers[0][3] == 1
 
 
-def test_agrees_on_an_older_checkpoint_if_one_rank_finds_the_newest_damaged(three_ranks: Ranks, root: str) -> None:
-    three_ranks.run(scenarios.save_steps, root, [10, 20, 30])
-    # One rank's object alone.
-    (file,) = (file for file in Path(root, "step-30", "data").rglob("*-2-model-*") if file.is_file())
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(bytes(data))
-    assert three_ranks.run(scenarios.restore_past_damage, root, "latest") == [(20, 20.0, [30])] * 3
-
-
 def test_raises_on_every_rank_for_a_damaged_step_that_was_asked_for_by_number(three_ranks: Ranks, root: str) -> None:
     three_ranks.run(scenarios.save_steps, root, [10, 20])
     damage(root, 20)
@@ -110,27 +92,12 @@ def test_raises_on_every_rank_for_a_damaged_step_that_was_asked_for_by_number(th
         assert kind == "CorruptDataError"
 
 
-def test_saves_the_same_step_on_all_ranks_after_a_signal_to_one_and_stops(three_ranks: Ranks, root: str) -> None:
-    assert three_ranks.run(scenarios.one_rank_is_told_to_stop, root) == [([7], 7, True, True)] * 3
-
-
 def test_counts_minutes_on_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.minutes_are_the_coordinators, root) == [[False, True]] * 3
 
 
-def test_raises_a_failed_save_once_on_every_rank_at_the_next_call(three_ranks: Ranks, root: str) -> None:
-    for seen, there in three_ranks.run(scenarios.a_failure_surfaces_on_every_rank, root):
-        assert len(seen) == 1
-        assert "the disk is full" in seen[0]
-        assert there == ["step-3"]
-
-
 def test_raises_on_every_rank_if_policies_differ(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.policies_differ, root) == [("RanksDisagreeError", True)] * 3
-
-
-def test_lets_training_use_the_jobs_group_while_saves_are_on_their_way(three_ranks: Ranks, root: str) -> None:
-    assert three_ranks.run(scenarios.group_of_its_own, root) == [{12.0}] * 3
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -256,9 +223,11 @@ def test_decides_on_the_best_by_metrics_of_the_save_and_later_ones(root: str) ->
 # -- restoring --------------------------------------------------------------------------------------------------------
 
 
-def test_starts_from_scratch_in_a_run_without_a_trace(root: str) -> None:
+def test_starts_from_scratch_in_a_run_without_a_trace(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bucketpoint")
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(state(0)) is None
+        assert f"training begins from scratch: {root} has no checkpoint that can be loaded" in caplog.text
         with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 7.*The run has no checkpoint"):
             manager.restore(state(0), 7)
 
@@ -329,16 +298,6 @@ def test_treats_another_state_than_was_saved_as_no_damage(root: str) -> None:
         assert manager.restore(target, planner=LoadPlanner(allow_partial_load=True)).step == 20  # type: ignore[union-attr]
 
 
-def test_finds_checkpoints_that_were_saved_without_a_manager(root: str) -> None:
-    for step in (100, 900):
-        dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=BucketWriter(), no_dist=True)
-    Path(root, "my-step-1000-pinned").mkdir()
-    target = state(0)
-    with CheckpointManager(root, policy=policy()) as manager:
-        assert manager.restore(target).step == 900  # type: ignore[union-attr]
-    assert value_of(target) == 900.0
-
-
 # -- keeping ----------------------------------------------------------------------------------------------------------
 
 
@@ -382,25 +341,6 @@ def test_deletes_a_few_of_a_plan_that_deletes_too_much_and_says_how_to_go_on(
         assert f"`bucketpoint prune POLICY.yaml --root {root} --yes` carries out" in caplog.text
         manager.prune(force=True)
         assert committed(root) == ["step-20"]
-
-
-def test_saves_in_a_store_that_refuses_deletion(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketpoint.errors import AccessDeniedError
-
-    def refuse(self: Any, keys: Any) -> Any:
-        if keys:
-            raise AccessDeniedError("may not delete", url=root)
-        return []
-
-    with CheckpointManager(root, policy=policy(1)) as manager:
-        monkeypatch.setattr(LocalStore, "delete", refuse)
-        for step in (1, 2, 3):
-            manager.save(step, state(step))
-            manager.wait()
-            manager.pruning.drain()
-        assert isinstance(manager.pruning.failure, AccessDeniedError)
-        monkeypatch.undo()
-    assert committed(root) == ["step-1", "step-2", "step-3"]
 
 
 # -- triggers ---------------------------------------------------------------------------------------------------------
@@ -640,21 +580,3 @@ def test_restores_the_latest_with_two_listings_two_reads_and_a_note(
     assert len([key for name, key in asked if name in ("get", "open_range", "head")]) <= 2, asked
     assert [name for name, key in asked if "/notes/" in key] == ["put"]
     assert len(asked) <= 5
-
-
-def test_continues_from_nothing_that_a_run_that_went_back_discarded(root: str) -> None:
-    later = policy(prune=Prune(grace=timedelta(hours=1), max_delete=MaxDelete(fraction=1.0)))
-    save(root, 10, 20, 30)
-    with CheckpointManager(root, policy=later) as manager:
-        manager.save(15, state(15), newer="discard")
-    target = state(0)
-    with CheckpointManager(root, policy=later) as manager:
-        restored = manager.restore(target)
-        assert restored is not None
-        assert (restored.step, value_of(target)) == (15, 15.0)
-        # Nor is what is on its way out in the way of the next save.
-        manager.save(16, state(16))
-    # One may still say so by number, and what one goes on from stays.
-    with CheckpointManager(root, policy=later) as manager:
-        assert manager.restore(target, 30).step == 30  # type: ignore[union-attr]
-        assert "restored from" in manager.catalog.snapshot().held()[30]

@@ -68,32 +68,6 @@ def test_saves_a_plain_step_again_where_the_caller_says_so(tmp_path: Path) -> No
         assert manager.steps() == [4]
 
 
-def test_passes_over_a_damaged_plain_checkpoint(tmp_path: Path) -> None:
-    root = str(tmp_path / "run")
-    with CheckpointManager(root, policy=POLICY) as manager:
-        manager.save(3, state(3))
-    save_plainly(root, 4)
-    (tmp_path / "run/step-4/.metadata").write_bytes(b"not metadata")
-    with CheckpointManager(root, policy=POLICY) as manager:
-        restored = manager.restore(state(0))
-        assert restored is not None
-        assert (restored.step, [step for step, _ in restored.passed]) == (3, [4])
-
-
-def test_discards_a_plain_step_in_a_rollback_past_it(tmp_path: Path) -> None:
-    root = str(tmp_path / "run")
-    with CheckpointManager(root, policy=POLICY) as manager:
-        manager.save(2, state(2))
-    save_plainly(root, 4)
-    with CheckpointManager(root, policy=POLICY) as manager:
-        manager.restore(state(0), 2)
-        manager.save(3, state(3), newer="discard")
-    with CheckpointManager(root, policy=POLICY) as manager:
-        restored = manager.restore(state(0))
-        assert restored is not None
-        assert restored.step == 3
-
-
 @pytest.mark.parametrize("damage", ["no metadata", "no data", "rolled back"])
 def test_replaces_a_plain_step_that_was_given_up_in_the_next_save_of_it(tmp_path: Path, damage: str) -> None:
     root = str(tmp_path / "run")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from bucketpoint.catalog.run_owner import name_run
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, OtherRunError
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Layout
+from manager.agree_scenarios import committed
 from manager.manager_scenarios import policy, state, value_of
-from manager.test_manager import committed, save
+from manager.test_manager import save
 
 pytestmark = pytest.mark.contract
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
 
 
 def test_continues_a_named_run_after_a_crash_and_tells_others(root: str) -> None:
@@ -54,20 +47,6 @@ def test_keeps_a_run_that_began_without_a_name_from_named_ones_until_told(root: 
         assert manager.restore(target).step == 10  # type: ignore[union-attr]
         manager.save(20, state(20))
     assert committed(root) == ["step-10", "step-20"]
-
-
-def test_separates_runs_with_folders_of_their_own_at_one_root(root: str) -> None:
-    policies = {name: policy(1, layout=Layout(f"{name}-step-{{step}}")) for name in ("a", "b")}
-    for step in (10, 20):
-        for name, own in policies.items():
-            with CheckpointManager(root, policy=own) as manager:
-                manager.save(step + (name == "b"), state(step))
-    assert committed(root) == ["a-step-20", "b-step-21"]
-    target = state(0)
-    for name, own in policies.items():
-        with CheckpointManager(root, policy=own) as manager:
-            assert manager.steps() == [20 + (name == "b")]
-            assert manager.restore(target).step == 20 + (name == "b")  # type: ignore[union-attr]
 
 
 def test_stops_a_second_run_among_jobs_without_a_name_at_its_first_save(root: str) -> None:

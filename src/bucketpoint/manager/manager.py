@@ -25,6 +25,7 @@ from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.dcp import program_end
 from bucketpoint.dcp.arguments import check_types, checked_seconds, whole_step
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
@@ -35,7 +36,6 @@ from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.location import Location
-from bucketpoint.manager.at_exit import close_at_exit
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
@@ -134,7 +134,7 @@ class CheckpointManager:
         self._standing = Standing()
         self.skipped = 0
         self._closed = False
-        atexit.register(close_at_exit, weakref.ref(self))
+        atexit.register(_close_at_exit, weakref.ref(self))
         renew_in_child(self, CheckpointManager._leave_to_parent)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -528,3 +528,15 @@ class CheckpointManager:
                 "The CheckpointManager is closed, or was made before this process was forked",
                 remedy="Make a new CheckpointManager",
             )
+
+
+def _close_at_exit(manager: weakref.ref[CheckpointManager]) -> None:
+    """Close the manager of a program that ends without `close`: wait for its last save, and report an error."""
+    alive = manager()
+    if alive is None or alive._closed:
+        return
+    try:
+        alive.close()
+    except Exception as error:  # noqa: BLE001 (the interpreter exits, and nobody is there to catch it)
+        logger.error("the last save failed: %s", error)
+        program_end.lose(alive.catalog.url, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from bucketpoint.retention.checkpoint_set import CheckpointSet, RuleDecision
 from bucketpoint.retention.plans import SAFETY, Action, Entry, Plan, Reason
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL, Row
-from bucketpoint.retention.safety import safety_set
 
 
 def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
@@ -30,7 +29,7 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
     universe = CheckpointSet.of(rows)
     judged = [_Judged(rule.label, rule.thins, rule.decide(universe)) for rule in policy.keep.rules()]
     safe: dict[int, list[str]] = {}
-    for position, why in safety_set(universe):
+    for position, why in _safety_set(universe):
         safe.setdefault(position, []).append(why)
     actions: list[Action] = ["delete"] * len(universe.rows)
     for rule in judged:
@@ -43,6 +42,41 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
     say = partial(_said, universe.rows, judged, safe)
     entries = tuple(map(Entry, universe.rows, actions, repeat(say), range(len(actions))))
     return Plan(tuple(rule.label for rule in judged), entries)
+
+
+def _safety_set(universe: CheckpointSet) -> Iterator[tuple[int, str]]:
+    """Yield the positions that must be kept whole under every policy, each with the reason.
+
+    This is code and not configuration: no setting may switch it off. Checkpoints committed after the listing are safe
+    in another way: a plan names its rows, and the pruner touches no other.
+    """
+    rows = universe.rows
+    if not rows:
+        return
+    yield from _newest("newest", len(rows) - 1, universe.by_time[-1])
+    # By step, as `latest` counts; and by time, since a job that was rolled back writes lower steps than those that
+    # exist.
+    full_by_step = next((position for position in reversed(range(len(rows))) if rows[position].kind == FULL), None)
+    full_by_time = next((position for position in reversed(universe.by_time) if rows[position].kind == FULL), None)
+    if full_by_step is not None and full_by_time is not None:
+        named = {len(rows) - 1, universe.by_time[-1]}
+        full = _newest("newest full checkpoint", full_by_step, full_by_time)
+        yield from ((position, why) for position, why in full if position not in named)
+    for position, row in enumerate(rows):
+        if row.pinned:
+            yield position, "pinned"
+        if row.leased:
+            yield position, "leased by a reader"
+        if row.restored_from:
+            yield position, "training was restored from it"
+
+
+def _newest(why: str, by_step: int, by_time: int) -> Iterator[tuple[int, str]]:
+    if by_step == by_time:
+        yield by_step, why
+        return
+    yield by_step, f"{why} by step"
+    yield by_time, f"{why} by time"
 
 
 def unreported(policy: RetentionPolicy, rows: Iterable[Row], reported: Collection[str]) -> list[str]:
