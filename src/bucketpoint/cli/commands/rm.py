@@ -70,9 +70,9 @@ def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandRe
     for url in () if dry_run or refused else urls:
         removal = plan_removal(place.at(url))
         refused = None if force else _held(catalog.snapshot())
-        # None is left whole in the end, so only what is in use is a reason to stop.
+        # Only the last one may be removed although no whole one is left: what comes into use meanwhile stays.
         if not refused:
-            done = remove(removal, holder=process_name(), force=True)
+            done = remove(removal, holder=process_name(), force=force or url == urls[-1])
             refused = _why_not(done)
         if refused:
             break
