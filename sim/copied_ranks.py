@@ -13,9 +13,8 @@ from typing import Any
 from torch.distributed.checkpoint import SavePlan
 
 from bucketpoint import SavePlanner
-from bucketpoint.dcp.planning.assign import decode_assignment
 from bucketpoint.dcp.planning.global_plan import WriterMeta
-from bucketpoint.dcp.planning.items import AssignedItems, PackedItems, PlanItems, compress
+from bucketpoint.dcp.planning.items import AssignedItems, PackedItems, PlanItems, compress, decode_assignment
 from bucketpoint.dcp.planning.results import _arrived
 from bucketpoint.format import keys
 from bucketpoint.format.columns import ItemColumns as Places
@@ -100,7 +99,7 @@ class CopiedWriter:
             [(keys.data_path(token, self._rank, group, 0), 512 * count, None) for group in ("model", "optim")]
         )
         checksums = bytes(range(256)) * (4 * count // 256 + 1)
-        self._reported = (places, objects, checksums[: 4 * count], planner.assigned.digest), None, None
+        self._reported = (places, objects, checksums[: 4 * count]), planner.assigned.digest, None, None
         return self
 
     def value(self) -> _Sent:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import bucketpoint
 from bucketpoint import BucketReader
@@ -20,7 +21,6 @@ from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME, S
 from bucketpoint.checkpoint.summary import summarise
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import (
-    BucketpointError,
     CorruptDataError,
     MetadataError,
     UnsafeDataError,
@@ -232,9 +232,8 @@ def test_names_the_missing_file_of_an_index(place: str, tmp_path: Path) -> None:
         lambda: bucketpoint.load(url),
         lambda: dcp.load(blank(STATE), checkpoint_id=url, storage_reader=BucketReader(), no_dist=True),
     ):
-        with pytest.raises(BucketpointError, match=f"are missing: {min(FILES)}") as refused:
+        with pytest.raises((CorruptDataError, CheckpointException), match=f"are missing: {min(FILES)}"):
             call()
-        assert isinstance(refused.value, CorruptDataError)
 
 
 @pytest.mark.parametrize("kind", ["file", "minio"])
@@ -253,7 +252,7 @@ def test_refuses_a_file_that_is_replaced_during_a_load(
         original(self, *arguments, **options)
 
     monkeypatch.setattr(BucketReader, "set_up_storage_reader", replaced)
-    with pytest.raises(CorruptDataError, match="missing or was replaced") as refused:
+    with pytest.raises(CheckpointException, match=r"CorruptDataError: .* missing or was replaced") as refused:
         dcp.load(blank(STATE), storage_reader=reader, no_dist=True)
     assert max(FILES) in str(refused.value)
 

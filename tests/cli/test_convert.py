@@ -34,7 +34,7 @@ def test_says_what_it_does_and_does_it(root: str, program: Program, tmp_path: Pa
     done = program("convert", str(tmp_path / "a"), f"{root}/b", "--verify", "--json", "--no-progress")
     assert done.code == 0, done.err
     said = done.json
-    assert {**document, "dry_run": False} == {**said, "checked_bytes": None, "verification": None}
+    assert {**document, "dry_run": False, "committed": True} == {**said, "checked_bytes": None, "verification": None}
     assert (said["from"], said["to"], said["tensors"]) == ("dcp", "bucketpoint", 6)
     assert said["verification"] == {"read_bytes": said["bytes"], "damaged": []}
     assert_same(load(f"{root}/b", value), value)

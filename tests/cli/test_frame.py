@@ -187,8 +187,14 @@ def test_refuses_wrong_usage_and_says_what_is_meant(
     assert (done.code, said in done.err) == (2, True), done.err
 
 
-@pytest.mark.parametrize("name", ["model.pt", "hf"])
-@pytest.mark.parametrize("command", ["show", "ls", "cp", "verify", "watch"])
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *((command, "model.pt") for command in ("show", "ls", "cp", "verify", "watch")),
+        # `show` and `verify` read safetensors, and `cp` copies them.
+        *((command, "hf") for command in ("ls", "cp", "watch")),
+    ],
+)
 def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Path, command: str, name: str) -> None:
     (tmp_path / "hf").mkdir()
     for file in ("model.pt", "hf/model.safetensors", "hf/config.json"):

@@ -59,7 +59,7 @@ def test_chooses_the_newest_the_best_or_a_step_of_a_run(tmp_path: Path, monkeypa
     assert loaded(url=run, step="best")["w"].tolist() == [2, 2]
     with pytest.raises(CheckpointNotFoundError, match="step 9"):
         loaded(url=run, step=9)
-    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint"):
+    with pytest.raises(CheckpointNotFoundError, match=r"There is no \.metadata"):
         loaded(url=f"file://{tmp_path}/other")
     entry = [TensorEntry("w", torch.float32, (2,), 0)]
     (tmp_path / "other").mkdir()

@@ -115,7 +115,9 @@ def assert_same(held: Sequence[list[WriteItem]], nodes: Sequence[object], *, col
     try:
         plans, metadata = by_dcp(held)
     except BucketpointError as error:
-        with pytest.raises(BucketpointError, match=f"^{re.escape(str(error))}$"):
+        # Of several chunks that overlap either names two, as the columns deal parts of them.
+        text, chunks, _ = str(error).partition("ChunkStorageMetadata")
+        with pytest.raises(BucketpointError, match=f"^{re.escape(text)}{'' if chunks else '$'}"):
             by_columns(held, nodes)
         return
     final, found = by_columns(held, nodes)
