@@ -74,6 +74,21 @@ def test_copies_a_folder_of_safetensors_whole_and_back(program: Program, tmp_pat
     assert program("cp", bucket, str(back), "--overwrite").code == 0
 
 
+def test_leaves_no_former_index_over_the_files_of_a_copied_model(program: Program, tmp_path: Path) -> None:
+    """Readers would load the former weights, though the copy was reported as whole."""
+    for name in ("new/model.safetensors", "old/model.safetensors.index.json", "old/model-1.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"w")
+    assert program("cp", str(tmp_path / "new"), str(tmp_path / "old"), "--overwrite").code == 0
+    assert not (tmp_path / "old/model.safetensors.index.json").exists()
+    save(str(tmp_path / "step-1"))
+    hidden = program("cp", str(tmp_path / "new"), str(tmp_path / "step-1"), "--overwrite", "--json")
+    assert hidden.json["error"]["kind"] == "CheckpointExistsError"
+    refused = program("cp", str(tmp_path / "new"), str(tmp_path / "other"), "--verify")
+    assert "--verify" in refused.err
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("root", ["minio"], indirect=True)
 def test_passes_over_markers_of_folders_that_consoles_make(root: str, program: Program, tmp_path: Path) -> None:
     """Such an object, empty and with a "/" at the end, is neither a file of a model nor another's content."""

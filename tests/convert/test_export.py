@@ -22,8 +22,18 @@ import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert import ConvertOptions, export_safetensors, plan_conversion, run_conversion
+from bucketpoint.convert.export import refuse_export
 from bucketpoint.convert.shares import share_of
-from bucketpoint.errors import BucketpointError, CheckpointExistsError, MismatchError, RanksDisagreeError, StoreError
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    InvalidURLError,
+    MismatchError,
+    RanksDisagreeError,
+    StoreError,
+)
+from bucketpoint.format.renaming import renaming
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
 from convert.conftest import SMALL, contents, in_minio, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401
@@ -195,6 +205,21 @@ def _fail_on_one(rank: int, world: int, url: str, target: str) -> str:
     return "nothing"
 
 
+def _fail_before(rank: int, world: int, url: str, target: str) -> str:
+    try:
+        if rank == 0:
+            refuse_export(ValueError("no tokenizer"))
+        export_on_rank(rank, world, url, target)
+    except BucketpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_raises_on_all_ranks_why_one_makes_no_export(tmp_path: Path, two_ranks: Ranks) -> None:  # noqa: F811
+    found = two_ranks.run(_fail_before, saved(tmp_path / "ours"), str(tmp_path / "hf"))
+    assert all("no tokenizer" in text for text in found)
+
+
 def test_raises_on_all_ranks_what_one_fails_with(tmp_path: Path, two_ranks: Ranks) -> None:  # noqa: F811
     ours = saved(tmp_path / "ours")
     assert two_ranks.run(_fail_on_one, ours, str(tmp_path / "hf")) == ["CheckpointNotFoundError"] * 2
@@ -302,3 +327,56 @@ def test_names_no_file_that_is_not_whole_after_a_kill_of_all_ranks(
         again, died = killed(f"{number}", None)
         assert not died
         assert all_files(again) == expected, f"{number} of {count}"
+
+
+def _saved(folder: Path, value: float) -> str:
+    """Save two tensors of this value below a folder. Return the URL of the checkpoint."""
+    url = str(folder / f"run-{value}" / "step-1")
+    bucketpoint.save({name: torch.full((1000,), value) for name in ("a", "b")}, url)
+    return url
+
+
+def test_refuses_to_delete_its_own_source(tmp_path: Path) -> None:
+    model = str(tmp_path / "model")
+    export_safetensors(_saved(tmp_path, 1.0), model, shard_bytes=4000)
+    with pytest.raises(InvalidURLError):
+        export_safetensors(model, model, overwrite=True)
+    assert sorted(bucketpoint.load(model)) == ["a", "b"]
+
+
+def test_writes_a_lost_file_again(tmp_path: Path) -> None:
+    url, model = _saved(tmp_path, 1.0), tmp_path / "model"
+    export_safetensors(url, model, shard_bytes=4000)
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointExistsError):
+        export_safetensors(url, model, shard_bytes=4000)
+    export_safetensors(url, model, shard_bytes=4000, overwrite=True)
+    assert sorted(bucketpoint.load(str(model))) == ["a", "b"]
+
+
+def test_writes_nothing_over_the_weights_that_another_conversion_has_committed(tmp_path: Path) -> None:
+    model = str(tmp_path / "model")
+    options = ConvertOptions(shard_bytes=4000)
+    plans = [
+        plan_conversion(_saved(tmp_path, value), model, to_format="safetensors", options=options)
+        for value in (1.0, 2.0)
+    ]
+    run_conversion(plans[0])
+    with pytest.raises(CommitConflictError):
+        run_conversion(plans[1])
+    assert bucketpoint.load(model)["a"][0] == 1
+
+
+def test_copies_small_files_whose_names_come_after_a_thousand_others(tmp_path: Path) -> None:
+    url, model = _saved(tmp_path, 1.0), tmp_path / "model"
+    for number in range(1000):
+        (Path(url) / "data" / str(number)).touch()
+    (Path(url) / "tokenizer.json").write_text("{}")
+    export_safetensors(url, model)
+    assert (model / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["{} {}", "{layer}", 5])
+def test_names_the_entry_of_a_mapping_that_does_not_fit(name: Any) -> None:
+    with pytest.raises(BucketpointError, match=r"new name of layers\.0"):
+        renaming({"layers.{}": name})("layers.0")

@@ -119,3 +119,13 @@ def export_safetensors(
         if worker[0] == 0 and not plan.finished and not commit_conversion(plan):
             raise CommitConflictError("Another process wrote to the target during the export", url=plan.place.url)
     return replace(done, committed=True)
+
+
+def refuse_export(error: Exception, process_group: Any = None) -> None:
+    """Raise an error of this rank, which then makes no export, on all ranks of a group: the others wait for it there.
+
+    Returns if the process is alone.
+    """
+    ranks = ranks_of(process_group)
+    if len(ranks) > 1:
+        Meeting.begin(ranks, "the export", purpose="exports", error=error)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.journal import Journal
-from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
+from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH, Source
 from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import (
     AccessDeniedError,
     CheckpointExistsError,
     CommitConflictError,
     CorruptDataError,
+    InvalidURLError,
     MetadataError,
     ObjectNotFoundError,
 )
@@ -65,10 +66,22 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
 
 def remove_weights(place: TargetPlace) -> None:
     """Delete the weights in a folder of Hugging Face's layout: the index first, so that none names a missing file."""
-    place.store.delete([place.key(INDEX_NAME)])
+    delete_all(place.store, [place.key(INDEX_NAME)])
     above = place.key("x")[:-1]
     found = [info.key for info in place.store.list(f"{above}model")]
     delete_all(place.store, [key for key in found if _WEIGHTS.fullmatch(key, len(above))])
+
+
+def refuse_own_source(source: Source, place: TargetPlace) -> None:
+    """Raise InvalidURLError if `remove_weights` would delete the source before it is read."""
+    above = place.key("x")[:-1]
+    read = source.bytes.keys() if source.bytes.store.identity == place.store.identity else []
+    if any(key.startswith(above) and _WEIGHTS.fullmatch(key, len(above)) for key in read):
+        raise InvalidURLError(
+            "The weights at the target are the source, and would be deleted before they are read",
+            url=place.url,
+            remedy="Name another target",
+        )
 
 
 def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
@@ -106,10 +119,24 @@ def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: boo
         return False
     try:
         if wanted == SAFETENSORS:
-            data, _ = place.store.get(place.key(INDEX_NAME), max_bytes=MAX_READ_BYTES)
-            noted = decode_json(data, key=INDEX_NAME).get("metadata")
-            return (whole or not alone) and type(noted) is dict and noted.get(DIGEST) == journal.digest
+            return (whole or not alone) and indexed_by(place) == journal.digest
         data, _ = get_metadata(place.store, place.key(keys.METADATA))
     except (ObjectNotFoundError, CorruptDataError, MetadataError):
         return False
     return bool(extra(decode_metadata(data, url=place.url)).get("token") == journal.token)
+
+
+def indexed_by(place: TargetPlace) -> str | None:
+    """Return the digest of the conversion that wrote the index at a target; empty for another writer's.
+
+    None if there is no index.
+    """
+    try:
+        data, _ = place.store.get(place.key(INDEX_NAME), max_bytes=MAX_READ_BYTES)
+        noted = decode_json(data, key=INDEX_NAME).get("metadata")
+    except (ObjectNotFoundError, AccessDeniedError):
+        # S3 answers 403 instead of 404 to callers that may not list.
+        return None
+    except (CorruptDataError, MetadataError):
+        return ""
+    return str(noted.get(DIGEST, "")) if type(noted) is dict else ""

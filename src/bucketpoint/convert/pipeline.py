@@ -17,7 +17,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert.detect import AUTO, format_of, open_object, open_place, open_source
 from bucketpoint.convert.journal import NAME, name_of, open_journal, remove_stale
-from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
+from bucketpoint.convert.occupied import indexed_by, is_finished, refuse_own_source, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
 from bucketpoint.convert.shares import Worker, check_worker, copy_beside
@@ -146,6 +146,11 @@ def plan_conversion(
     done = journal.done(layout.objects, transfer) if journal.notes else {}
     whole = len(done) == len(layout.objects)
     finished = is_finished(place, wanted, journal, whole=whole, alone=worker is None or not several)
+    if finished and wanted == SAFETENSORS and not whole:
+        # The journals of the others may be gone, so that only the sizes can tell that all files are still there.
+        finished = _are_there(place, layout.objects, transfer)
+    if worker is not None and chosen.overwrite and not finished:
+        refuse_own_source(opened, place)
     plan = ConvertPlan(
         opened, wanted, place, layout, filling, transfer, journal if finished or several else None, other, finished,
         log, token, done, worker=worker, digest=digest,
@@ -234,11 +239,35 @@ def _commit(plan: ConvertPlan, done: Mapping[str, Uploaded]) -> bool:
         # The one file needs no commit: its upload makes it appear whole or not at all.
         return plan.place.head(objects[0].key) is not None
     if len(done) < len(objects):
-        return False
+        # Another worker that ended at the same time may have committed, and removed the journals.
+        return bool(plan.digest) and plan.worker is not None and indexed_by(plan.place) == plan.digest
     ordered = [done[entry.key] for entry in objects]
     _check_unchanged(plan, ordered)
     plan.layout.commit(ordered)
     return True
+
+
+def _are_there(place: TargetPlace, objects: Sequence[ObjectSource], options: TransferOptions) -> bool:
+    """Return True if all objects are at the target with their sizes."""
+    lost: list[str] = []
+
+    def look(entry: ObjectSource) -> None:
+        info = retry_transient(lambda: place.head(entry.key), attempts=options.read_attempts)
+        if info is None or info.size != entry.nbytes:
+            lost.append(entry.key)
+
+    for_each(objects, look, options)
+    return not lost
+
+
+def _refuse_indexed(plan: ConvertPlan) -> None:
+    """Raise CommitConflictError if another conversion has committed: its files have the names of ours."""
+    if plan.format == SAFETENSORS and plan.digest and indexed_by(plan.place) not in (None, plan.digest):
+        raise CommitConflictError(
+            "Another process wrote weights to the target during the conversion, which stay",
+            url=plan.place.url,
+            remedy="Name another target for each conversion",
+        )
 
 
 def _new_names(source: Source, options: ConvertOptions) -> dict[str, str]:
@@ -285,6 +314,7 @@ def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter:
     missing = [entry for entry in plan.objects if entry.key not in done]
     try:
         for batch in batched(missing, lambda entry: entry.nbytes, _BATCH_BYTES):
+            _refuse_indexed(plan)
             uploaded = _upload(plan, batch, pool, meter)
             done.update(zip((entry.key for entry in batch), uploaded, strict=True))
     except BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from bucketpoint.catalog.survey import names_below
 from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import AccessDeniedError, BucketpointError
@@ -46,15 +45,14 @@ def copy_beside(source: Source, place: TargetPlace, options: TransferOptions) ->
         return
     store, above = source.bytes.store, f"{source.folder}/" if source.folder else ""
     try:
-        found = [name for name in names_below(store, source.folder) if _SMALL.fullmatch(name)]
-        there = set(names_below(place.store, place.prefix)) if found else set()
+        # Their names may come after those of thousands of objects of a checkpoint, so the first LIST is not enough.
+        found = [info for info in store.list(above) if _SMALL.fullmatch(info.key, len(above))]
+        jobs = []
+        for info in found:
+            name = info.key[len(above) :]
+            if info.size <= _MOST_BYTES and not name.endswith(".index.json") and place.head(name) is None:
+                jobs.append(CopyJob(info, keys.join(place.prefix, name)))
     except AccessDeniedError:
         # Whoever may not list knows the files' names.
         return
-    jobs = []
-    for name in found:
-        if name not in there and not name.endswith(".index.json"):
-            info = store.head(above + name)
-            if info.size <= _MOST_BYTES:
-                jobs.append(CopyJob(info, keys.join(place.prefix, name)))
     copy_objects(store, place.store, jobs, options, meter=Meter("convert", place.url, 0, None))

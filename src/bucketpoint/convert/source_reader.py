@@ -50,6 +50,10 @@ class SourceBytes:
                 info = self._infos.setdefault(key, info)
         return info
 
+    def keys(self) -> list[str]:
+        """Return the keys of the objects that were looked at."""
+        return list(self._infos)
+
     def has(self, key: str) -> bool:
         try:
             self.look(key)

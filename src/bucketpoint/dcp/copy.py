@@ -10,7 +10,7 @@ import copy as shallow
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from bucketpoint.checkpoint.block_tables import read_tables
 from bucketpoint.checkpoint.objects import copy_target, damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ObjectCheck, Region, item_regions, table_regions
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.dcp.saving.commit import commit_copy
 from bucketpoint.dcp.saving.commit_put import Commit
 from bucketpoint.dcp.session import PriorCommit
@@ -42,7 +43,7 @@ from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import make_record
 from bucketpoint.location import Location, Place
 from bucketpoint.stopwatch import LONG_AGO, Stopwatch
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo, Store, delete_all
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
@@ -210,7 +211,8 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     """Return the copies of all files in a folder of safetensors, as `save_pretrained` writes it. Empty if it is none.
 
     Raises:
-        CheckpointExistsError: the destination has files, and `overwrite` is False.
+        CheckpointExistsError: the destination has files, and `overwrite` is False; or a checkpoint, which readers would
+            find instead of the files.
     """
     (store, prefix), (other, there) = source.opened, target.opened
     above = f"{prefix}/" if prefix else ""
@@ -224,7 +226,26 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
         return []
     if not overwrite and next(other.list(f"{there}/" if there else ""), None) is not None:
         raise CheckpointExistsError("The destination has files", url=target.url, remedy="Pass --overwrite")
+    if overwrite and _used_there(other, there, target.url) is not None:
+        raise CheckpointExistsError(
+            "The destination has a checkpoint, which readers would find instead of the files",
+            url=target.url,
+            remedy="Name another destination, or delete the checkpoint with `bucketpoint rm`",
+        )
     return [CopyJob(info, keys.join(there, name)) for info, name in zip(found, names, strict=True)]
+
+
+def copy_files(source: Location, target: Location, jobs: Sequence[CopyJob], meter: Meter) -> None:
+    """Copy the files of a model. A former index at the destination goes first, and the new one comes last.
+
+    Otherwise an interrupted copy, or one of a single file, could leave an index over files that are not its own.
+    """
+    (store, _), (other, there) = source.opened, target.opened
+    index = keys.join(there, INDEX_NAME)
+    if next(other.list(index), None) is not None:
+        delete_all(other, [index])
+    for part in ([job for job in jobs if job.target != index], [job for job in jobs if job.target == index]):
+        copy_objects(store, other, part, COPY_OPTIONS, meter=meter)
 
 
 def _used_there(store: Store, prefix: str, url: str) -> tuple[set[str] | None, PriorCommit | None] | None:

@@ -23,7 +23,8 @@ def renaming(names: Renaming | Mapping[str, str | None] | str | os.PathLike[str]
     without an entry stay as they are.
 
     Raises:
-        BucketpointError: the file cannot be read, or holds no JSON object.
+        BucketpointError: the file cannot be read, or holds no JSON object. The function raises it for a new name that
+            is no text, or does not fit the numbers of the name.
     """
     if names is None:
         return lambda name: name
@@ -33,10 +34,16 @@ def renaming(names: Renaming | Mapping[str, str | None] | str | os.PathLike[str]
 
     def mapped(name: str) -> str | None:
         numbers, pattern = _NUMBER.findall(name), _NUMBER.sub("{}", name)
-        if name in table or pattern not in table:
-            return table.get(name, name)
-        new = table[pattern]
-        return None if new is None else str(new).format(*numbers)
+        new = table[name] if name in table else table.get(pattern, name)
+        try:
+            if new is None or name in table or pattern not in table:
+                return None if new is None else new + ""
+            return new.format(*numbers)
+        except (AttributeError, TypeError, LookupError, ValueError):
+            raise BucketpointError(
+                f"The new name of {name} is no text with as many numbers: {str(new)[:200]!r}",
+                remedy="Correct the mapping of names: {} stands for a number between dots",
+            ) from None
 
     return mapped
 

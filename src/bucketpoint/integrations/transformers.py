@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bucketpoint.convert import export_safetensors
+from bucketpoint.convert.export import export_safetensors, refuse_export
 from bucketpoint.dcp.deadline.api import load
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
 from bucketpoint.format import keys
@@ -24,7 +24,7 @@ from bucketpoint.integrations.trainer_policy import best_of, fitting_metrics, po
 from bucketpoint.integrations.training_state import TrainingState
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.stores import open_store
+from bucketpoint.stores import Store, open_store
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -319,6 +319,27 @@ class BucketTrainerMixin:
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
         """
+        options, fs = (self._manager_options.get(name) for name in ("storage_options", "fs"))
+        try:
+            chosen, model = self._exported(checkpoint)
+            if self.is_world_process_zero():
+                self._put_small_files(model, *open_store(url, storage_options=options, fs=fs))
+        except Exception as error:
+            refuse_export(error)
+            raise
+        export_safetensors(
+            chosen,
+            url,
+            prefix="model",
+            overwrite=True,
+            storage_options=options,
+            target_options=options,
+            fs=fs,
+            target_fs=fs,
+        )
+
+    def _exported(self: Any, checkpoint: str | None) -> tuple[str, Any]:
+        """Return the checkpoint that `export_pretrained` exports, and the model."""
         chosen = checkpoint or (self.args.load_best_model_at_end and self.state.best_model_checkpoint) or None
         if chosen is None:
             from bucketpoint.catalog.catalog import latest_checkpoint
@@ -333,28 +354,18 @@ class BucketTrainerMixin:
                 url=chosen,
                 remedy="Write the trainer's own model with trainer.save_model(folder)",
             )
-        options, fs = (self._manager_options.get(name) for name in ("storage_options", "fs"))
-        if self.is_world_process_zero():
-            store, prefix = open_store(url, storage_options=options, fs=fs)
-            with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
-                # Only the small files of `save_pretrained`.
-                parts = (getattr(model, "config", None), getattr(model, "generation_config", None))
-                for part in (*parts, self.processing_class):
-                    if part is not None:
-                        part.save_pretrained(folder)
-                for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-                    name = path.relative_to(folder).as_posix()
-                    store.put(keys.join(prefix, name), [memoryview(path.read_bytes())])
-        export_safetensors(
-            chosen,
-            url,
-            prefix="model",
-            overwrite=True,
-            storage_options=options,
-            target_options=options,
-            fs=fs,
-            target_fs=fs,
-        )
+        return chosen, model
+
+    def _put_small_files(self: Any, model: Any, store: Store, prefix: str) -> None:
+        """Write the small files of `save_pretrained`."""
+        with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
+            parts = (getattr(model, "config", None), getattr(model, "generation_config", None))
+            for part in (*parts, self.processing_class):
+                if part is not None:
+                    part.save_pretrained(folder)
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                name = path.relative_to(folder).as_posix()
+                store.put(keys.join(prefix, name), [memoryview(path.read_bytes())])
 
 
 class _OnSignals(TrainerCallback):

@@ -29,8 +29,6 @@ from bucketpoint.retention import Keep, RetentionPolicy
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` before all."""
 
-"""A segment of a name that is a number."""
-
 
 @dataclass(frozen=True)
 class WeightsOptions:

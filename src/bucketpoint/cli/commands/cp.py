@@ -11,7 +11,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, agreed, command
 from bucketpoint.cli.options import between_stores, whole_run
-from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.open import SavedCheckpoint
@@ -68,12 +68,18 @@ def cp(
         saved = open_checkpoint(source, trusted=trusted, safetensors=False)
     except CheckpointNotFoundError:
         jobs = files_of_model(source, target, overwrite=overwrite)
-        if jobs and not verified:
+        if jobs and verified:
+            raise BucketpointError(
+                "--verify compares checksums, and safetensors have none",
+                url=source.url,
+                remedy="Leave --verify out",
+            ) from None
+        if jobs:
             return _copied_files(source, target, jobs, dry_run, progress)
         catalog, snapshot = whole_run(source)
         # A step that was given up, as by a rollback, must not be the newest of the copy.
         checkpoints = [one for one in snapshot.checkpoints if one.name not in snapshot.going()]
-        if jobs or not checkpoints:
+        if not checkpoints:
             raise
     else:
         word = click.get_current_context().params["words"][-1]
@@ -83,7 +89,7 @@ def cp(
         return CommandResult({"source": catalog.url, "destination": target.url, "checkpoints": []}, ok=False)
     results: list[CommandResult] = []
     for checkpoint in checkpoints:
-        saved = open_checkpoint(source.at(catalog.url_of_folder(checkpoint.folder)), trusted=trusted)
+        saved = open_checkpoint(source.at(catalog.url_of_folder(checkpoint.folder)), trusted=trusted, safetensors=False)
         place = target.at(f"{target.url.rstrip('/')}/{checkpoint.folder}")
         if overwrite or not _was_copied(saved, place, trusted):
             results.append(copied(saved, place, into=False))
@@ -109,16 +115,15 @@ def _was_copied(saved: SavedCheckpoint, place: Location, trusted: bool) -> bool:
 def _copied_files(
     source: Location, target: Location, jobs: Sequence[CopyJob], dry_run: bool, progress: bool | None
 ) -> CommandResult:
-    from bucketpoint.dcp.copy import COPY_OPTIONS
+    from bucketpoint.dcp.copy import copy_files
     from bucketpoint.dcp.progress_bar import progress_callback
     from bucketpoint.transfer import Meter
-    from bucketpoint.transfer.copy import copy_objects
 
     nbytes = sum(job.source.size for job in jobs)
     if not dry_run:
         with progress_callback(progress, 0) as callback:
             meter = Meter("cp", target.url, nbytes, callback)
-            copy_objects(source.opened[0], target.opened[0], jobs, COPY_OPTIONS, meter=meter)
+            copy_files(source, target, jobs, meter)
             meter.finish()
     document = {
         "source": source.url,
