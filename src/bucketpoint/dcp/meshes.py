@@ -137,6 +137,16 @@ class Mesh:
             ours = _explained(error, lost or [ended.ranks[place] for place in self.cut()], url, what)
         return ours
 
+    def complete(self) -> None:
+        """Free the connections after a call that needs the other ranks no more, though some may still need each other.
+
+        If one of them fails then, it finds these connections closed, and must not take this rank for lost.
+        """
+        if self.ended is not None and process_groups.is_known(self.group):
+            with contextlib.suppress(RuntimeError):
+                self.ended.come()
+        self.drop()
+
     def drop(self) -> None:
         """Free the connections and threads now, not when the mesh is garbage-collected."""
         self.lost = True

@@ -21,6 +21,7 @@ from typing import cast
 
 from bucketpoint.stores import OpensRanges, RangeReply, Store
 from bucketpoint.stores.pace import silent_for
+from bucketpoint.stores.retry import RetryPolicy, run
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
 from bucketpoint.transfer.options import TransferOptions
@@ -136,7 +137,7 @@ def fetch_long(
         # As in an upload, the lease also counts the client's copy, and its pages for that copy are never touched.
         most = copied = min(most, options.lease_bytes)
     with pool.lease(read.leased + copied) as lease:
-        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], most, meter, stalls)
+        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], most, options, meter, stalls)
         try:
             for request in read.requests:
                 deliver(store.url, request, lease, functools.partial(reception.receive, request), options)
@@ -149,13 +150,21 @@ class _Reception:
     """The reply from which a long read is received, requested again after each failure."""
 
     def __init__(
-        self, store: Store, read: LongRead, spare: memoryview, most: int, meter: Meter, stalls: StallLimits
+        self,
+        store: Store,
+        read: LongRead,
+        spare: memoryview,
+        most: int,
+        options: TransferOptions,
+        meter: Meter,
+        stalls: StallLimits,
     ) -> None:
         self._store = store
         self._streams = cast("OpensRanges", store) if store.capabilities.streams_ranges else None
         self._read = read
         self._spare = spare
         self._most = most
+        self._policy = RetryPolicy(options.read_attempts)
         self._meter = meter
         self._stalls = stalls
         self._silence_s = stalls.doubling()
@@ -170,8 +179,8 @@ class _Reception:
             starts = range(request.start, request.stop, self._most)
             pieces = cut(buffers, [min(self._most, request.stop - start) for start in starts])
             for start, piece in zip(starts, pieces, strict=True):
-                self._meter.add(0)
-                self._store.read_into(request.key, start, piece, if_match=request.etag)
+                # Each piece has its own attempts: of many pieces, one fails in nearly every attempt at all of them.
+                run(functools.partial(self._fill, request, start, piece), self._policy)
             return
         if request.start < self._position:
             # They have been received, and were damaged.
@@ -192,6 +201,10 @@ class _Reception:
             self.drop()
             raise
         self._position = request.stop
+
+    def _fill(self, request: Request, start: int, piece: list[memoryview]) -> None:
+        self._meter.add(0)
+        self._store.read_into(request.key, start, piece, if_match=request.etag)
 
     def drop(self) -> None:
         """Close the connection, unless the whole reply has been received."""

@@ -204,6 +204,16 @@ def save_mixed(url: str) -> None:
     dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
 
 
+def load_tied_on_the_first_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> list[float]:
+    """Two tensors of one value each, which are one tensor on rank 0; the values that each rank finds in them."""
+    state = {"one": torch.zeros(*shape), "two": torch.zeros(*shape)}
+    if rank == 0:
+        state["two"] = state["one"]
+    options = TransferOptions(part_bytes=64 << 10, connections=16, max_inflight_bytes=1 << 20)
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=options, cooperative="group"))
+    return [value for tensor in state.values() for value in tensor.unique().tolist()]
+
+
 def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int) -> dict[str, Any]:
     """As if every `per_node` ranks were on a machine of their own."""
     state = {"w": torch.zeros(*shape)}
@@ -256,6 +266,24 @@ def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], faili
     dcp.load(state, checkpoint_id=url, storage_reader=reader)
     assert torch.equal(state["w"], expected_tensor(shape))
     return found, took
+
+
+def one_rank_fails_alone(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
+    """The last rank shares no bytes with the others, and fails when they are done; what each rank is told."""
+
+    def deny(number: int) -> None:
+        if rank == world - 1:
+            dist.barrier()
+            raise AccessDeniedError("the door is closed", url=url)
+
+    reader = BucketReader(url, cooperative="group")
+    with reads_go_through(deny):
+        try:
+            read_without_dcp(reader, rank, shape, "alone" if rank == world - 1 else "w")
+        except BucketpointError as error:
+            return type(error).__name__, str(error)
+    dist.barrier()
+    return None
 
 
 def one_planner_fails_at(
@@ -318,12 +346,12 @@ def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
     return failed_load(BucketReader(transfer=SMALL, cooperative="group"), shape, url)
 
 
-def read_without_dcp(reader: BucketReader, rank: int, shape: Sequence[int]) -> None:
+def read_without_dcp(reader: BucketReader, rank: int, shape: Sequence[int], name: str = "w") -> None:
     """A load of one tensor without DCP, whose own collective after a failure waits for its group's timeout."""
     reader.reset()
     planner = DefaultLoadPlanner()
     metadata = reader.read_metadata()
-    planner.set_up_planner({"w": torch.zeros(*shape)}, metadata, rank == 0)
+    planner.set_up_planner({name: torch.zeros(*shape)}, metadata, rank == 0)
     reader.set_up_storage_reader(metadata, rank == 0, rank=rank)
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
 
@@ -377,6 +405,15 @@ def connected(url: str) -> tuple[Cooperation, Peers]:
     cooperation.connect(url)
     assert cooperation._exchange is not None
     return cooperation, cooperation._exchange
+
+
+def give_up_without_a_process_group(rank: int, world: int, url: str) -> str:
+    """The job destroys its process group while a load has begun, and the reader is used again."""
+    cooperation, _ = connected(url)
+    dist.barrier()
+    dist.destroy_process_group()
+    cooperation.connect(url)
+    return cooperation.explanation
 
 
 def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class RecordingFileSystem(AsyncFileSystem):
         self.calls: list[tuple[int, int]] = []
         self.at_once = self.most_at_once = 0
         self.broken: set[str] = set()
+        self.breaks_once: set[int] = set()
 
     async def _cat_file(self, path: str, start: Any = None, end: Any = None, **settings: Any) -> bytes:
         self.calls.append((start, end))
@@ -55,6 +57,9 @@ class RecordingFileSystem(AsyncFileSystem):
         if path in self.broken:
             self.broken.discard(path)
             raise TimeoutError("the connection was lost")
+        if start in self.breaks_once:
+            self.breaks_once.discard(start)
+            raise BlockingIOError(errno.EAGAIN, "the connection was lost")
         return self.content[self._strip_protocol(path)][start:end]
 
     async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **settings: Any) -> None:
@@ -281,6 +286,17 @@ def test_asks_again_for_a_range_that_fails_for_now_and_raises_for_a_short_one() 
     assert read_through(store, [(0, 1000), (500_000, 600_000)], content) == content[:1000] + content[500_000:600_000]
     with pytest.raises(CorruptDataError):
         read_through(store, [(MIB - 10, MIB + 10)], content)
+
+
+def test_asks_again_only_for_the_pieces_of_a_large_range_that_fail() -> None:
+    fs = RecordingFileSystem()
+    store, content = FsspecStore(fs, "bucket"), os.urandom(12 * MIB)
+    fs.content["bucket/k"] = content
+    starts = range(0, 12 * MIB, MIB)
+    fs.breaks_once.update(starts)
+    settings = {"connections": 8, "max_inflight_bytes": 4 * MIB, "part_bytes": 12 * MIB, "read_attempts": 2}
+    assert read_through(store, [(0, 12 * MIB)], content, **settings) == content
+    assert sorted(fs.calls) == sorted(2 * [(start, start + MIB) for start in starts])
 
 
 @pytest.mark.contract

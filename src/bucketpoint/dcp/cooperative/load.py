@@ -88,7 +88,7 @@ class Cooperation:
     def _end(self) -> None:
         """End the cooperation: all reads until the next `connect` are plain."""
         if self._exchange is not None:
-            self._exchange.mesh.drop()
+            self._exchange.mesh.complete()
             self._exchange = None
 
     def _give_up(self, error: BaseException) -> BucketpointError | None:
@@ -96,8 +96,13 @@ class Cooperation:
         if self._exchange is None:
             return None
         self.explanation = "Plain: the ranks did not load together"
-        failure = self._exchange.mesh.end(error, self._url, "The load")
-        self._end()
+        mesh, self._exchange, failure = self._exchange.mesh, None, None
+        if process_groups.is_known(mesh.group):
+            failure = mesh.end(error, self._url, "The load")
+        else:
+            # Torch has destroyed the group, and with it the way to tell the others; they lose the connections.
+            mesh.cut()
+        mesh.drop()
         return failure
 
     def read_once(self, get: Callable[[], bytes]) -> bytes:

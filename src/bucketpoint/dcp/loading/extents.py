@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk
+from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk, apart
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
@@ -31,10 +31,12 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
 
     Raises:
         MetadataError: the metadata names no data for an item.
-        MismatchError: a target or a wanted slice does not fit what was saved.
+        MismatchError: a target or a wanted slice does not fit what was saved; or two items with other bytes are to go
+            into one tensor.
         CorruptDataError: a table of block checksums is damaged.
     """
-    planned = _read_first(plan.resolve(items), plan.needs_probe, _probe, read_now)
+    # Chunks of other writers are known only now, and are received in place too.
+    planned = apart(_read_first(plan.resolve(items), plan.needs_probe, _probe, read_now))
     planned = _read_first(planned, PlannedItem.needs_table, functools.partial(_table, url=url), read_now)
     return [extent for item in planned for extent in plan.extents(item)]
 

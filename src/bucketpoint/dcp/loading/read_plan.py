@@ -111,8 +111,7 @@ class ReadPlan:
 
         Raises:
             MetadataError: the metadata names no data for an item.
-            MismatchError: the planner's tensor is not of the size that the planner asked for; or two items with other
-                bytes are to go into one tensor.
+            MismatchError: the planner's tensor is not of the size that the planner asked for.
         """
         storage_data: dict[MetadataIndex, Any] = self.metadata.storage_data or {}
         resolved = []
@@ -138,7 +137,7 @@ class ReadPlan:
                 self._chunk_of(item, info),
             )
             resolved.append(PlannedItem(item, info, key, target, etag, chunk))
-        return _apart(resolved)
+        return resolved
 
     def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
         entry = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -325,8 +324,8 @@ class ReadPlan:
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
 
 
-def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
-    """Return the items, with `shared` set where two of them go into the same memory.
+def apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
+    """Return the items, with `shared` set where two of them go into the same memory. All their chunks must be known.
 
     Raises:
         MismatchError: one tensor of the state has two names, under which other values were saved.
