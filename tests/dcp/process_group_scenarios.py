@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint import staging as torch_staging
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -310,3 +311,28 @@ def stock_save_beside_training(rank: int, world: int, root: str, stages: str) ->
         reduced += said
     writer.close()
     return reduced
+
+
+def calls_with_too_few_descriptors(rank: int, world: int, root: str) -> list[str]:
+    """Errors of calls that connect the ranks; the last rank may open too few files."""
+    former = meshes.mesh_of(None)
+    if former is not None:
+        former.drop()
+    url, limit, found = f"{root}/1", resource.getrlimit(resource.RLIMIT_NOFILE), []
+    state = {"w": torch.ones(8)}
+    calls = (
+        lambda: bucketpoint.async_save(state, checkpoint_id=url).result(),
+        lambda: bucketpoint.save(state, url, deadline_s=60),
+        lambda: dcp.load(state, storage_reader=bucketpoint.BucketReader(url, cooperative="group")),
+    )
+    for call in calls:
+        if rank == world - 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
+        try:
+            call()
+            found.append("none")
+        except (BucketpointError, CheckpointException) as error:
+            found.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    return found

@@ -82,8 +82,7 @@ class Mesh:
         """Connect the ranks of a meeting for as long as the caller keeps the mesh. A collective call."""
         store = dist.PrefixStore("group", meeting.store)
         group = process_groups.connect(meeting.ranks, store, meeting.name, within)
-        mesh = cls(group, meeting.name, within)
-        mesh.ended = replace(meeting, store=dist.PrefixStore("ended", meeting.store))
+        mesh = cls(group, meeting.name, within, ended=_ended(meeting))
         mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
         mesh.leave.atexit = False
         return mesh
@@ -101,7 +100,7 @@ class Mesh:
             The members, by their places in the group, whose connections to this rank were closed before.
         """
         self.lost = True
-        return _disconnected(self.group)
+        return _disconnected(self.group) if self.group is not None else []
 
     def end(self, error: BaseException, url: str | None, what: str = "The save") -> BucketpointError:
         """Close the connections after an error that this rank had alone. Return its cause, on all ranks.
@@ -123,7 +122,7 @@ class Mesh:
                 poll(lambda: not ended.missing(), time.monotonic() + ANSWERS_WITHIN_S)
                 missing = ended.missing()
                 silent = [rank for rank in lost if rank in missing]
-                if isinstance(error, PeerFailedError):
+                if isinstance(error, PeerFailedError) or self.group is None:
                     silent = silent or missing
                 ours = _explained(error, silent, url, what)
                 store.set("why", Failure(here, "error", ours).encoded())
@@ -152,6 +151,18 @@ class Mesh:
         self.lost = True
         self.leave()
         self.group = None
+
+
+def not_connected(meeting: Meeting, error: RuntimeError, what: str) -> BucketpointError:
+    """Return why this rank could not be connected with the others, the same on all ranks.
+
+    A rank that fails as soon as it is connected closes its connections while others are still being connected.
+    """
+    return Mesh(None, meeting.name, timedelta(0), ended=_ended(meeting)).end(error, None, what)
+
+
+def _ended(meeting: Meeting) -> Meeting:
+    return replace(meeting, store=dist.PrefixStore("ended", meeting.store))
 
 
 def _disconnected(group: Any) -> list[int]:
@@ -209,13 +220,13 @@ def group_beside(parent: Any) -> Any:
             if former is not None and process_groups.is_known(former.group):
                 within = min(within, _ANEW_WITHIN)
                 former.drop()
-            meeting = Meeting.begin(ranks, "an asynchronous save")
+            refused = process_groups.too_few_descriptors(ranks)
+            meeting = Meeting.begin(ranks, "an asynchronous save", error=refused)
             meeting.wait(within.total_seconds())
-            begun = time.monotonic()
             try:
                 mesh = Mesh.make(parent, meeting, within)
             except RuntimeError as error:
-                raise meeting.late(time.monotonic() - begun) from error
+                raise not_connected(meeting, error, "The save") from error
         return mesh.group
 
 

@@ -148,7 +148,6 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
 
     make: Any = c10d._new_process_group_helper
     lazy = len(ranks) > MOST_CONNECTED
-    _refuse_too_few_descriptors(ranks, 1 if lazy and ranks[0] != dist.get_rank() else len(ranks))
     if lazy and not hasattr(dist.Backend, _LAZY.upper()):
         dist.Backend.register_backend(_LAZY, _lazy_gloo, devices=["cpu"])
     group, _ = make(
@@ -167,19 +166,25 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
     return group
 
 
-def _refuse_too_few_descriptors(ranks: tuple[int, ...], connections: int) -> None:
-    """Raise an error where gloo would end the process: its only reaction to a connection that cannot be opened."""
+def too_few_descriptors(ranks: tuple[int, ...]) -> BucketpointError | None:
+    """Return an error if this process cannot open the connections that `connect` opens.
+
+    Gloo ends the process if it cannot open one. Callers check before the ranks meet, so that no rank waits for another
+    that was refused.
+    """
+    connections = 1 if len(ranks) > MOST_CONNECTED and ranks[0] != dist.get_rank() else len(ranks)
     with contextlib.suppress(ImportError, OSError):
         import resource
 
         limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
         if limit != resource.RLIM_INFINITY and used + connections + _SPARE_DESCRIPTORS > limit:
-            raise BucketpointError(
+            return BucketpointError(
                 f"Rank {dist.get_rank()} cannot connect with {len(ranks)} ranks: it may open {limit} files, of which "
                 f"{used} are open",
                 rank=dist.get_rank(),
                 remedy=f"Raise the limit before the job starts: ulimit -n {max(4096, 3 * len(ranks) + 1000)}",
             )
+    return None
 
 
 def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

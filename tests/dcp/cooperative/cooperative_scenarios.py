@@ -214,6 +214,17 @@ def load_tied_on_the_first_rank(rank: int, world: int, url: str, shape: Sequence
     return [value for tensor in state.values() for value in tensor.unique().tolist()]
 
 
+def load_every_second(rank: int, world: int, url: str, count: int) -> int:
+    """Load all of many small tensors on rank 0, and every second on the others; the number of reads."""
+    state = {f"w{at:03}": torch.zeros(1000) for at in range(0, count, 1 if rank == 0 else 2)}
+    reads: list[int] = []
+    options = TransferOptions(coalesce_gap_bytes=2000, free_gap_bytes=2000)
+    with reads_go_through(reads.append):
+        dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=options, cooperative="group"))
+    assert all(torch.equal(tensor, torch.full((1000,), float(name[1:]))) for name, tensor in state.items())
+    return len(reads)
+
+
 def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int) -> dict[str, Any]:
     """As if every `per_node` ranks were on a machine of their own."""
     state = {"w": torch.zeros(*shape)}

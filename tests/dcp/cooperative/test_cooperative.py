@@ -118,6 +118,11 @@ def test_hands_on_no_bytes_from_memory_that_two_tensors_of_another_writer_share(
     assert two_ranks.run(scenarios.load_tied_on_the_first_rank, url, shape)[1] == [1.0, 2.0]
 
 
+def test_reads_small_neighbours_in_one_request(two_ranks: Ranks, url: str) -> None:
+    save_alone(url, {f"w{at:03}": torch.full((1000,), float(at)) for at in range(300)})
+    assert sum(two_ranks.run(scenarios.load_every_second, url, 300)) <= 3
+
+
 @st.composite
 def boxes(draw: st.DrawFn) -> Any:
     shape = (draw(st.integers(1, 60)), draw(st.integers(1, 60)))

@@ -94,7 +94,7 @@ def test_counts_every_distinct_byte_once(tables: list[Rows]) -> None:
     sizes=st.lists(st.integers(1, 40 << 20), min_size=1, max_size=8),
     alone=st.lists(st.integers(0, 20 << 20), min_size=6, max_size=6),
 )
-def test_balances_replicas_to_within_a_cell_whatever_they_read_alone(
+def test_balances_replicas_to_within_the_largest_cell_whatever_they_read_alone(
     ranks: int, sizes: list[int], alone: list[int]
 ) -> None:
     common = [(1, sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
@@ -104,7 +104,9 @@ def test_balances_replicas_to_within_a_cell_whatever_they_read_alone(
     for cell in cells:
         loads[cell.reader] += cell.nbytes
     dealt = {cell.reader for cell in cells}
-    assert max(loads[rank] for rank in dealt) - min(loads.values()) <= max(cell.nbytes for cell in cells)
+    # Of small cells that follow each other, a rank reads as many as a large one holds.
+    largest = max(SMALLEST_CELL, (8 << 20) // ranks)
+    assert max(loads[rank] for rank in dealt) - min(loads.values()) <= largest
 
 
 def test_lets_replica_pairs_of_a_hybrid_mesh_wait_for_nobody_else() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bucketpoint.dcp import process_groups
 from bucketpoint.integrations.weights import Weights, WeightsOptions
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 
@@ -54,3 +55,19 @@ def failed_load(rank: int, world: int, url: str, missing: bool) -> str:
     except Exception as error:  # noqa: BLE001 (compared by the test)
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def failed_load_while_connecting(rank: int, world: int, url: str) -> str:
+    """Return the error of `failed_load`; the first rank fails while the last one is still being connected."""
+    connect = process_groups.connect
+
+    def slowly(*args: Any) -> None:
+        # Raises when the first rank closes the connection.
+        process_groups.backend_of(connect(*args)).recv([torch.zeros(1)], 0, 5).wait()
+
+    if rank == world - 1:
+        process_groups.connect = slowly
+    try:
+        return failed_load(rank, world, url, False)
+    finally:
+        process_groups.connect = connect

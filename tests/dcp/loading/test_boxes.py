@@ -101,8 +101,12 @@ def test_ranks_of_a_group_read_each_byte_of_the_newest_checkpoint_once(two_ranks
 
 
 def test_fails_on_all_ranks_with_the_error_of_one(two_ranks: Ranks, tmp_path: Path, url: str) -> None:
-    found = two_ranks.run(scenarios.failed_load, f"file://{tmp_path}/other", False)
-    assert all("CheckpointNotFoundError: There is no .metadata" in text for text in found)
+    for call, args in (
+        (scenarios.failed_load, (f"file://{tmp_path}/other", False)),
+        (scenarios.failed_load_while_connecting, (f"file://{tmp_path}/other",)),
+    ):
+        found = two_ranks.run(call, *args)
+        assert all("CheckpointNotFoundError: There is no .metadata" in text for text in found), found
     save(url, model=scenarios.weights())
     own, other = two_ranks.run(scenarios.failed_load, url, True)
     assert own == "KeyError: 'lm_head'"

@@ -22,7 +22,7 @@ from bucketpoint.dcp.cooperative.peers import Peers
 from bucketpoint.dcp.cooperative.rounds import SharedLoad, round_bytes
 from bucketpoint.dcp.cooperative.schedule import Overlaps, Schedule
 from bucketpoint.dcp.meeting import Meeting
-from bucketpoint.dcp.meshes import Mesh
+from bucketpoint.dcp.meshes import Mesh, not_connected
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
@@ -68,7 +68,10 @@ class Cooperation:
         node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
         within = process_groups.timeout_of(self._group)
         call = f"the load of {url} with cooperative={self._mode!r}"
-        meeting = Meeting.begin(ranks, call, note=node, purpose="loads")
+        # Which ranks are on this node is not known before the meeting; torchrun gives their number.
+        near = int(os.environ.get("LOCAL_WORLD_SIZE", "") or len(ranks)) if self._mode == "node" else len(ranks)
+        refused = process_groups.too_few_descriptors(ranks[:near])
+        meeting = Meeting.begin(ranks, call, note=node, purpose="loads", error=refused)
         meeting.wait(within.total_seconds())
         members = ranks
         if self._mode == "node":
@@ -78,7 +81,11 @@ class Cooperation:
             store = dist.PrefixStore(f"members/{members[0]}", meeting.store)
             # The members may be the ranks of another group, too, whose meetings have the same numbers.
             name = f"{meeting.name}-{process_groups.digest_of(ranks)}"
-            self._exchange = Peers(Mesh.connect(replace(meeting, ranks=members, store=store, name=name), within))
+            meeting = replace(meeting, ranks=members, store=store, name=name)
+            try:
+                self._exchange = Peers(Mesh.connect(meeting, within))
+            except RuntimeError as error:
+                raise not_connected(meeting, error, "The load") from error
 
     def close(self) -> None:
         """Give up a load that has begun and not ended. Notifies the other ranks, so that none waits for this one."""

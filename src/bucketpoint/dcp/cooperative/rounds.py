@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from bucketpoint.dcp.cooperative.peers import Message, Peers
-from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
+from bucketpoint.dcp.cooperative.schedule import LARGEST_CELL, Cell, Schedule
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
@@ -77,7 +77,9 @@ class SharedLoad:
         self._alone_left = len(self._alone)
         self._cells = deque(mine)
         self._read: dict[tuple[int, int], memoryview] = {}
+        # Reads that have been started and not handed out whole, and the last cell of each.
         self._ahead = 0
+        self._last: set[tuple[int, int]] = set()
         self._ahead_bytes = 0
         self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)
         self._finishing = 0
@@ -112,27 +114,40 @@ class SharedLoad:
     def _read_ahead(self, reading: TaskGroup, cells: Sequence[Cell]) -> None:
         """Begin to read this rank's cells: those of the round in any case, later ones as long as there is room."""
         due = {(cell.obj, cell.start) for cell in cells}
+        joined: list[tuple[Cell, memoryview]] = []
         while self._cells:
             cell = self._cells[0]
             direct = self._targets.direct(cell)
             staged = 0 if direct is not None else cell.nbytes
-            room = self._ahead_bytes + staged <= self._ahead_limit and self._ahead < 2 * self._options.connections
+            follows = bool(joined) and _follow(joined[0][0], joined[-1][0], cell)
+            room = self._ahead_bytes + staged <= self._ahead_limit and (
+                follows or self._ahead < 2 * self._options.connections
+            )
             if not room and (cell.obj, cell.start) not in due:
-                return
+                break
+            if not follows:
+                self._start(reading, joined)
+                joined = []
+                self._ahead += 1
             self._cells.popleft()
-            self._ahead += 1
             self._ahead_bytes += staged
-            view = direct if direct is not None else self._memory.take(cell.nbytes)
-            reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
+            joined.append((cell, direct if direct is not None else self._memory.take(cell.nbytes)))
+        self._start(reading, joined)
 
-    def _read_cell(self, cell: Cell, view: memoryview) -> None:
-        of = self._targets.holding(cell)[0].request
-        extent = Extent(
-            of.key, cell.start, cell.stop, lambda _: None, direct=view, direct_start=cell.start, etag=of.etag
-        )
-        self._fetch(*plan_requests([extent], self._options))
+    def _start(self, reading: TaskGroup, cells: Sequence[tuple[Cell, memoryview]]) -> None:
+        if cells:
+            self._last.add((cells[-1][0].obj, cells[-1][0].start))
+            reading.start(self._watched(lambda: self._read_cells(cells)))
+
+    def _read_cells(self, cells: Sequence[tuple[Cell, memoryview]]) -> None:
+        extents = []
+        for cell, view in cells:
+            of = self._targets.holding(cell)[0].request
+            extents.append(Extent(of.key, cell.start, cell.stop, lambda _: None, (), view, cell.start, etag=of.etag))
+        for request in plan_requests(extents, self._options):
+            self._fetch(request)
         with self._state:
-            self._read[cell.obj, cell.start] = view
+            self._read.update({(cell.obj, cell.start): view for cell, view in cells})
 
     def _fetch(self, request: Request) -> None:
         fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
@@ -199,7 +214,8 @@ class SharedLoad:
         with self._state:
             view = self._read.pop((cell.obj, cell.start))
         staying = self._targets.direct(cell) is not None
-        self._ahead -= 1
+        if (cell.obj, cell.start) in self._last:
+            self._ahead -= 1
         if not staying:
             self._ahead_bytes -= cell.nbytes
         return view, staying
@@ -241,6 +257,11 @@ class SharedLoad:
                 self._state.notify_all()
 
         return run
+
+
+def _follow(first: Cell, last: Cell, cell: Cell) -> bool:
+    """Return True if a cell can be read in one request with those from `first` to `last`."""
+    return (last.obj, last.stop) == (cell.obj, cell.start) and cell.stop - first.start <= LARGEST_CELL
 
 
 class Targets:

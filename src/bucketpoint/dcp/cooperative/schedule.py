@@ -132,6 +132,8 @@ class Overlaps:
     def _deal(self, here: int, piece: torch.Tensor, holder: torch.Tensor, load: list[int], size: int) -> Iterator[Cell]:
         """Cut pieces into cells, and give each to the rank with the least to read so far among those that want it.
 
+        Small cells that follow each other go to the same rank, which reads them in one request.
+
         Args:
             piece, holder: pairs of a piece and a rank that wants it, ordered by piece.
             load: bytes that each rank has to read; those of the cells are added.
@@ -141,9 +143,15 @@ class Overlaps:
         number = torch.searchsorted(self._base, first, right=True) - 1
         columns = (self._objects[number], first - self._base[number], last - self._base[number], counts)
         holders = iter(holder.tolist())
+        reader, followed_by, run = -1, (-1, -1), 0
         for obj, start, stop, count in zip(*(column.tolist() for column in columns), strict=True):
             ranks = tuple(itertools.islice(holders, count))
             own = (here,) if here in ranks else ()
+            if followed_by == (obj, start) and reader in ranks and run + stop - start <= size:
+                load[reader] += stop - start
+                run, followed_by = run + stop - start, (obj, stop)
+                yield Cell(obj, start, stop, reader, ranks if reader == here else own)
+                continue
             heap = [(load[each], each) for each in ranks]
             heapq.heapify(heap)
             for at in range(start, stop, size):
@@ -151,6 +159,7 @@ class Overlaps:
                 least, reader = heap[0]
                 heapq.heapreplace(heap, (least + end - at, reader))
                 yield Cell(obj, at, end, reader, ranks if reader == here else own)
+                run, followed_by = end - at, (obj, end)
             for nbytes, each in heap:
                 load[each] = nbytes
 

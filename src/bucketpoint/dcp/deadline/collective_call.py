@@ -308,7 +308,11 @@ class CollectiveCall:
                     self.mesh, self.group = mesh, mesh.group
             except Exception as error:  # noqa: BLE001 (told, and raised by the call)
                 self._refuse(error)
-            assert self._meeting is not None
+            if self._meeting is None:
+                # The other ranks have received why, unless the store is lost.
+                with self._news():
+                    self._storeless = True
+                return
             while True:
                 self._wake.wait(self._look_s)
                 self._wake.clear()
@@ -331,7 +335,10 @@ class CollectiveCall:
     def _meet(self) -> meshes.Mesh:
         """Wait until all ranks make this call. Return their mesh, or a new one if some of them have none."""
         former = meshes.mesh_of(self._parent)
-        meeting = Meeting.begin(self._ranks, self._what, note=former.name if former is not None else "")
+        if former is None:
+            meeting = Meeting.begin(self._ranks, self._what, error=process_groups.too_few_descriptors(self._ranks))
+        else:
+            meeting = Meeting.begin(self._ranks, self._what, note=former.name)
         self._meeting = meeting
         poll(
             lambda: meeting.store.check(["all"]) or self._hears(meeting) or self._stopped is not None,
