@@ -303,6 +303,16 @@ def test_raises_for_an_item_that_is_handed_over_twice() -> None:
     assert caught.value.key == "w"
 
 
+def test_loads_a_state_that_is_not_flattened_and_has_one_dotted_name_twice(tmp_path: Path) -> None:
+    state = {"a.b": torch.arange(4.0), "a": {"b": 1}}
+    saver = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=bp.BucketWriter(tmp_path.as_uri()), planner=saver, no_dist=True)
+    target = {"a.b": torch.zeros(4), "a": {"b": 0}}
+    planner = bp.LoadPlanner(flatten_state_dict=False)
+    dcp.load(target, storage_reader=bp.BucketReader(tmp_path.as_uri()), planner=planner, no_dist=True)
+    assert torch.equal(target["a.b"], state["a.b"])
+
+
 @pytest.mark.parametrize("flatten", [True, False])
 def test_keeps_hooks_and_options_of_the_default_planner(flatten: bool, tmp_path: Path) -> None:
     class Halved(bp.LoadPlanner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
+    CheckpointException,
     FileSystemReader,
     FileSystemWriter,
     Metadata,
@@ -25,8 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bucketpoint import BucketWriter
 from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, WriterMeta, plan_globally
+from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
 from dcp.planning.test_dealing import planned_bytes
@@ -313,3 +317,52 @@ def test_plans_for_torchs_writer_on_two_threads(tmp_path: Path) -> None:
     loaded = {name: torch.zeros(4) for name in state}
     dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / "step"), no_dist=True)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_decodes_the_items_of_an_unchanged_plan_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded, planner = save_planner.items_of, [], SavePlanner()
+    monkeypatch.setattr(save_planner, "items_of", lambda *args: decoded.append(args) or decode(*args))
+    for step, size in enumerate([4, 4, 5, 4]):
+        state = {"w": torch.full((size,), float(step)), "v": torch.ones(2)}
+        dcp.save(state, storage_writer=BucketWriter(tmp_path / str(step)), planner=planner, no_dist=True)
+        target = {"w": torch.zeros(size), "v": torch.zeros(2)}
+        dcp.load(target, storage_reader=FileSystemReader(tmp_path / str(step)), no_dist=True)
+        assert torch.equal(target["w"], state["w"])
+    assert len(decoded) == 2
+
+
+@pytest.mark.parametrize("change", ["grown", "added"])
+def test_commits_nothing_if_a_planner_alters_the_metadata_after_ours(tmp_path: Path, change: str) -> None:
+    class Altering(SavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            plans, metadata = super().create_global_plan(all_plans)
+            entry: Any = metadata.state_dict_metadata["v"]
+            if alters and change == "grown":
+                entry.size = torch.Size([9])
+            elif alters:
+                metadata.state_dict_metadata["ghost"] = replace(entry, chunks=[])
+            return plans, metadata
+
+    planner, state = Altering(), {"w": torch.arange(8.0), "v": torch.ones(4)}
+    for alters in (False, True, True):
+        saved = tmp_path / str(alters)
+        if not alters:
+            dcp.save(state, storage_writer=BucketWriter(saved), planner=planner, no_dist=True)
+            continue
+        with pytest.raises(CheckpointException, match="(v has only 4 of its 9|ghost has only 0 of its 4) elements"):
+            dcp.save(state, storage_writer=BucketWriter(saved), planner=planner, no_dist=True)
+    assert not (saved / ".metadata").exists()
+
+
+def test_lets_a_writer_that_wraps_ours_count_what_was_written(tmp_path: Path) -> None:
+    class Counting(BucketWriter):
+        def write_data(self, plan: SavePlan, planner: Any) -> Any:
+            future = super().write_data(plan, planner)
+            written.extend((result.index.fqn, result.size_in_bytes > 0) for result in future.value())
+            return future
+
+    written: list[tuple[str, bool]] = []
+    dcp.save({"w": torch.ones(4)}, storage_writer=Counting(tmp_path), planner=SavePlanner(), no_dist=True)
+    assert written == [("w", True)]
+    with pytest.raises(BucketpointError, match="of another rank"):
+        list(pickle.loads(pickle.dumps(Results(b"", b"", None, None, []))))

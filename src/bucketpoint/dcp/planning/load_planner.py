@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -319,11 +319,14 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
 
 
 def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
-    empty = [
-        name
-        for name, value in flatten_state_dict(state)[0].items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    ]
+    empty: list[str] = []
+
+    def visit(path: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            empty.append(".".join(map(str, path)))
+
+    # Not flattened: two values may have the same dotted name.
+    traverse_state_dict(state, visit)
     if empty:
         raise MismatchError(
             f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",

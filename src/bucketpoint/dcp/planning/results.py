@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.planning.agreement import Statement, descriptions
-from bucketpoint.dcp.planning.global_plan import GlobalPlan, PlannedMetadata, Templates
+from bucketpoint.dcp.planning.global_plan import GlobalPlan, PlannedMetadata, Templates, shapes_of
 from bucketpoint.dcp.planning.items import AssignedItems, assigned_items
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
-from bucketpoint.errors import IncompleteSaveError
+from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, ItemColumns, pack, unpack
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.metadata.coverage import uncovered
@@ -38,12 +38,22 @@ class Results:
         items: digest of the items to which the columns belong.
         statement: the rank's statement on the save (see `agreement`).
         report: figures of the rank's save: see `SaveTimes.report`.
+        own: the results on the rank that made them, for a writer that wraps ours; None on another rank.
     """
 
     content: Columns | bytes
     items: bytes
     statement: Statement | None
     report: bytes | None
+    own: Sequence[WriteResult] | None = field(default=None, compare=False, repr=False)
+
+    def __iter__(self) -> Iterator[WriteResult]:
+        if self.own is None:
+            raise BucketpointError(
+                "The results of another rank are columns, and cannot be iterated",
+                remedy="Read each rank's results where its write_data has returned them",
+            )
+        return iter(self.own)
 
     @staticmethod
     def of(
@@ -54,11 +64,12 @@ class Results:
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
         columns = _columns(results, plan) if assigned is not None else None
         if assigned is not None and columns is not None:
-            return Results(columns, assigned.digest, statement, report)
+            return Results(columns, assigned.digest, statement, report, results)
         items = {item.index: item for item in plan.items}
         written = [items[result.index] for result in results if result.index in items]
         described = descriptions(written) if len(written) == len(results) else b""
-        return Results(zlib.compress(pickle.dumps((list(results), described))), b"", statement, report)
+        content = zlib.compress(pickle.dumps((list(results), described)))
+        return Results(content, b"", statement, report, results)
 
     @property
     def columns(self) -> Columns | None:
@@ -143,7 +154,8 @@ class RankResults:
     def uncovered(self) -> Sequence[tuple[str, str]]:
         """Return the tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
         plan = self.plan
-        if plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata:
+        planned = plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata
+        if plan is not None and planned and shapes_of(self.metadata) == plan.shapes:
             return plan.uncovered
         return list(uncovered(self.metadata, {}))
 

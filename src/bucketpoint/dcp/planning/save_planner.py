@@ -184,9 +184,11 @@ class SavePlanner(DefaultSavePlanner):
         asked = packed_items(self._asked)
         if asked is None:
             raise BucketpointError("The write items of this rank were changed after they were sent to the coordinator")
-        items = PlanItems(items_of(assigned.encoded, self._asked), AssignedItems(assigned.encoded, asked))
+        items, columns = self._cache.assigned.get(self._signature), AssignedItems(assigned.encoded, asked)
+        if items is None or assigned_items(items) != columns:
+            items = PlanItems(items_of(assigned.encoded, self._asked), columns)
         if self._keep_plans:
-            self._cache.keep(self._signature, self._asked)
+            self._cache.keep(self._signature, self._asked, items)
         self.plan = replace(new_plan, items=cast(Any, items))
         return self.plan
 
