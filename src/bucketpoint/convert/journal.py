@@ -7,15 +7,15 @@ had when it was written.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bucketpoint.convert.shares import is_of_conversion
 from bucketpoint.convert.target import TargetPlace
-from bucketpoint.errors import AccessDeniedError, BucketpointError, CorruptDataError, ObjectNotFoundError
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded
@@ -25,7 +25,7 @@ from bucketpoint.transfer.pieces import for_each
 NAME = ".bucketpoint-convert.json"
 _NAME_OF_WORKER = ".bucketpoint-convert-{}-of-{}.json"
 
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 1 << 30
 
 NOTE_BYTES = 64 << 20
@@ -42,8 +42,8 @@ class Journal:
         digest: digest of everything that decides the target's bytes. Notes under another digest are of no use.
         token: token of the attempt; the names of its objects may contain it.
         notes: for the path of each written object, its ETag and checksums.
-        planned: for the path of each object to be written, its size, and the ETag of an object that was there before.
-        stale: the same entries, with the noted ETag, for objects of earlier conversions that did not finish.
+        planned: paths of the objects to be written.
+        stale: paths of objects of earlier conversions that did not finish.
         name: name of the journal's object: each worker has its own.
     """
 
@@ -51,8 +51,8 @@ class Journal:
     digest: str
     token: str
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
-    planned: dict[str, Any] = field(default_factory=dict, repr=False)
-    stale: dict[str, Any] = field(default_factory=dict, repr=False)
+    planned: set[str] = field(default_factory=set, repr=False)
+    stale: set[str] = field(default_factory=set, repr=False)
     name: str = NAME
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -78,15 +78,10 @@ class Journal:
         for_each(objects, look, options)
         return done
 
-    def begin(self, objects: Sequence[ObjectSource], stale: Mapping[str, Any]) -> None:
-        """Record the objects to be written, before the first of them. Costs a LIST and a PUT, the first time."""
+    def begin(self, objects: Sequence[ObjectSource]) -> None:
+        """Record the objects to be written, before the first of them. Costs a PUT, the first time."""
         if not self.planned:
-            before = self._there_before([entry.key for entry in objects])
-            if before is not None:
-                self.planned = {
-                    entry.key: {"nbytes": entry.nbytes, "before": before.get(entry.key)} for entry in objects
-                }
-            self.stale = {**stale, **self.stale}
+            self.planned = {entry.key for entry in objects}
             self._write()
         self._written = time.monotonic()
 
@@ -117,39 +112,27 @@ class Journal:
     def _write(self) -> None:
         with self._lock:
             content = {"version": _VERSION, "digest": self.digest, "token": self.token, "objects": self.notes}
-            body = memoryview(json.dumps({**content, "planned": self.planned, "stale": self.stale}).encode())
+            paths = {"planned": sorted(self.planned), "stale": sorted(self.stale)}
+            body = memoryview(json.dumps({**content, **paths}).encode())
             self._unwritten = 0
         self.place.store.put(self.place.key(self.name), [body], crc32c=crc32c(body))
         self._written = time.monotonic()
 
-    def _there_before(self, paths: Sequence[str]) -> dict[str, str | None] | None:
-        """Return the ETags of existing objects under the paths to be written; None if listing is denied."""
-        if all(keys.parse_data_path(path) for path in paths):
-            # These paths contain this attempt's token, so no other object has them.
-            return {}
-        above = self.place.key("x")[:-1]
-        try:
-            listed = list(self.place.store.list(above + os.path.commonprefix(paths)))  # noqa: RUF071 (keys)
-        except AccessDeniedError:
-            return None
-        return {info.key[len(above) :]: info.etag for info in listed}
-
-    def leftovers(self) -> dict[str, Any]:
-        """Return the objects that this conversion may have left at its target, and the `stale` ones."""
-        left = {**self.stale, **self.planned}
-        for path, note in self.notes.items():
-            left[path] = {**left.get(path, {}), "etag": note.get("etag")}
-        return left
+    def leftovers(self) -> set[str]:
+        """Return the paths of what this conversion may have left at its target, and the `stale` ones."""
+        return {*self.stale, *self.planned, *self.notes}
 
     def join(self, workers: int) -> None:
-        """Take over the notes of all workers of this conversion."""
+        """Take over the notes of all workers of this conversion, and the leftovers of earlier ones."""
         for worker in range(workers):
             name = name_of((worker, workers))
             if name != self.name:
-                self.notes.update(open_journal(self.place, self.digest, name)[0].notes)
+                journal, _ = open_journal(self.place, self.digest, name)
+                self.notes.update(journal.notes)
+                self.stale |= journal.leftovers()
 
-    def remove(self, workers: int = 1) -> None:
-        """Delete the journals of all workers, once the conversion is complete."""
+    def remove(self, workers: int = 0) -> None:
+        """Delete this journal, and those of all workers once the conversion is complete."""
         names = {self.name, *(name_of((worker, workers)) for worker in range(workers))}
         self.place.store.delete([self.place.key(name) for name in sorted(names)])
 
@@ -173,12 +156,13 @@ def open_journal(place: TargetPlace, digest: str, name: str = NAME) -> tuple[Jou
     if type(content) is not dict or content.get("version") != _VERSION:
         return fresh, None
     token = content.get("token")
-    tables: list[Any] = [content.get("objects"), content.get("planned", {}), content.get("stale", {})]
-    if type(token) is not str or not all(map(_is_table, tables)):
+    notes: Any = content.get("objects")
+    paths: list[Any] = [content.get("planned"), content.get("stale")]
+    if type(token) is not str or not _is_table(notes) or not all(map(_are_paths, paths)):
         return fresh, None
-    notes, planned, stale = tables
-    journal = Journal(place, str(content.get("digest")), token, notes, planned, stale, name)
+    journal = Journal(place, str(content.get("digest")), token, notes, set(paths[0]), set(paths[1]), name)
     if journal.digest != digest:
+        fresh.stale = journal.leftovers()
         return fresh, journal
     try:
         keys.data_path(token, 0, "other", 0)
@@ -191,31 +175,13 @@ def _is_table(value: Any) -> bool:
     return type(value) is dict and all(type(entry) is dict for entry in value.values())
 
 
-def remove_stale(place: TargetPlace, stale: Mapping[str, Any], kept: Collection[str], options: TransferOptions) -> None:
-    """Delete objects that unfinished conversions to this place left, if they are provably theirs.
+def _are_paths(value: Any) -> bool:
+    return type(value) is list and all(type(path) is str for path in value)
 
-    An object is theirs if it has the noted ETag; or if it was planned, has appeared since, and has the planned size:
-    the journal notes an object only after it is written, so the note may be missing.
 
-    Args:
-        kept: paths of the finished conversion, which are not deleted.
-    """
-    gone: list[str] = []
-
-    def look(path: str) -> None:
-        entry = stale[path]
-        try:
-            info = place.head(path)
-        except BucketpointError:
-            return
-        if info is None or info.etag is None or not keys.may_be_data(path):
-            return
-        appeared = "before" in entry and info.etag != entry["before"] and info.size == entry.get("nbytes")
-        if appeared or info.etag == entry.get("etag"):
-            gone.append(place.key(path))
-
-    for_each([path for path in stale if path not in kept], look, options)
-    place.store.delete(sorted(gone))
+def remove_stale(place: TargetPlace, stale: Collection[str]) -> None:
+    """Delete objects of conversions to this place that did not finish. No other objects have their names."""
+    place.store.delete([place.key(path) for path in sorted(stale) if is_of_conversion(path)])
 
 
 def _checksums(note: Mapping[str, Any], entry: ObjectSource) -> list[list[int]] | None:

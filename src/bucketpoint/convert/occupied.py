@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
@@ -24,9 +24,11 @@ from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.safetensors_header import decode_json
 from bucketpoint.stores import ObjectInfo, delete_all
-from bucketpoint.transfer.pieces import MAX_READ_BYTES
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer import ObjectSource, TransferOptions
+from bucketpoint.transfer.pieces import MAX_READ_BYTES, for_each
 
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_WEIGHTS = re.compile(r"model((-[0-9a-f]{12})?-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
 
 DIGEST = "bucketpoint"
 """Field of an index of ours for the digest of the conversion that wrote it."""
@@ -44,7 +46,7 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
     """
     safely = removes or wanted in (BUCKETPOINT, TORCH)
     allowed = overwrite and safely
-    remedy = "Name another target, or delete the files at this one, which have the same names as the new files"
+    remedy = "Name another target, or delete the weights at this one first"
     if safely:
         remedy = "Name another target, or pass --overwrite"
     in_folder = (INDEX_NAME, SINGLE_NAME) if wanted == SAFETENSORS else (keys.METADATA,)
@@ -84,46 +86,62 @@ def refuse_own_source(source: Source, place: TargetPlace) -> None:
         )
 
 
-def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
-    """Look at a file at the target, and return a function that looks again.
+def watch_files(place: TargetPlace, names: Sequence[str], digest: str = "") -> Callable[[], None]:
+    """Look at files at the target, and return a function that looks again.
 
-    That function raises CommitConflictError if the file was replaced meanwhile, or has appeared.
+    That function raises CommitConflictError if one was replaced meanwhile, or has appeared, unless a worker of the
+    conversion with this digest has committed.
     """
 
-    def look() -> ObjectInfo | None:
+    def look(name: str) -> ObjectInfo | None:
         try:
             return place.head(name)
         except AccessDeniedError:
             return None
 
     def look_again() -> None:
-        if look() != before:
+        if [look(name) for name in names] != before and not (digest and indexed_by(place) == digest):
             raise CommitConflictError(
                 "Another process wrote to the target during the conversion; its file stays, and this one is discarded",
                 url=place.url,
                 remedy="Name another target, or convert again",
             )
 
-    before = look()
+    before = [look(name) for name in names]
     return look_again
 
 
-def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: bool, alone: bool = True) -> bool:
-    """Return True if this conversion was interrupted after its commit, so that only journals are left to remove.
-
-    Args:
-        whole: True if all objects that the journal notes are at the target, unchanged.
-        alone: no other worker writes a part of the target. Otherwise one may have removed this journal.
-    """
-    if not journal.notes and alone:
+def is_finished(place: TargetPlace, journal: Journal) -> bool:
+    """Return True if this conversion to a checkpoint was interrupted after its commit: only the journal is left."""
+    if not journal.notes:
         return False
     try:
-        if wanted == SAFETENSORS:
-            return (whole or not alone) and indexed_by(place) == journal.digest
         data, _ = get_metadata(place.store, place.key(keys.METADATA))
     except (ObjectNotFoundError, CorruptDataError, MetadataError):
         return False
     return bool(extra(decode_metadata(data, url=place.url)).get("token") == journal.token)
+
+
+def is_exported(place: TargetPlace, objects: Sequence[ObjectSource], digest: str, options: TransferOptions) -> bool:
+    """Return True if all files of this conversion to safetensors are at the target, and the index if it has one."""
+    if indexed_by(place) != (digest if len(objects) > 1 else None):
+        return False
+    lost: list[str] = []
+
+    def look(entry: ObjectSource) -> None:
+        # The header has the digest of the conversion.
+        header, key = entry.segments[0], place.key(entry.key)
+        try:
+            head, info = retry_transient(
+                lambda: place.store.get(key, first=header.nbytes), attempts=options.read_attempts
+            )
+        except (ObjectNotFoundError, AccessDeniedError):
+            head, info = b"", None
+        if info is None or info.size != entry.nbytes or header.data != memoryview(head):
+            lost.append(entry.key)
+
+    for_each(objects, look, options)
+    return not lost
 
 
 def indexed_by(place: TargetPlace) -> str | None:

@@ -5,6 +5,7 @@ The modules in `writers` decide which objects are written; this module writes th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,17 @@ from typing import Any
 
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.detect import AUTO, format_of, open_object, open_place, open_source
 from bucketpoint.convert.journal import NAME, name_of, open_journal, remove_stale
-from bucketpoint.convert.occupied import indexed_by, is_finished, refuse_own_source, watch_file, will_replace
+from bucketpoint.convert.occupied import (
+    indexed_by,
+    is_exported,
+    is_finished,
+    refuse_own_source,
+    watch_files,
+    will_replace,
+)
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
 from bucketpoint.convert.shares import Worker, check_worker, copy_beside
@@ -26,7 +34,7 @@ from bucketpoint.convert.target import TargetPlace
 from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
 from bucketpoint.convert.writers.to_safetensors import plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
-from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, CommitConflictError
 from bucketpoint.format.keys import METADATA
 from bucketpoint.format.renaming import renaming
 from bucketpoint.location import Location, Place
@@ -124,36 +132,34 @@ def plan_conversion(
         folder, _, name = key.rpartition("/")
         place = TargetPlace(store, folder, url)
         if wanted == TORCH:
-            before_end = watch_file(place, name)
-            layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
+            layout = plan_torch(opened, filling, name, trusted=chosen.trusted)
         else:
             layout = plan_safetensors(opened, filling, place, names, chosen.shard_bytes, name)
+        watch = watch_files(place, [name])
         replaces = will_replace(place, wanted, name, chosen.overwrite)
-        return ConvertPlan(opened, wanted, place, layout, filling, transfer, replaces=replaces)
+        return ConvertPlan(opened, wanted, place, layout, filling, transfer, replaces=replaces, watch=watch)
     store, folder = open_place(there)
     place = TargetPlace(store, folder, url)
     digest = _digest(opened, wanted, chosen, names)
     journal, other = open_journal(place, digest, NAME if worker is None else name_of(worker))
     token, log = journal.token, None
+    watch = watch_files(place, [INDEX_NAME, SINGLE_NAME] if wanted == SAFETENSORS else [], digest)
     if wanted == SAFETENSORS:
         layout = plan_safetensors(opened, filling, place, names, chosen.shard_bytes, digest=digest)
+        finished = is_exported(place, layout.objects, digest, transfer)
     else:
         log = _log_there(there, opened)
+        finished = is_finished(place, journal)
         layout = plan_bucketpoint(
             opened, filling, place, token=token, object_bytes=chosen.object_bytes, overwrite=chosen.overwrite, log=log
         )
     several = len(layout.objects) > 1
     done = journal.done(layout.objects, transfer) if journal.notes else {}
-    whole = len(done) == len(layout.objects)
-    finished = is_finished(place, wanted, journal, whole=whole, alone=worker is None or not several)
-    if finished and wanted == SAFETENSORS and not whole:
-        # The journals of the others may be gone, so that only the sizes can tell that all files are still there.
-        finished = _are_there(place, layout.objects, transfer)
     if worker is not None and chosen.overwrite and not finished:
         refuse_own_source(opened, place)
     plan = ConvertPlan(
         opened, wanted, place, layout, filling, transfer, journal if finished or several else None, other, finished,
-        log, token, done, worker=worker, digest=digest,
+        log, token, done, worker=worker, digest=digest, watch=watch,
     )  # fmt: skip
     if finished or not plan.objects:
         return plan
@@ -180,15 +186,9 @@ def run_conversion(
     skipped = len(done)
     pool = BufferPool(_on_the_way(plan.transfer).max_inflight_bytes)
     meter = Meter("convert", plan.place.url, plan.left_nbytes, progress)
-    stale = dict(plan.journal.stale) if plan.journal is not None else {}
     if not plan.finished:
-        if plan.other is not None:
-            stale = {**plan.other.leftovers(), **stale}
-        if stale and any(plan.place.head(name) is not None for name in (METADATA, INDEX_NAME)):
-            # A committed object is no remnant, whoever wrote it.
-            stale = {}
         if plan.journal is not None and objects:
-            plan.journal.begin(objects, stale)
+            plan.journal.begin(objects)
         if plan.log is not None:
             plan.log.begin(plan.place.url, plan.token)
         folder = plan.format == SAFETENSORS and not plan.place.url.endswith(SAFETENSORS_SUFFIX)
@@ -197,23 +197,20 @@ def run_conversion(
         _send(plan, done, pool, meter)
         plan.source.bytes.check_unchanged()
     committed = plan.finished or (commit and _commit(plan, done))
-    if stale:
-        kept = {entry.key for entry in plan.layout.objects}
-        _tidy(plan, partial(remove_stale, plan.place, stale, kept, plan.transfer))
-    if stale and plan.journal is None and plan.other is not None:
-        _tidy(plan, plan.other.remove)
+    # Only the journal has the checksums of what an earlier run has sent.
+    sent = [entry for entry in objects if entry.key in done] if plan.finished else objects
     damaged: list[str] = []
     if verify:
-        damaged = _read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
-    if plan.journal is not None and committed:
-        _tidy(plan, partial(plan.journal.remove, plan.workers))
+        damaged = _read_again(plan.place, sent, done, _on_the_way(plan.transfer), meter)
+    if committed:
+        _tidy(plan, partial(_remove_leftovers, plan))
     meter.finish()
     return Converted(
         len(objects),
         plan.nbytes,
         skipped,
         plan.filling.checked_bytes,
-        plan.nbytes if verify else None,
+        sum(entry.nbytes for entry in sent) if verify else None,
         damaged,
         pool.peak_bytes + plan.filling.pool.peak_bytes + plan.source.bytes.cache.nbytes,
         committed,
@@ -224,8 +221,7 @@ def commit_conversion(plan: ConvertPlan) -> bool:
     """Commit what the workers have written, and remove their journals. Returns False if objects are missing."""
     if not _commit(plan, {}):
         return False
-    if plan.journal is not None:
-        _tidy(plan, partial(plan.journal.remove, plan.workers))
+    _tidy(plan, partial(_remove_leftovers, plan))
     return True
 
 
@@ -237,37 +233,47 @@ def _commit(plan: ConvertPlan, done: Mapping[str, Uploaded]) -> bool:
         done = plan.journal.done(objects, plan.transfer)
     elif plan.worker is not None:
         # The one file needs no commit: its upload makes it appear whole or not at all.
-        return plan.place.head(objects[0].key) is not None
+        return is_exported(plan.place, objects, plan.digest, plan.transfer)
     if len(done) < len(objects):
         # Another worker that ended at the same time may have committed, and removed the journals.
         return bool(plan.digest) and plan.worker is not None and indexed_by(plan.place) == plan.digest
     ordered = [done[entry.key] for entry in objects]
     _check_unchanged(plan, ordered)
-    plan.layout.commit(ordered)
+    if len(objects) > 1:
+        _give_way(plan)
+    try:
+        plan.layout.commit(ordered)
+    except CheckpointExistsError:
+        _give_way(plan)
+        raise
     return True
 
 
-def _are_there(place: TargetPlace, objects: Sequence[ObjectSource], options: TransferOptions) -> bool:
-    """Return True if all objects are at the target with their sizes."""
-    lost: list[str] = []
-
-    def look(entry: ObjectSource) -> None:
-        info = retry_transient(lambda: place.head(entry.key), attempts=options.read_attempts)
-        if info is None or info.size != entry.nbytes:
-            lost.append(entry.key)
-
-    for_each(objects, look, options)
-    return not lost
+def _give_way(plan: ConvertPlan) -> None:
+    """Delete the files of this conversion and raise CommitConflictError if another one has committed safetensors."""
+    try:
+        plan.watch()
+    except CommitConflictError:
+        if plan.journal is not None:
+            _tidy(plan, partial(remove_stale, plan.place, [entry.key for entry in plan.layout.objects]))
+            _tidy(plan, plan.journal.remove)
+        raise
 
 
-def _refuse_indexed(plan: ConvertPlan) -> None:
-    """Raise CommitConflictError if another conversion has committed: its files have the names of ours."""
-    if plan.format == SAFETENSORS and plan.digest and indexed_by(plan.place) not in (None, plan.digest):
-        raise CommitConflictError(
-            "Another process wrote weights to the target during the conversion, which stay",
-            url=plan.place.url,
-            remedy="Name another target for each conversion",
-        )
+def _remove_leftovers(plan: ConvertPlan) -> None:
+    """Delete the journals after the commit, and what earlier conversions have left that did not finish."""
+    journal = plan.journal or plan.other
+    if journal is None:
+        return
+    if plan.journal is None:
+        journal.join(plan.workers)
+    stale = journal.leftovers() - {entry.key for entry in plan.layout.objects}
+    # S3 answers 403 instead of 404 to callers that may not list.
+    with contextlib.suppress(AccessDeniedError):
+        # What a commit in the other format names is no leftover.
+        if stale and plan.place.head(METADATA if plan.format == SAFETENSORS else INDEX_NAME) is None:
+            remove_stale(plan.place, stale)
+    journal.remove(plan.workers)
 
 
 def _new_names(source: Source, options: ConvertOptions) -> dict[str, str]:
@@ -314,15 +320,19 @@ def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter:
     missing = [entry for entry in plan.objects if entry.key not in done]
     try:
         for batch in batched(missing, lambda entry: entry.nbytes, _BATCH_BYTES):
-            _refuse_indexed(plan)
             uploaded = _upload(plan, batch, pool, meter)
             done.update(zip((entry.key for entry in batch), uploaded, strict=True))
+    except CommitConflictError:
+        # Only now that no request is under way.
+        _give_way(plan)
+        raise
     except BaseException:
         if plan.journal is not None:
             _tidy(plan, plan.journal.flush)
         raise
     if plan.journal is not None:
         plan.journal.flush()
+        _give_way(plan)
 
 
 def _upload(plan: ConvertPlan, batch: Sequence[ObjectSource], pool: BufferPool, meter: Meter) -> list[Uploaded]:
@@ -332,7 +342,9 @@ def _upload(plan: ConvertPlan, batch: Sequence[ObjectSource], pool: BufferPool, 
 
     sources = [replace(entry, key=plan.place.key(entry.key)) for entry in batch]
     options = _on_the_way(plan.transfer)
-    return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter, acknowledged=note)
+    return upload_objects(
+        plan.place.store, sources, options, pool=pool, meter=meter, acknowledged=note, ending=plan.watch
+    )
 
 
 def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
@@ -346,18 +358,17 @@ def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
 def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
     """Check that all objects are still as they were written, before the commit.
 
-    If names are fixed, two conversions to one place overwrite each other's objects: neither may then commit.
+    Two runs of one conversion write the same objects: one may have been written again, or deleted.
     """
 
     def look(pair: tuple[ObjectSource, Uploaded]) -> None:
         entry, known = pair[0], pair[1].info
-        key = plan.place.key(entry.key)
-        info = retry_transient(lambda: plan.place.store.head(key), attempts=plan.transfer.read_attempts)
-        if info.size != entry.nbytes or (known.etag is not None and info.etag != known.etag):
+        info = retry_transient(lambda: plan.place.head(entry.key), attempts=plan.transfer.read_attempts)
+        if info is None or info.size != entry.nbytes or (known.etag is not None and info.etag != known.etag):
             raise CommitConflictError(
                 "Another process wrote to the target during the conversion, so nothing was committed",
                 url=plan.place.url,
-                key=key,
+                key=plan.place.key(entry.key),
             )
 
     for_each(zip(plan.layout.objects, uploaded, strict=True), look, plan.transfer)

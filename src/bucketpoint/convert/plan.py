@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -67,7 +67,8 @@ class ConvertPlan:
         there: objects that an interrupted run has written, by key.
         replaces: a checkpoint or file is at the target, and will be replaced.
         worker: the worker that carries the plan out; None if it is not shared.
-        digest: digest of everything that decides the target's bytes; empty for a single file.
+        digest: digest of everything that decides the target's bytes; empty for a file that the target names.
+        watch: raises CommitConflictError if another process has written to a target that this conversion would replace.
     """
 
     source: Source
@@ -85,6 +86,7 @@ class ConvertPlan:
     replaces: bool = False
     worker: Worker | None = None
     digest: str = ""
+    watch: Callable[[], None] = lambda: None
 
     @cached_property
     def objects(self) -> Sequence[ObjectSource]:
@@ -104,7 +106,8 @@ class ConvertPlan:
     @property
     def left_nbytes(self) -> int:
         """Bytes of `objects` that are not at the target yet."""
-        return sum(entry.nbytes for entry in self.objects if entry.key not in self.there)
+        left = [entry for entry in self.objects if entry.key not in self.there and not self.finished]
+        return sum(entry.nbytes for entry in left)
 
 
 @dataclass(frozen=True)

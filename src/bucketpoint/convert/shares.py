@@ -17,6 +17,17 @@ Worker = tuple[int, int]
 
 _SMALL = re.compile(r"[^./][^/]*\.(json|txt|model|jinja|tiktoken|py)")
 _MOST_BYTES = 256 << 20
+_FILE = re.compile(r"model-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
+
+
+def file_name(digest: str, number: int, count: int) -> str:
+    """Return the name of one of several files. It has the conversion's digest: no other one writes over the file."""
+    return f"model-{digest[:12]}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def is_of_conversion(path: str) -> bool:
+    """Return True for a path of `file_name`, or of a checkpoint's data: only one conversion writes to it."""
+    return keys.parse_data_path(path) is not None or _FILE.fullmatch(path) is not None
 
 
 def check_worker(worker: Worker) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -74,15 +74,18 @@ def nameable(name: str) -> bool:
     return name != _METADATA and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def encode_header(entries: Sequence[TensorEntry]) -> bytes:
+def encode_header(entries: Sequence[TensorEntry], noted: Mapping[str, str] | None = None) -> bytes:
     """Encode the first bytes of a file, up to the tensors. Their number is a multiple of 8, to align the tensors.
+
+    Args:
+        noted: further values for the file's own metadata.
 
     Raises:
         MismatchError: the header would be longer than any reader accepts.
     """
     content: dict[str, Any] = {
         # transformers requires the name of the framework that the tensors are for.
-        _METADATA: {"format": "pt"},
+        _METADATA: {"format": "pt", **(noted or {})},
         **{
             entry.name: {
                 "dtype": _NAMES[entry.dtype],

@@ -89,6 +89,7 @@ def upload_objects(
     meter: Meter,
     acknowledged: Callable[[int, Uploaded], None] = lambda number, uploaded: None,
     begun: Callable[[str, str], None] = lambda key, upload_id: None,
+    ending: Callable[[], None] = lambda: None,
 ) -> list[Uploaded]:
     """Upload all objects, with the parts of all of them in parallel, and return once the store has acknowledged each.
 
@@ -98,10 +99,13 @@ def upload_objects(
     Args:
         acknowledged: called from several threads with the number and the result of each acknowledged object.
         begun: called from several threads with the key and the id of each multipart upload, before a part is sent.
+        ending: called from several threads before the request that makes an object appear. Raises to prevent that.
     """
     part_bytes = common_part_bytes([source.nbytes for source in sources], options)
     jobs = [
-        _ObjectUpload(store, source, options, part_bytes, pool, meter, functools.partial(acknowledged, number), begun)
+        _ObjectUpload(
+            store, source, options, part_bytes, pool, meter, functools.partial(acknowledged, number), begun, ending
+        )
         for number, source in enumerate(sources)
     ]
     try:
@@ -127,6 +131,7 @@ class _ObjectUpload:
     meter: Meter
     acknowledged: Callable[[Uploaded], None]
     begun: Callable[[str, str], None]
+    ending: Callable[[], None]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _upload_id: str | None = None
     _info: ObjectInfo | None = None
@@ -171,6 +176,7 @@ class _ObjectUpload:
 
     def _put(self) -> None:
         with self._body(0, self._nbytes) as (body, crc):
+            self.ending()
             self._info = self.store.put(self.source.key, body, crc32c=crc)
         self.meter.add(self._nbytes)
         self.acknowledged(self.result())
@@ -211,6 +217,7 @@ class _ObjectUpload:
             self._parts[number] = part
             last = len(self._parts) == plan.count
         if last and not group.cancelled:
+            self.ending()
             parts = self._parts.values()
             self._info = complete(self.store, self.source.key, self._upload_id, parts, nbytes=self._nbytes)
             self.meter.add(0)

@@ -155,7 +155,7 @@ def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
 
 
 def _plan_lines(plan: ConvertPlan) -> Iterator[str]:
-    yield f"would write {_what(plan)}, to {plan.place.url}"
+    yield f"{'an earlier run wrote' if plan.finished else 'would write'} {_what(plan)}, to {plan.place.url}"
     if plan.there:
         there, left = text.count(len(plan.there), "object"), text.size(plan.left_nbytes)
         yield f"  {there} of an interrupted conversion are at the target already; {left} remain to write"
@@ -166,7 +166,7 @@ def _plan_lines(plan: ConvertPlan) -> Iterator[str]:
 
 def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:
     checked = f"{text.size(done.checked_bytes)} compared with the source's checksums"
-    yield f"wrote {_what(plan)}, to {plan.place.url}: {checked}"
+    yield f"{'an earlier run ' if plan.finished else ''}wrote {_what(plan)}, to {plan.place.url}: {checked}"
     if done.skipped:
         yield f"  {text.count(done.skipped, 'object')} of an interrupted conversion were at the target already"
     if not done.committed:

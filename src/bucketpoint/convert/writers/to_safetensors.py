@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.occupied import DIGEST
 from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.shares import file_name
 from bucketpoint.convert.source import Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, held, with_checksums
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
@@ -37,7 +38,7 @@ def plan_safetensors(
     Args:
         names: names in the files of the keys to write.
         file: name of the one file to write; empty for the names of Hugging Face's layout.
-        digest: digest of the conversion, which the index notes.
+        digest: digest of the conversion, which the index and the files note.
 
     Raises:
         MismatchError: no tensor is left, a tensor has a dtype or a key that safetensors cannot hold, or one file is too
@@ -84,8 +85,9 @@ def plan_safetensors(
                 url=place.url,
                 remedy="Pass --to safetensors with a folder as the target, or raise --max-shard-size",
             )
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    objects = [_file(name, shard, filling) for name, shard in zip(files, shards, strict=True)]
+        files = [file_name(digest, number, len(shards)) for number in range(1, len(shards) + 1)]
+    noted = {DIGEST: digest} if digest else {}
+    objects = [_file(name, shard, filling, noted) for name, shard in zip(files, shards, strict=True)]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
         # A single file needs no commit: its upload makes it appear whole or not at all.
@@ -96,14 +98,14 @@ def plan_safetensors(
     return TargetLayout(objects, finish, left_out=left_out, tensors=len(chosen))
 
 
-def _file(name: str, shard: Sequence[WholeTensor], filling: Filling) -> ObjectSource:
+def _file(name: str, shard: Sequence[WholeTensor], filling: Filling, noted: Mapping[str, str]) -> ObjectSource:
     # The widest elements first, as the library does: then every tensor is aligned to its element size.
     ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
     entries, position = [], 0
     for tensor in ordered:
         entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, position))
         position += tensor.nbytes
-    parts = [held(encode_header(entries)), *(tensor.segment(filling) for tensor in ordered)]
+    parts = [held(encode_header(entries, noted)), *(tensor.segment(filling) for tensor in ordered)]
     return with_checksums(ObjectSource(name, parts))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -35,14 +34,11 @@ from bucketpoint.transfer.checksum import CrcAccumulator
 _PROTOCOL = 2  # torch.save's own
 
 
-def plan_torch(
-    source: Source, filling: Filling, name: str, *, trusted: bool = False, before_end: Callable[[], None] = lambda: None
-) -> TargetLayout:
+def plan_torch(source: Source, filling: Filling, name: str, *, trusted: bool = False) -> TargetLayout:
     """Lay the whole state out in one file.
 
     Args:
         trusted: load items other than tensors, whatever they name.
-        before_end: called before the upload of the file's last bytes, which makes it appear. Raises to prevent that.
 
     Raises:
         UnsafeDataError: an item names something outside the allow-list.
@@ -67,7 +63,6 @@ def plan_torch(
     nbytes = len(archive.trailer())
 
     def trailer(start: int, out: memoryview) -> None:
-        before_end()
         # With the payloads' CRC32: torch does not check it, but other tools do.
         out[:] = archive.trailer([crc.total() for crc in sums])[start : start + len(out)]
 
