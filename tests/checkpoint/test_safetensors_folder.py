@@ -21,7 +21,9 @@ from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME, S
 from bucketpoint.checkpoint.summary import summarise
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import (
+    AccessDeniedError,
     CorruptDataError,
+    IncompleteCheckpointError,
     MetadataError,
     UnsafeDataError,
 )
@@ -31,6 +33,7 @@ from convert.conftest import in_minio
 from dcp.conftest import two_ranks  # noqa: F401
 from dcp.ranks import Ranks
 from dcp.states import assert_same, blank, filled
+from kit.servers import S3Server
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -255,6 +258,52 @@ def test_refuses_a_file_that_is_replaced_during_a_load(
     with pytest.raises(CheckpointException, match=r"CorruptDataError: .* missing or was replaced") as refused:
         dcp.load(blank(STATE), storage_reader=reader, no_dist=True)
     assert max(FILES) in str(refused.value)
+
+
+@pytest.mark.parametrize("index", [{}, {"w\ud800": "a.safetensors"}, {"w": "a\ud800.safetensors"}, {"w": 1}])
+def test_refuses_an_index_that_names_nothing_or_no_text(tmp_path: Path, index: Any) -> None:
+    folder = sharded(tmp_path / "hf")
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(MetadataError) as refused:
+        bucketpoint.load(str(folder))
+    assert refused.value.remedy
+    with pytest.raises(MetadataError, match="half a surrogate pair"):
+        bucketpoint.load(str(raw(tmp_path / "single", {"w\ud800": tensor(0, 8)}, bytes(8))))
+
+
+@pytest.mark.parametrize("make", [single, sharded])
+def test_loads_without_the_right_to_list(minio: S3Server, tmp_path: Path, make: Any) -> None:
+    """S3 then answers 403 for a missing object, and so does MinIO for those that a policy does not name."""
+    bucket, folder = minio.make_bucket(), make(tmp_path / "hf")
+    there = [f"arn:aws:s3:::{bucket}/hf/{path.name}" for path in folder.iterdir() if path.name != min(FILES)]
+    options = minio.limited_options({"Effect": "Allow", "Action": "s3:GetObject", "Resource": there})
+    for path in folder.iterdir():
+        minio.client().put_object(Bucket=bucket, Key=f"hf/{path.name}", Body=path.read_bytes())
+    with pytest.raises(AccessDeniedError):
+        bucketpoint.load(f"s3://{bucket}/none", storage_options=options)
+    if make is single:
+        assert_same(bucketpoint.load(f"s3://{bucket}/hf", storage_options=options), STATE)
+    else:
+        with pytest.raises(CorruptDataError, match=f"are missing: {min(FILES)}"):
+            bucketpoint.load(f"s3://{bucket}/hf", storage_options=options)
+
+
+@pytest.mark.parametrize("name", ["data/ours", "__0_0.distcp"])
+def test_never_loads_safetensors_in_place_of_a_save_that_did_not_commit(place: str, tmp_path: Path, name: str) -> None:
+    url = uploaded(single(tmp_path / "hf"), f"{place}/hf")
+    store, prefix = open_store(url)
+    path = keys.data_path(keys.new_token(), 0, "model", 0) if name == "data/ours" else name
+    # A checkpoint below is no part of this one.
+    store.put(keys.join(prefix, f"step-5/{path}"), [memoryview(b"data")])
+    assert_same(bucketpoint.load(url), STATE)
+    store.put(keys.join(prefix, path), [memoryview(b"data")])
+    for call in (
+        lambda: bucketpoint.load(url),
+        lambda: open_checkpoint(url),
+        lambda: dcp.load(blank(STATE), checkpoint_id=url, storage_reader=BucketReader(), no_dist=True),
+    ):
+        with pytest.raises((IncompleteCheckpointError, CheckpointException), match=r"model\.safetensors, and data of"):
+            call()
 
 
 def test_prefers_a_commit_to_safetensors_beside_it(tmp_path: Path) -> None:

@@ -85,10 +85,12 @@ class MetadataSource:
             folder = SafetensorsFolder(self.store, self.prefix, self.url, self.attempts, self.max_bytes)
             try:
                 data, info = folder.read()
-                return data, replace(info, size=len(data))
             except (ObjectNotFoundError, AccessDeniedError):
-                # S3 answers 403 instead of 404 to callers that may not list.
                 raise error from None
+            if any(map(_is_data, self._names())):
+                # A save that did not commit would otherwise load as other weights.
+                raise error from None
+            return data, replace(info, size=len(data))
 
     def get(self, name: str) -> tuple[bytes, ObjectInfo]:
         """Read a metadata object, and the store's description of it.
@@ -144,15 +146,11 @@ class MetadataSource:
     def nothing_here(self) -> CheckpointNotFoundError:
         """Return the error that explains why there is no checkpoint, by the first 1,000 objects here.
 
-        Without the right to list, as if there were none. A successful load never lists.
+        Without the right to list, as if there were none. A successful load lists only beside safetensors.
         """
-        from bucketpoint.catalog.survey import LOOKED_AT, names_below, other_files
+        from bucketpoint.catalog.survey import LOOKED_AT, other_files
 
-        try:
-            names = names_below(self.store, self.prefix)
-        except StoreError as failure:
-            logger.debug("could not list %s: %s", self.url, failure)
-            names = []
+        names = self._names()
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(
                 "The checkpoint was saved without collectives (no_dist), so each rank has metadata of its own",
@@ -168,7 +166,13 @@ class MetadataSource:
                 remedy=f"Pass the newest one: {self.url}/{newest} (bucketpoint.latest_checkpoint(root) finds it)",
             )
         if (error := other_files(names, self.url)) is not None:
-            return error
+            if not any(map(_is_data, names)):
+                return error
+            return IncompleteCheckpointError(
+                f"{error.message}, and data of a save that was interrupted, failed, or is still running",
+                url=self.url,
+                remedy="Save again; or delete the data of the save, data/ and *.distcp, to load the other files",
+            )
         if names:
             some = f"are {len(names)}{'+' if len(names) == LOOKED_AT else ''} objects"
             some = "is 1 object" if len(names) == 1 else some
@@ -182,6 +186,16 @@ class MetadataSource:
             url=self.url,
             remedy=f"{check_url(self.store, self.url)}; {LISTED}",
         )
+
+    def _names(self) -> list[str]:
+        """Return the names of the first 1,000 objects here; none without the right to list."""
+        from bucketpoint.catalog.survey import names_below
+
+        try:
+            return names_below(self.store, self.prefix)
+        except StoreError as failure:
+            logger.debug("could not list %s: %s", self.url, failure)
+            return []
 
     def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:
         """Return the folder of the newest checkpoint below, and the folders of all that were found.
@@ -199,6 +213,12 @@ class MetadataSource:
             newest = None
         folders = sorted(inside | ({newest} if newest is not None else set()), key=_by_number)
         return newest or (folders[-1] if folders else None), folders
+
+
+def _is_data(path: str) -> bool:
+    """Return True for an object of a save at this place, by any writer. Folders below may be other checkpoints."""
+    saved = path.endswith(".distcp") or keys.is_rank_metadata(path)
+    return path == keys.METADATA or keys.parse_data_path(path) is not None or ("/" not in path and saved)
 
 
 def _by_number(folder: str) -> list[tuple[int, str]]:

@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.checkpoint.other_files import explain, missing_files
-from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError, first_of
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    first_of,
+)
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import encode_metadata
 from bucketpoint.format.metadata.facts import FILES, MAX_METADATA_BYTES, SAFETENSORS
@@ -82,7 +89,8 @@ class SafetensorsFolder:
         """
         named = info = None
         if file is None:
-            with contextlib.suppress(ObjectNotFoundError):
+            # S3 answers 403 instead of 404 to callers that may not list.
+            with contextlib.suppress(ObjectNotFoundError, AccessDeniedError):
                 named, info = self._index()
         if named is None or info is None:
             file = file or SINGLE_NAME
@@ -94,7 +102,7 @@ class SafetensorsFolder:
         def read(name: str) -> None:
             try:
                 files[name] = self._file(name)
-            except ObjectNotFoundError:
+            except (ObjectNotFoundError, AccessDeniedError):
                 gone.add(name)
 
         for_each(dict.fromkeys(named.values()), read, TransferOptions())
@@ -110,8 +118,8 @@ class SafetensorsFolder:
             named = decode_json(data, key=key).get("weight_map")
         except MetadataError as error:
             raise explain(data, self._store.url, key, error) from None
-        if type(named) is not dict or not all(type(file) is str for file in named.values()):
-            raise MetadataError("The index has no weight_map", url=self._url, key=key, remedy=_AGAIN)
+        if type(named) is not dict or not named or not all(type(file) is str for file in named.values()):
+            raise MetadataError("The index has no weight_map that names tensors", url=self._url, key=key, remedy=_AGAIN)
         return named, info
 
     def _file(self, name: str) -> _File:

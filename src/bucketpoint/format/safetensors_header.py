@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -23,6 +24,7 @@ LENGTH_BYTES = 8
 
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
+_HALF = re.compile("[\ud800-\udfff]")
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
 
@@ -71,7 +73,7 @@ def writable(dtype: torch.dtype) -> bool:
 
 def nameable(name: str) -> bool:
     """Return True if a tensor may have this name: not the header's reserved key, and valid Unicode for JSON readers."""
-    return name != _METADATA and not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return name != _METADATA and _HALF.search(name) is None
 
 
 def encode_header(entries: Sequence[TensorEntry], noted: Mapping[str, str] | None = None) -> bytes:
@@ -156,6 +158,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("its header has a name twice")
+    if any(_HALF.search(text) for pair in pairs for text in pair if type(text) is str):
+        raise ValueError("its header has half a surrogate pair")
     return content
 
 
@@ -179,4 +183,5 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _malformed(reason: str, key: str) -> MetadataError:
-    return MetadataError(f"The safetensors file is malformed: {reason}", key=key)
+    remedy = "Download the file again, or save the model again"
+    return MetadataError(f"The safetensors file is malformed: {reason}", key=key, remedy=remedy)
