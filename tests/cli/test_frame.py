@@ -192,7 +192,7 @@ def test_refuses_wrong_usage_and_says_what_is_meant(
     [
         *((command, "model.pt") for command in ("show", "ls", "cp", "verify", "watch")),
         # `show` and `verify` read safetensors, and `cp` copies them.
-        *((command, "hf") for command in ("ls", "watch")),
+        *((command, "hf") for command in ("ls", "watch", "rm", "rm --run")),
     ],
 )
 def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Path, command: str, name: str) -> None:
@@ -200,7 +200,7 @@ def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Pa
     for file in ("model.pt", "hf/model.safetensors", "hf/config.json"):
         (tmp_path / file).write_bytes(b"a file")
     place = str(tmp_path / name)
-    done = program(command, place, *(["out"] if command == "cp" else []))
+    done = program(*command.split(), place, *(["out"] if command == "cp" else []))
     assert (done.code, f"`bucketpoint convert {place} TARGET`" in done.err) == (3, True), done.err
     assert name == "model.pt" or "Error: The folder holds no .metadata, but model.safetensors\n" in done.err
 

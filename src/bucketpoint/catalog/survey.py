@@ -73,6 +73,8 @@ def other_files(names: Sequence[str], url: str) -> CheckpointNotFoundError | Non
     whole = not found or any(name.startswith(_MODEL) for name in names)
     source = shlex.quote(url if whole else f"{url.rstrip('/')}/{found[0]}")
     remedy = f"`bucketpoint convert {source} TARGET` reads files of torch.save and safetensors"
+    if found and whole:
+        remedy += f"; loads and `bucketpoint show {source}` read this folder too, and the store's own tools delete it"
     if len(found) > 1 and not whole:
         remedy += (
             ". If they are parts of one model, save it as safetensors with an index, as save_pretrained of "

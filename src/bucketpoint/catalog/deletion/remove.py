@@ -20,7 +20,7 @@ from bucketpoint.catalog.deletion.wholeness import look_for_damage
 from bucketpoint.catalog.records import metadata_record, reconcile, write_missing
 from bucketpoint.catalog.run import run_of
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
-from bucketpoint.catalog.survey import size_of
+from bucketpoint.catalog.survey import names_below, other_files, size_of
 from bucketpoint.errors import CheckpointNotFoundError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.metadata.deletion_marker import parse_marker
@@ -262,12 +262,15 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
 def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
     message = f"There is no checkpoint at {this_url(catalog.store)}"
     remedy = "Check the URL; `bucketpoint gc --deep` on the run deletes the data of saves that never committed"
+    marker = None
     with contextlib.suppress(ObjectNotFoundError):
         marker = parse_marker(get_metadata(catalog.store, catalog.metadata_key(folder))[0])
         if marker is not None:
             message = marker.text
             remedy = "The next prune, or `bucketpoint gc --deep`, deletes the remaining objects"
-    return CheckpointNotFoundError(message, url=catalog.url_of_folder(folder), remedy=remedy)
+    url = catalog.url_of_folder(folder)
+    files = None if marker is not None else other_files(names_below(catalog.store, catalog.key(folder)), url)
+    return files or CheckpointNotFoundError(message, url=url, remedy=remedy)
 
 
 def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:

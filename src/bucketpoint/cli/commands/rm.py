@@ -56,10 +56,13 @@ def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandRe
     """Delete the checkpoints of a run one after the other, the oldest first. Its catalog stays, with a few notes."""
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
     from bucketpoint.catalog.records import process_name
+    from bucketpoint.catalog.survey import names_below, other_files
 
     catalog, snapshot = whole_run(place)
     if not snapshot.checkpoints:
-        raise CheckpointNotFoundError("The run has no checkpoint", url=place.url, remedy="Check the URL")
+        raise other_files(names_below(catalog.store, catalog.prefix), place.url) or CheckpointNotFoundError(
+            "The run has no checkpoint", url=place.url, remedy="Check the URL"
+        )
     urls = [catalog.url_of_folder(checkpoint.folder) for checkpoint in snapshot.checkpoints]
     what = f"all {text.count(len(urls), 'checkpoint')} of {catalog.url}"
     refused = None if force else _held(snapshot)
