@@ -289,7 +289,7 @@ def test_loads_without_the_right_to_list(minio: S3Server, tmp_path: Path, make: 
 
 
 @pytest.mark.parametrize("name", ["data/ours", "__0_0.distcp"])
-def test_never_loads_safetensors_in_place_of_a_save_that_did_not_commit(place: str, tmp_path: Path, name: str) -> None:
+def test_refuses_safetensors_in_place_of_a_save_that_did_not_commit(place: str, tmp_path: Path, name: str) -> None:
     url = uploaded(single(tmp_path / "hf"), f"{place}/hf")
     store, prefix = open_store(url)
     path = keys.data_path(keys.new_token(), 0, "model", 0) if name == "data/ours" else name
