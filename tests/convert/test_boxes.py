@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any, cast
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.convert.nd_boxes import Box, cut, shared, stretch_start
+from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.source import Stretch
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -64,3 +67,22 @@ def test_shares_one_stretch_of_a_chunk_with_a_box(grid: tuple[tuple[int, ...], l
             assert held[at : at + common.nbytes] == part(whole, common).reshape(-1).tolist()
             seen += held[at : at + common.nbytes]
         assert sorted(seen) == part(whole, box).reshape(-1).tolist()
+
+
+def test_reads_rows_of_several_chunks_without_cutting_them_to_elements() -> None:
+    class Source:
+        def read(self, key: str, start: int, out: memoryview) -> None:
+            reads.append(len(out))
+            out[:] = data[key][start : start + len(out)]
+
+    whole, reads = bytes(range(240)) * 20, list[int]()
+    data = {"a": whole[:1200], "b": whole[1200:]}
+    boxes = [(Box((10, 0, 0), (30, 30, 4)), Stretch("b", 0, 3600)), (Box((0, 0, 0), (10, 30, 4)), Stretch("a", 0, 1200))]
+    segment = Filling(cast(Any, Source()), 1 << 20).whole((40, 30), 4, boxes)
+    assert segment.fill is not None
+    found = bytearray(len(whole))
+    for start in range(0, len(whole), 777):
+        segment.fill(start, memoryview(found)[start : start + 777])
+    assert bytes(found) == whole
+    # One of the seven parts lies in both chunks.
+    assert len(reads) == 8

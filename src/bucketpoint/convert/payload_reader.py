@@ -49,6 +49,8 @@ class Filling:
         if len(chunks) == 1:
             return self.segment(chunks[0][1])
         counted, ordered = (*shape, itemsize), sorted(chunks, key=lambda chunk: chunk[0].offsets)
+        if all(tuple(box.sizes[1:]) == counted[1:] for box, _ in ordered):
+            return Segment(prod(counted), fill=lambda start, out: self._chain(ordered, start, out))
         return Segment(prod(counted), fill=lambda start, out: self._gather(counted, ordered, start, out))
 
     def fill(self, payload: Payload, start: int, out: memoryview) -> None:
@@ -60,6 +62,14 @@ class Filling:
             copy_stretch(self._tensor(payload), start, out)
         else:
             out[:] = payload.data[start : start + len(out)]
+
+    def _chain(self, chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview) -> None:
+        """Fill `out` from chunks of whole rows, whose bytes follow each other."""
+        for place, payload in chunks:
+            first = place.offsets[0] * prod(place.sizes[1:])
+            low, high = max(first, start), min(first + payload.nbytes, start + len(out))
+            if low < high:
+                self.fill(payload, low - first, out[low - start : high - start])
 
     def _gather(self, shape: Sequence[int], chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview) -> None:
         done = 0
