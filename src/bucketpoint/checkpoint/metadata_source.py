@@ -70,7 +70,7 @@ class MetadataSource:
         return data
 
     def read_whole(self) -> tuple[bytes, ObjectInfo]:
-        """Read `.metadata`, and the store's description of it, or of the index or file of safetensors."""
+        """Read `.metadata`, or the metadata of safetensors, and the store's description of the object that was read."""
         return self._or_safetensors(None)
 
     def _or_safetensors(self, first: int | None) -> tuple[bytes, ObjectInfo]:
@@ -127,7 +127,7 @@ class MetadataSource:
         return data, info
 
     def _index(self, ref: IndexRef) -> bytes | None:
-        """Read the index. None if it is missing or another one: `.metadata` has the same content."""
+        """Read the index. None if it is missing, too large or not the one named: `.metadata` has the same content."""
         key = keys.join(self.prefix, ref.path)
         if ref.size > self.max_bytes:
             return None
@@ -146,7 +146,7 @@ class MetadataSource:
     def nothing_here(self) -> CheckpointNotFoundError:
         """Return the error that explains why there is no checkpoint, by the first 1,000 objects here.
 
-        Without the right to list, as if there were none. A successful load lists only beside safetensors.
+        Without the right to list, the error is the one for no objects. A successful load lists only beside safetensors.
         """
         from bucketpoint.catalog.survey import LOOKED_AT, other_files
 

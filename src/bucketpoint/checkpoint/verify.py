@@ -1,6 +1,6 @@
 """Verification of a checkpoint in its store: every byte is read, and every recorded checksum is compared.
 
-Damage is collected, not raised: one run names all of it. The transfer options bound the memory.
+Damage is collected, not raised: a report names all damage of a checkpoint. The transfer options bound the memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """Report of one run. `unchecked` counts the bytes that were read and could not be compared, by reason."""
+    """Report on one checkpoint. `unchecked` counts the bytes that were read and could not be compared, by reason."""
 
     url: str
     objects: int
@@ -201,7 +201,7 @@ class _Run:
         return record.metadata_etag is not None and record.metadata_etag == self.saved.info.etag
 
     def check_index(self, meter: Meter) -> None:
-        """Check that the index is the one that the metadata names: loads read it before the metadata if it is there."""
+        """Check that the index, which loads read in place of the metadata, is the one that the metadata names."""
         ref, saved = self.saved.index, self.saved
         if ref is None:
             return

@@ -45,7 +45,7 @@ class Ranks:
         members: torch's group of the ranks; None for all ranks of the job.
 
     Attributes:
-        members: as given; `async_save` is to be given it, too.
+        members: as given; to be passed to `async_save`, too.
         group: group on which the ranks agree; None before `connect`, and without torch.distributed.
         load_s: longest time that a rank waits for the end of a load on the others.
 
@@ -309,7 +309,7 @@ class Ranks:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    # It may have ended just after the timeout.
+                    # The collective may have ended just after the timeout.
                     try:
                         work.wait()
                         return
@@ -329,13 +329,13 @@ class Ranks:
                 here.log_missing(waited)
 
     def leave_others(self, what: str, error: BaseException) -> None:
-        """Give the group up after an error of this rank alone. The others, which wait for it or will, raise it, too."""
+        """Give the group up after an error of this rank alone. Ranks that wait for it raise an error, too."""
         if self.group is not None:
             self._note_end(as_failure(error, self.global_rank, what=what))
             self._give_up()
 
     def _note_end(self, failure: BucketpointError) -> None:
-        """Record for the others, whose connections to this rank close, why it gives the group up."""
+        """Record why this rank gives the group up, for the others, whose connections to it close."""
         self._store.set("end", Failure(self.global_rank, "lost", failure).encoded())
 
     def _broken(self, here: Meeting) -> BucketpointError:

@@ -93,9 +93,9 @@ def convert(
 
     The formats are `bucketpoint` (DCP with an index and checksums, which torch's own readers read), `dcp` (as torch
     itself writes it, a source only), `torch` (one file of torch.save) and `safetensors` (files with an index). Source
-    and target may lie in any two stores. Tensors
-    are streamed in pieces, within 256 MiB of memory beside what torch itself takes. The target appears whole at the
-    end, or not at all. Run the command again to continue an interrupted conversion.
+    and target may lie in any two stores. Tensors are streamed in pieces, within 256 MiB of memory beside what torch
+    itself takes. The target appears whole at the end, or not at all. Run the command again to continue an interrupted
+    conversion.
     """
     from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
     from bucketpoint.dcp.progress_bar import progress_callback

@@ -1,6 +1,6 @@
 """The plan of all ranks with its metadata, and the cache of plans of earlier saves.
 
-It is made over columns if columns hold all items, and else by DCP's own functions, which balance nothing.
+A plan is made over columns if columns hold all items, and else by DCP's own functions, which balance nothing.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _cache_of(identity: str) -> PlanCache:
 
 
 def unpack_tables(plans: Sequence[SavePlan]) -> dict[bytes, Table]:
-    """Decode the tables of all ranks, each of them once, by the bytes in which they were sent."""
+    """Return the decoded tables of all ranks, keyed by their encoded bytes. Equal bytes are decoded once."""
     every = [packed_items(plan.items) for plan in plans]
     blobs = dict.fromkeys(blob for packed in every if packed is not None for blob in packed.tables)
     return {blob: unpack_table(blob) for blob in blobs}

@@ -220,7 +220,7 @@ class SavePlanner(DefaultSavePlanner):
         self._int_keys, self._thread = (), 0
 
     def _refuse_two_threads(self) -> None:
-        """Raise if another thread has set this planner up for a state of its own, which would be saved as this one."""
+        """Raise if another thread has set this planner up for its own state, which would be saved in place of ours."""
         if self._thread != threading.get_ident():
             raise BucketpointError(
                 "Saves on two threads use one SavePlanner at the same time",
@@ -231,7 +231,7 @@ class SavePlanner(DefaultSavePlanner):
         """Return the plan for the ranks' items: a kept one, or a new one."""
         every: list[_Local] = [plan.planner_data for plan in plans]
         tables = unpack_tables(plans)
-        # A tensor is never composed of several ranks' tensors. All from one rank, so that they fit each other.
+        # A tensor that differs between ranks is not composed of their parts: all its items come from one rank.
         values, apart = differences(plans, tables, [local.digests for local in every]) if len(plans) > 1 else ([], [])
         self._warn_of_lost_values(values, "values for these keys")
         self._warn_of_lost_values(apart, "tensors under these names")

@@ -1,4 +1,4 @@
-"""`Driver`: operations on a filesystem, with the methods that all filesystems have.
+"""`Driver`: operations on a filesystem, by methods that all filesystems have.
 
 `services` has the drivers of particular filesystems. Paths and exceptions are the filesystem's own; the caller
 translates the exceptions.
@@ -72,7 +72,7 @@ def _bucket(root: str) -> str:
 
 
 class Driver:
-    """Driver for any filesystem, with the methods that all have. Drivers have no state.
+    """Driver for any filesystem, by methods that all filesystems have. Drivers have no state.
 
     Attributes:
         name: name of the library, for tables.

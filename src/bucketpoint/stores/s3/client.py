@@ -111,7 +111,7 @@ def renewed_client(options: S3Options, stale: S3Client) -> S3Client:
     # of trials are kept.
     made = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
     if getattr(getattr(made.api, "_request_signer", None), "_credentials", made) is None:
-        # Otherwise no later request would have any, even once the source is back.
+        # Otherwise no later request would have credentials, even once the source is back.
         raise CredentialRetrievalError(provider="every source", error_msg="there are no credentials any more")
     return made
 

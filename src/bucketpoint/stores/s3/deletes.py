@@ -92,7 +92,7 @@ class _Deletes(ExpiringDeletes, Store, Protocol):
 
 
 def tried(store: _Deletes, prefix: str, service: S3Service) -> S3Service:
-    """Try out deletions of a scratch object, with at most eight small requests and 3 seconds."""
+    """Try out deletions of a scratch object, with at most nine small requests and 3 seconds."""
     key = scratch_key(prefix)
     try:
         conditional = _found(lambda: _is_conditional(store, key))
