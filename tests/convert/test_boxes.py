@@ -77,12 +77,12 @@ def test_reads_rows_of_several_chunks_without_cutting_them_to_elements() -> None
 
     whole, reads = bytes(range(240)) * 20, list[int]()
     data = {"a": whole[:1200], "b": whole[1200:]}
-    boxes = [(Box((10, 0, 0), (30, 30, 4)), Stretch("b", 0, 3600)), (Box((0, 0, 0), (10, 30, 4)), Stretch("a", 0, 1200))]
+    last, first = Box((10, 0, 0), (30, 30, 4)), Box((0, 0, 0), (10, 30, 4))
+    boxes = [(last, Stretch("b", 0, 3600)), (first, Stretch("a", 0, 1200))]
     segment = Filling(cast(Any, Source()), 1 << 20).whole((40, 30), 4, boxes)
     assert segment.fill is not None
     found = bytearray(len(whole))
     for start in range(0, len(whole), 777):
         segment.fill(start, memoryview(found)[start : start + 777])
     assert bytes(found) == whole
-    # One of the seven parts lies in both chunks.
-    assert len(reads) == 8
+    assert len(reads) == 8  # One of the seven parts lies in both chunks.

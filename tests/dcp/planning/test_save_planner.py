@@ -349,7 +349,7 @@ def test_commits_nothing_if_a_planner_alters_the_metadata_after_ours(tmp_path: P
         if not alters:
             dcp.save(state, storage_writer=BucketWriter(saved), planner=planner, no_dist=True)
             continue
-        with pytest.raises(CheckpointException, match="(v has only 4 of its 9|ghost has only 0 of its 4) elements"):
+        with pytest.raises(CheckpointException, match=r"(v has only 4 of its 9|ghost has only 0 of its 4) elements"):
             dcp.save(state, storage_writer=BucketWriter(saved), planner=planner, no_dist=True)
     assert not (saved / ".metadata").exists()
 

@@ -323,6 +323,6 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
                     url=url,
                     key=result.index.fqn,
                     rank=_rank_of(place, statements[place]),
-                    remedy="Use a planner that alters no dtype or shape of the metadata, and keeps plans in one process "
-                    "group only, for the same saves on all ranks",
+                    remedy="Use a planner that alters no dtype or shape of the metadata, and keeps plans in one "
+                    "process group only, for the same saves on all ranks",
                 )
