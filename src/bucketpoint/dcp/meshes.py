@@ -29,9 +29,9 @@ from bucketpoint.forks import ProcessLock
 
 logger = logging.getLogger(__name__)
 
-_ANEW_WITHIN = timedelta(minutes=1)
-"""Longest time to wait for the other ranks to make another mesh. Only the ranks that have seen the failure may make
-it."""
+_CONNECT_WITHIN = timedelta(minutes=1)
+"""Limit on gloo's steps while ranks connect that have just met, and on the wait for other ranks to make another mesh,
+which only ranks that have seen the failure may make."""
 
 _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValueDictionary()
 """The newest mesh of these ranks."""
@@ -81,8 +81,10 @@ class Mesh:
     def connect(cls, meeting: Meeting, within: timedelta) -> Mesh:
         """Connect the ranks of a meeting for as long as the caller keeps the mesh. A collective call."""
         store = dist.PrefixStore("group", meeting.store)
-        group = process_groups.connect(meeting.ranks, store, meeting.name, within)
-        mesh = cls(group, meeting.name, within, ended=_ended(meeting))
+        connecting = min(within, _CONNECT_WITHIN)
+        group = process_groups.connect(meeting.ranks, store, meeting.name, connecting)
+        mesh = cls(group, meeting.name, connecting, ended=_ended(meeting))
+        mesh.wait_for(within)
         mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
         mesh.leave.atexit = False
         return mesh
@@ -122,7 +124,7 @@ class Mesh:
                 poll(lambda: not ended.missing(), time.monotonic() + ANSWERS_WITHIN_S)
                 missing = ended.missing()
                 silent = [rank for rank in lost if rank in missing]
-                if isinstance(error, PeerFailedError) or self.group is None:
+                if isinstance(error, PeerFailedError):
                     silent = silent or missing
                 ours = _explained(error, silent, url, what)
                 store.set("why", Failure(here, "error", ours).encoded())
@@ -153,10 +155,11 @@ class Mesh:
         self.group = None
 
 
-def not_connected(meeting: Meeting, error: RuntimeError, what: str) -> BucketpointError:
+def not_connected(meeting: Meeting, error: BaseException, what: str) -> BucketpointError:
     """Return why this rank could not be connected with the others, the same on all ranks.
 
-    A rank that fails as soon as it is connected closes its connections while others are still being connected.
+    A rank that fails as soon as it is connected closes its connections while others are still being connected. Ranks
+    that do not answer may be connecting, so none is named as lost.
     """
     return Mesh(None, meeting.name, timedelta(0), ended=_ended(meeting)).end(error, None, what)
 
@@ -218,7 +221,7 @@ def group_beside(parent: Any) -> Any:
             ranks, within = process_groups.ranks_of(parent), process_groups.timeout_of(parent)
             former = _by_ranks.get(ranks)
             if former is not None and process_groups.is_known(former.group):
-                within = min(within, _ANEW_WITHIN)
+                within = min(within, _CONNECT_WITHIN)
                 former.drop()
             refused = process_groups.too_few_descriptors(ranks)
             meeting = Meeting.begin(ranks, "an asynchronous save", error=refused)

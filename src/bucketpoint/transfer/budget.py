@@ -27,7 +27,7 @@ class BufferPool:
         self._state = threading.Condition()
         self._taken = 0
         self._kept = 0
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free: dict[int, list[mmap.mmap | bytearray]] = {}
         self.peak_bytes = 0
         """Maximum of the bytes held at once, cached free buffers included."""
 
@@ -59,8 +59,9 @@ class BufferPool:
             else:
                 self._let_go(size)
                 try:
-                    # An anonymous map is returned to the system when it is dropped; heap memory may not be.
-                    buffer = mmap.mmap(-1, size)
+                    # An anonymous map is returned to the system when it is dropped; heap memory may not be. The
+                    # number of maps is limited, and a load may hold a hundred thousand small buffers.
+                    buffer = mmap.mmap(-1, size) if size >= mmap.PAGESIZE else bytearray(size)
                 except (OSError, OverflowError, ValueError) as error:
                     # Metadata of another writer may contain any number as a length.
                     raise BucketpointError(
@@ -74,7 +75,7 @@ class BufferPool:
     def give(self, view: memoryview) -> None:
         """Return a buffer from `take` to the pool, once it is no longer read or written."""
         buffer = view.obj
-        if not isinstance(buffer, mmap.mmap):
+        if not isinstance(buffer, mmap.mmap | bytearray):
             return
         size = len(buffer)
         with self._state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -71,3 +72,21 @@ def failed_load_while_connecting(rank: int, world: int, url: str) -> str:
         return failed_load(rank, world, url, False)
     finally:
         process_groups.connect = connect
+
+
+def load_without_an_address(rank: int, world: int, url: str) -> str:
+    """Return the error of a load in which the last rank has no address at which the others can reach it."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=4))
+
+    def connect(*args: Any) -> None:
+        raise RuntimeError("Unable to find address")
+
+    original = process_groups.connect
+    process_groups.connect = original if rank < world - 1 else connect
+    try:
+        with Weights(WeightsOptions.of({"url": url, "prefix": "model."}), group).loading():
+            return "loaded"
+    except Exception as error:  # noqa: BLE001 (compared by the test)
+        return str(error)
+    finally:
+        process_groups.connect = original

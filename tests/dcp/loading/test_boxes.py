@@ -100,6 +100,12 @@ def test_ranks_of_a_group_read_each_byte_of_the_newest_checkpoint_once(two_ranks
     assert sum(read) <= 1.02 * sum(tensor.nbytes for tensor in state.values())
 
 
+def test_takes_no_rank_for_lost_if_another_cannot_be_reached(two_ranks: Ranks, url: str) -> None:
+    for error in two_ranks.run(scenarios.load_without_an_address, url):
+        assert "Unable to find address" in error
+        assert "died" not in error
+
+
 def test_fails_on_all_ranks_with_the_error_of_one(two_ranks: Ranks, tmp_path: Path, url: str) -> None:
     for call, args in (
         (scenarios.failed_load, (f"file://{tmp_path}/other", False)),

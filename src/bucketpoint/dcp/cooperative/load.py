@@ -69,8 +69,8 @@ class Cooperation:
         within = process_groups.timeout_of(self._group)
         call = f"the load of {url} with cooperative={self._mode!r}"
         # Which ranks are on this node is not known before the meeting; torchrun gives their number.
-        near = int(os.environ.get("LOCAL_WORLD_SIZE", "") or len(ranks)) if self._mode == "node" else len(ranks)
-        refused = process_groups.too_few_descriptors(ranks[:near])
+        local = os.environ.get("LOCAL_WORLD_SIZE", "") if self._mode == "node" else ""
+        refused = process_groups.too_few_descriptors(ranks[: int(local) if local.isdigit() else None])
         meeting = Meeting.begin(ranks, call, note=node, purpose="loads", error=refused)
         meeting.wait(within.total_seconds())
         members = ranks
@@ -84,8 +84,11 @@ class Cooperation:
             meeting = replace(meeting, ranks=members, store=store, name=name)
             try:
                 self._exchange = Peers(Mesh.connect(meeting, within))
-            except RuntimeError as error:
-                raise not_connected(meeting, error, "The load") from error
+            except BaseException as error:
+                reason = not_connected(meeting, error, "The load")
+                if isinstance(error, Exception):
+                    raise reason from error
+                raise
 
     def close(self) -> None:
         """Give up a load that has begun and not ended. Notifies the other ranks, so that none waits for this one."""

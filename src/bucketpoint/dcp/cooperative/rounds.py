@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from bucketpoint.dcp.cooperative.peers import Message, Peers
-from bucketpoint.dcp.cooperative.schedule import LARGEST_CELL, Cell, Schedule
+from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
@@ -119,7 +119,7 @@ class SharedLoad:
             cell = self._cells[0]
             direct = self._targets.direct(cell)
             staged = 0 if direct is not None else cell.nbytes
-            follows = bool(joined) and _follow(joined[0][0], joined[-1][0], cell)
+            follows = bool(joined) and self._follows(joined[0][0], joined[-1][0], cell)
             room = self._ahead_bytes + staged <= self._ahead_limit and (
                 follows or self._ahead < 2 * self._options.connections
             )
@@ -133,6 +133,11 @@ class SharedLoad:
             self._ahead_bytes += staged
             joined.append((cell, direct if direct is not None else self._memory.take(cell.nbytes)))
         self._start(reading, joined)
+
+    def _follows(self, first: Cell, last: Cell, cell: Cell) -> bool:
+        """Return True if a cell can be read in one request with those from `first` to `last`."""
+        most = self._schedule.cell_bytes
+        return (last.obj, last.stop) == (cell.obj, cell.start) and cell.stop - first.start <= most
 
     def _start(self, reading: TaskGroup, cells: Sequence[tuple[Cell, memoryview]]) -> None:
         if cells:
@@ -257,11 +262,6 @@ class SharedLoad:
                 self._state.notify_all()
 
         return run
-
-
-def _follow(first: Cell, last: Cell, cell: Cell) -> bool:
-    """Return True if a cell can be read in one request with those from `first` to `last`."""
-    return (last.obj, last.stop) == (cell.obj, cell.start) and cell.stop - first.start <= LARGEST_CELL
 
 
 class Targets:

@@ -51,11 +51,13 @@ class Schedule:
         peers: ranks that share bytes with this rank, directly or through other ranks; this rank included; ascending.
         shared: for each of the rank's own rows, True if it is read cell by cell. Only this rank reads the other rows.
         rounds: cells in the order in which they are handed out, the same for all peers.
+        cell_bytes: limit on the bytes of a cell, and of the cells that are read in one request.
     """
 
     peers: tuple[int, ...]
     shared: tuple[bool, ...]
     rounds: tuple[tuple[Cell, ...], ...]
+    cell_bytes: int
 
 
 class Overlaps:
@@ -127,7 +129,8 @@ class Overlaps:
         size = min(max(round_bytes // len(peers), SMALLEST_CELL), LARGEST_CELL, max(round_bytes, 1))
         dealt = shared[stretch] & (lowest[self._holder] == lowest[rank])
         cells = self._deal(rank, self._piece[dealt], self._holder[dealt], alone.long().tolist(), size)
-        return Schedule(tuple(peers), tuple(mine[self._rank == rank].tolist()), tuple(_rounds(cells, round_bytes)))
+        shared_rows = tuple(mine[self._rank == rank].tolist())
+        return Schedule(tuple(peers), shared_rows, tuple(_rounds(cells, round_bytes)), size)
 
     def _deal(self, here: int, piece: torch.Tensor, holder: torch.Tensor, load: list[int], size: int) -> Iterator[Cell]:
         """Cut pieces into cells, and give each to the rank with the least to read so far among those that want it.

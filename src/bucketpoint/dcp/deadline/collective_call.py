@@ -355,6 +355,8 @@ class CollectiveCall:
             return former
         if former is not None:
             former.drop()
+            if (refused := process_groups.too_few_descriptors(self._ranks)) is not None:
+                raise refused
         return meshes.Mesh.make(self._parent, meeting, left, left)
 
     def _refuse(self, error: Exception) -> None:
