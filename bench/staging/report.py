@@ -56,7 +56,7 @@ def p95_over_median(found: Measurement) -> float:
 
 
 def lost(found: Measurement) -> float:
-    """Seconds of training lost for each GB: in `async_save`, and by what steps took longer meanwhile."""
+    """Seconds of training time lost per GB: in `async_save`, and by what steps took longer meanwhile."""
     return float(found["lost_s_per_gb"])
 
 

@@ -55,5 +55,5 @@ def parent_and_name(url: str) -> tuple[str, str] | None:
     above, slash, name = (as_url(url) or "").rpartition("/")
     if not name or name in (".", "..") or above.endswith((":", "/")) or (slash and not above):
         return None
-    # A bucket is not a folder: in `s3://bucket` the scheme's slash stands above it, which is refused as well.
+    # A bucket is not a folder: `s3://bucket` is refused too, as `above` ends with the scheme's slash.
     return above or ".", name

@@ -223,7 +223,7 @@ class _Examination:
         return True
 
     def _why_kept(self, key: str) -> str | None:
-        """Delete a key, and return the reason if it is refused, or None. Without an object, nothing is lost."""
+        """Delete a key at which there is no object, and return the reason if that is refused, or None."""
         try:
             failures = self._store.delete([key])
         except UNREACHABLE:

@@ -91,7 +91,7 @@ def report(
         writer = storage_writer or BucketWriter(storage_options=storage_options)
         return {**with_parts(state, _ONE_MODEL), **_noted_empty_dicts(state)}, writer
 
-    # Before Ray's own collective, in which the other workers would wait for one that has failed.
+    # Checked before Ray's own collective, in which other workers would wait for one that failed.
     call = f"report(step={step})"
     saved, writer = job_ranks(call).together(call, checked)
     context = ray.train.get_context()

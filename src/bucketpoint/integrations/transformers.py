@@ -201,7 +201,7 @@ class BucketTrainerMixin:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = {self.state.global_step: numbers}
         best = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
-        # With `save_strategy="best"` this decides whether to save, even if a signal asks for it.
+        # With `save_strategy="best"` this result decides whether to save: keep a signal's request.
         return bool(best) or self.control.should_save
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:

@@ -35,10 +35,9 @@ class Ranks:
     Steps that can fail on one rank run in `together`, after which all ranks continue or all raise. A rank that waits
     for others logs after 10 s which are missing, and raises at the timeout an error that names them.
 
-    The group is a new gloo group, so that no collective of training can mix with the manager's. Saves beside training
-    use another one, which all saves and loads of these ranks share, because the manager's ranks communicate while a
-    save is under way. Both are made by `connect`; before it, `together` meets in the job's store. A failed wait renews
-    the first group.
+    The group is a new gloo group, so that no collective of training can mix with the manager's. As the manager's ranks
+    communicate while a save is under way, all saves and loads of these ranks share another group. Both are made by
+    `connect`; before it, `together` meets in the job's store. A failed wait renews the manager's group.
 
     Args:
         what: name of the user of the ranks, for messages.

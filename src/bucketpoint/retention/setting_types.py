@@ -386,7 +386,7 @@ def _settings_of(kind: Any) -> tuple[Setting, ...]:
 
 
 def _shape_of(hint: Any) -> Shape:
-    """Return the shape of a type: of words, of durations, of a class of settings, or of a list of these."""
+    """Return the shape of a type: words, a duration, a class of settings, alternative classes, or a list."""
     parts = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is Literal:
         return OneOf(tuple(parts))

@@ -65,7 +65,7 @@ class Round:
 def prune_by(
     catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
 ) -> Round:
-    """Prune once by a policy. Raises as `prune`, and `PolicyError` if `match` fails.
+    """Prune once by a policy. Raises as `prune`, and `PolicyError` if `policy.keep.match` fails.
 
     Args:
         force: carry out the whole plan, even if the circuit breaker refuses it.

@@ -200,8 +200,7 @@ class ReadPlan:
         """
         offsets, lengths = box
         runs = chunk.runs(offsets, lengths)
-        # A box is never smaller than a block: the whole block is fetched to verify any part of it, and once more for
-        # each band that it is cut into.
+        # A box that spans at most a block is not cut: each band would fetch the whole block again, to verify its part.
         small = runs.span <= max(self.options.lease_bytes, item.info.block_nbytes or 0)
         axes = [axis for axis, size in enumerate(lengths) if size > 1]
         fits = (runs.count == 1 and _fits_in_place(item, chunk)) or (small and self._affordable(item, runs))

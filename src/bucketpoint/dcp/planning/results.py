@@ -152,7 +152,7 @@ class RankResults:
         }
 
     def uncovered(self) -> Sequence[tuple[str, str]]:
-        """Return the tensors that the ranks hold only in part, with the reasons: see `uncovered`."""
+        """Return the tensors that the ranks hold only in part, with the reasons: see `coverage.uncovered`."""
         plan = self.plan
         planned = plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata
         if plan is not None and planned and shapes_of(self.metadata) == plan.shapes:

@@ -231,7 +231,7 @@ class SavePlanner(DefaultSavePlanner):
         """Return the plan for the ranks' items: a kept one, or a new one."""
         every: list[_Local] = [plan.planner_data for plan in plans]
         tables = unpack_tables(plans)
-        # A tensor that differs between ranks is not composed of their parts: all its items come from one rank.
+        # A tensor that differs between ranks is not composed of their parts: the first rank that has it saves it whole.
         values, apart = differences(plans, tables, [local.digests for local in every]) if len(plans) > 1 else ([], [])
         self._warn_of_lost_values(values, "values for these keys")
         self._warn_of_lost_values(apart, "tensors under these names")

@@ -214,8 +214,8 @@ def _replace(
     replaced = None
     if is_marker(there) and not _settled(request, info):
         return None
-    # A marker is no checkpoint, so any save may replace it: the deletion removes only the objects that the commit
-    # before the marker named.
+    # A marker is no checkpoint, so any save may replace it: the deletion removes only objects that the earlier commit
+    # named.
     if not is_marker(there):
         replaced = _to_be_replaced(request, info, there)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))

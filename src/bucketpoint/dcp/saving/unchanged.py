@@ -37,7 +37,7 @@ LIVE_SHARE = 0.8
 """Least share of an object's bytes that must be unchanged for it to be copied: the others are stored in vain."""
 
 LEAST_COPIED_BYTES = 1 << 20
-"""Least size of an object that is copied: smaller ones are sent together with changed items."""
+"""Least number of unchanged bytes in an object that is copied: fewer are sent together with changed items."""
 
 _SAMPLE_BYTES = 4096
 _SAMPLED_FROM = 64 << 10

@@ -32,7 +32,7 @@ class Dtype:
     def itemsize(self) -> int:
         """Bytes of an element."""
         numbered = _NUMBERED.fullmatch(self.name)
-        # All dtypes not listed take one byte.
+        # Dtypes that match neither take one byte.
         return _BYTES.get(self.name, int(numbered[2]) // 8 if numbered else 1)
 
     def __str__(self) -> str:

@@ -80,7 +80,7 @@ def load(
     strategy = sharded_strategy or BucketLoadStrategy(storage_options=storage_options)
     base = _check(strategy, BucketLoadStrategy, where, options)
     with stand_in(where) as folder, base.one_commit(where) as common:
-        # megatron reads values that are not sharded without the strategy, in the folder.
+        # megatron reads unsharded values from the folder, not through the strategy.
         write_side_files(folder, COMMON, common)
         return dist_checkpointing.load(sharded_state_dict, folder, strategy, **options)
 
