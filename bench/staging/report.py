@@ -119,7 +119,7 @@ def verdicts(staging: dict[str, Any]) -> Iterator[Verdict]:
         yield bounded(what, f"<= {MAX_CAPPED_STEP} x idle", step, MAX_CAPPED_STEP, "{:.3f} x")
     for metric, what, over_floor in (
         (mean_ratio, "mean step during an upload at full speed", MAX_OVER_FLOOR),
-        (lost, "training lost for each GB at full speed", MAX_LOST_OVER_FLOOR),
+        (lost, "training time lost per GB at full speed", MAX_LOST_OVER_FLOOR),
     ):
         for peer, limit in (("floor", over_floor), ("s3torchconnector", MAX_OF_PEER)):
             ratio = _ratio_of_medians(results, peer, metric)
