@@ -55,7 +55,7 @@ CHANGES = {
     "record": Change("record", "", "there", "the save; a prune, if the save died",
         "create-only; the commit is there", ("commit that a record names",)),
     "finish": Change("intent, fence", "there", "", "the save; a prune, if the save may not delete",
-        "the record is there; for a prune, since an hour",
+        "the record is there; for a prune, for an hour",
         ("intent of a save that may commit again", "intent after a second request")),
     "lock": Change("`pruner.json`", "", "held", "a pruner, first", "create-only, If-Match if free or 15 minutes old"),
     "schedule": Change("tombstone", "", WAITING, "a prune, `rm`, a rollback, a restore past damage",
