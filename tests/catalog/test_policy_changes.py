@@ -86,6 +86,31 @@ def test_moves_the_deletion_to_the_former_best_after_a_late_metric(store: Memory
     assert list(there(catalog)) == [100, 300]
 
 
+def test_ranks_checkpoints_that_are_saved_while_a_prune_lists(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, snapshot = {400: 0.1, 500: 0.2}, Catalog.snapshot
+
+    def slowly(self: Catalog) -> Any:
+        listed = Catalog.listed
+
+        def and_then_save(self: Catalog, where: str, first: str = "") -> Any:
+            found = listed(self, where, first)
+            monkeypatch.setattr(Catalog, "listed", listed)
+            while losses:
+                step, loss = losses.popitem()
+                save(catalog, step)
+                report(catalog, step, {"loss": loss})
+            return found
+
+        monkeypatch.setattr(Catalog, "listed", and_then_save)
+        return snapshot(self)
+
+    monkeypatch.setattr(Catalog, "snapshot", slowly)
+    report(catalog, 100, {"loss": 0.9})
+    assert steps(run(catalog, LOSS).done.buried) == [200]
+
+
 def test_leaves_tombstones_as_they_are_under_the_same_policy(store: MemoryStore, catalog: Catalog) -> None:
     first = prune_by(catalog, policy(LATEST, count=1), holder="a")
     assert (bool(first.verdict), steps(first.done.buried)) == (False, [100])

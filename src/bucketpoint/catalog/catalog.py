@@ -156,9 +156,10 @@ class Catalog:
 
         One LIST for each 1,000 keys of either, and no GET.
         """
-        # Notes are listed first: a checkpoint that is committed after its step was noted then appears with its notes.
-        noted = self.listed(catalog_keys.NOTES)
+        # Steps are listed first: a checkpoint in the snapshot then has its notes in it, too. A prune would delete the
+        # best one for want of its metrics, if two saves ended between the two listings.
         snapshot = self.steps()
+        noted = self.listed(catalog_keys.NOTES)
         times = (snapshot.taken, self.time_of(noted))
         taken = max((time for time in times if time is not None), default=None)
         return replace(snapshot, taken=taken).with_notes(read_notes(noted))

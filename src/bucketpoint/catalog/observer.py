@@ -99,7 +99,7 @@ class Observer:
         checkpoint; a small GET and a LIST for each folder without a record that was not committed before.
         """
         catalog = self.catalog
-        noted, listed = catalog.listed(catalog_keys.NOTES), catalog.listed(catalog_keys.STEPS)
+        listed, noted = catalog.listed(catalog_keys.STEPS), catalog.listed(catalog_keys.NOTES)
         taken = catalog.time_of([*noted, *listed])
         snapshot = read_steps(listed, catalog.template, taken=taken).with_notes(read_notes(noted))
         problems = list(_unreadable(snapshot, [*noted, *listed]))
