@@ -16,6 +16,8 @@ from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.journal import NAME
 from bucketpoint.errors import StoreError
+from bucketpoint.stores.base import DeleteFailure
+from bucketpoint.stores.local import LocalStore
 from bucketpoint.transfer import TransferOptions
 
 pytest.importorskip("safetensors.torch")
@@ -142,3 +144,12 @@ def test_removes_shards_of_another_size_once_the_new_set_is_complete(
     made = {entry.key for entry in plan.layout.objects} | ({INDEX_NAME} if names > 1 else set())
     assert len(plan.layout.objects) == names
     assert {path.name for path in target.iterdir()} == made | foreign
+
+
+def test_logs_what_the_store_refuses_to_delete(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LocalStore, "delete", lambda _, keys: [DeleteFailure(key, "Denied", "no") for key in keys])
+    options = ConvertOptions(shard_bytes=2 * ITEM)
+    run_conversion(plan_conversion(source, tmp_path / "b", to_format="safetensors", options=options))
+    assert "were not deleted" in caplog.text

@@ -17,6 +17,7 @@ from bucketpoint.convert.shares import is_of_conversion
 from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
+from bucketpoint.stores import delete_all
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import crc32c
@@ -134,7 +135,7 @@ class Journal:
     def remove(self, workers: int = 0) -> None:
         """Delete this journal, and those of all workers once the conversion is complete."""
         names = {self.name, *(name_of((worker, workers)) for worker in range(workers))}
-        self.place.store.delete([self.place.key(name) for name in sorted(names)])
+        delete_all(self.place.store, [self.place.key(name) for name in sorted(names)])
 
 
 def name_of(worker: tuple[int, int]) -> str:
@@ -181,7 +182,7 @@ def _are_paths(value: Any) -> bool:
 
 def remove_stale(place: TargetPlace, stale: Collection[str]) -> None:
     """Delete objects of conversions to this place that did not finish. No other objects have their names."""
-    place.store.delete([place.key(path) for path in sorted(stale) if is_of_conversion(path)])
+    delete_all(place.store, [place.key(path) for path in sorted(stale) if is_of_conversion(path)])
 
 
 def _checksums(note: Mapping[str, Any], entry: ObjectSource) -> list[list[int]] | None:
