@@ -77,9 +77,8 @@ class SharedLoad:
         self._alone_left = len(self._alone)
         self._cells = deque(mine)
         self._read: dict[tuple[int, int], memoryview] = {}
-        # Reads that have been started and not handed out whole, and the last cell of each.
-        self._ahead = 0
-        self._last: set[tuple[int, int]] = set()
+        # The last cell of each read that has been started and not handed out whole.
+        self._ahead: set[tuple[int, int]] = set()
         self._ahead_bytes = 0
         self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)
         self._finishing = 0
@@ -121,14 +120,13 @@ class SharedLoad:
             staged = 0 if direct is not None else cell.nbytes
             follows = bool(joined) and self._follows(joined[0][0], joined[-1][0], cell)
             room = self._ahead_bytes + staged <= self._ahead_limit and (
-                follows or self._ahead < 2 * self._options.connections
+                follows or len(self._ahead) + bool(joined) < 2 * self._options.connections
             )
             if not room and (cell.obj, cell.start) not in due:
                 break
             if not follows:
                 self._start(reading, joined)
                 joined = []
-                self._ahead += 1
             self._cells.popleft()
             self._ahead_bytes += staged
             joined.append((cell, direct if direct is not None else self._memory.take(cell.nbytes)))
@@ -141,7 +139,7 @@ class SharedLoad:
 
     def _start(self, reading: TaskGroup, cells: Sequence[tuple[Cell, memoryview]]) -> None:
         if cells:
-            self._last.add((cells[-1][0].obj, cells[-1][0].start))
+            self._ahead.add((cells[-1][0].obj, cells[-1][0].start))
             reading.start(self._watched(lambda: self._read_cells(cells)))
 
     def _read_cells(self, cells: Sequence[tuple[Cell, memoryview]]) -> None:
@@ -219,8 +217,7 @@ class SharedLoad:
         with self._state:
             view = self._read.pop((cell.obj, cell.start))
         staying = self._targets.direct(cell) is not None
-        if (cell.obj, cell.start) in self._last:
-            self._ahead -= 1
+        self._ahead.discard((cell.obj, cell.start))
         if not staying:
             self._ahead_bytes -= cell.nbytes
         return view, staying
