@@ -154,8 +154,11 @@ class RankResults:
     def uncovered(self) -> Sequence[tuple[str, str]]:
         """Return the tensors that the ranks hold only in part, with the reasons: see `coverage.uncovered`."""
         plan = self.plan
-        planned = plan is not None and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata
-        if plan is not None and planned and shapes_of(self.metadata) == plan.shapes:
+        if (
+            plan is not None
+            and self.metadata.state_dict_metadata is plan.metadata.state_dict_metadata
+            and shapes_of(self.metadata) == plan.shapes
+        ):
             return plan.uncovered
         return list(uncovered(self.metadata, {}))
 

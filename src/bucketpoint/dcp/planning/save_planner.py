@@ -184,7 +184,8 @@ class SavePlanner(DefaultSavePlanner):
         asked = packed_items(self._asked)
         if asked is None:
             raise BucketpointError("The write items of this rank were changed after they were sent to the coordinator")
-        items, columns = self._cache.assigned.get(self._signature), AssignedItems(assigned.encoded, asked)
+        columns = AssignedItems(assigned.encoded, asked)
+        _, items = self._cache.kept.get(self._signature, (None, None))
         if items is None or assigned_items(items) != columns:
             items = PlanItems(items_of(assigned.encoded, self._asked), columns)
         if self._keep_plans:
