@@ -19,7 +19,7 @@ from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
-from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
+from bucketpoint.dcp.copy import COPY_OPTIONS, Copied, CopyPlan, copy_checkpoint, plan_copy
 from bucketpoint.errors import CommitConflictError, StoreError
 from bucketpoint.format import keys
 from bucketpoint.location import Location
@@ -549,6 +549,25 @@ def test_copies_all_checkpoints_of_a_run_and_goes_on_where_it_stopped(
     assert program("cp", run, other, "--yes").code == 5
     assert program("cp", run, other, "--yes", "--overwrite").code == 0
     loads(f"{other}/step-30", 31.0)
+
+
+@pytest.mark.parametrize("during", [10, 20])
+def test_copies_the_others_of_a_run_if_one_is_deleted_meanwhile(
+    tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch, during: int
+) -> None:
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    in_run(run, 10, 20, 30)
+
+    def copied(plan: CopyPlan, **kwargs: Any) -> Copied:
+        if plan.saved.url.endswith(f"-{during}"):
+            assert program("rm", f"{run}/step-20", "--yes").code == 0
+        return copy_checkpoint(plan, **kwargs)
+
+    monkeypatch.setattr(copying, "copy_checkpoint", copied)
+    done = program("cp", run, other, "--yes", "--json")
+    assert (done.code, done.json["deleted"], len(done.json["checkpoints"])) == (0, [f"{run}/step-20"], 2)
+    for step in (10, 30):
+        loads(f"{other}/step-{step}", step)
 
 
 def latest(root: str) -> str:

@@ -6,11 +6,14 @@ import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.deletion import remove
 from bucketpoint.catalog.deletion.lock import acquire
+from bucketpoint.catalog.deletion.remove import Removal, plan_removal
 from bucketpoint.stores import DeleteFailure, LocalStore, open_store
 from cli.conftest import Program, save
 from cli.test_retention import save_run, steps_in
@@ -193,3 +196,18 @@ def test_removes_all_checkpoints_of_a_run_but_none_in_use(program: Program, root
     store, prefix = open_store(f"{root}/run")
     assert not [info.key for info in store.list(f"{prefix}/") if "/data/" in info.key]
     assert program("verify", f"{root}/other/step-1").code == 0
+
+
+def test_removes_a_run_whose_newest_checkpoint_is_damaged_and_one_is_gone(
+    program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "step-3/.metadata").write_bytes(b"damaged")
+
+    def planned(place: Any) -> Removal:
+        shutil.rmtree(run / "step-2", ignore_errors=True)
+        return plan_removal(place)
+
+    monkeypatch.setattr(remove, "plan_removal", planned)
+    done = program("rm", str(run), "--run", "--yes", "--json")
+    assert (done.code, done.json["refused"]) == (0, None)
+    assert not list(run.glob("step-*/.metadata"))

@@ -341,13 +341,16 @@ def test_refuses_what_torch_refuses() -> None:
 def test_counts_the_bytes_that_were_written_of_a_parameter() -> None:
     memory = Memory(a=counting(4, 3))
     fused, padded, untouched = torch.empty(8, 3), torch.empty(6, 3), torch.empty(2)
+    listed, summed = torch.empty(8, 3), torch.empty(8, 3)
     with memory.promises.noting():
         for _ in range(2):
             fused[:4].copy_(memory["a"])
         padded[:4].copy_(memory["a"])
         padded[4:].fill_(0)
-    written = [memory.promises.written(tensor) for tensor in (fused, padded, untouched)]
-    assert written == [fused.nbytes // 2, padded.nbytes, 0]
+        torch._foreach_copy_([padded[:4], listed[:4]], [memory["a"], memory["a"]])
+        torch.add(memory["a"], 1, out=summed[:4])
+    written = [memory.promises.written(tensor) for tensor in (fused, padded, untouched, listed, summed)]
+    assert written == [fused.nbytes // 2, padded.nbytes, 0, listed.nbytes // 2, summed.nbytes // 2]
 
 
 def test_reads_before_an_operation_of_an_extension_that_no_mode_sees() -> None:

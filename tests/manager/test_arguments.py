@@ -124,7 +124,8 @@ def test_saves_the_state_that_a_function_makes(root: str) -> None:
 def test_makes_the_policy_of_three_keywords_and_loads_its_checkpoints_by_name(tmp_path: Path) -> None:
     root, best = f"{tmp_path}/run", Best("eval/acc", "max")
     with CheckpointManager(root, keep=2, best="eval/loss", every=3) as manager:
-        expected = RetentionPolicy(Keep(2, [Best("eval/loss", "min")]), save=Save([SaveEvery(3)], on=["last_step"]))
+        save = Save([SaveEvery(3)], on=["last_step", "sigterm"])
+        expected = RetentionPolicy(Keep(2, [Best("eval/loss", "min")]), save=save)
         assert manager.policy == expected
         assert [step for step in range(1, 8) if manager.should_save(step, last=step == 7)] == [3, 6, 7]
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3)):

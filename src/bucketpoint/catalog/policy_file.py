@@ -38,7 +38,7 @@ def policy_of(
             remedy="Pass keep=3, with best= and every= if wanted; or policy=, which has `keep:` and `save:` of its own",
         )
     rules = () if best is None else (best if isinstance(best, Best) else Best(best, "min"),)
-    save = Save() if every is None else Save(every=[SaveEvery(every)], on=["last_step"])
+    save = Save() if every is None else Save(every=[SaveEvery(every)], on=["last_step", "sigterm"])
     return RetentionPolicy(Keep(latest=keep, best=rules), save=save)
 
 

@@ -170,13 +170,19 @@ class Promises:
                 args, kwargs = _with_real((args, kwargs))
             if not getattr(func, "is_view", False):
                 self.settle(leaves, whole=torch.Tag.inplace_view in getattr(func, "tags", ()))
-                if args and isinstance(args[0], torch.Tensor) and func._schema.is_mutable:
-                    self._note_written(args[0])
+                self._note_all_written(func._schema.arguments, args, kwargs)
             return func(*args, **kwargs)
 
     def written(self, tensor: torch.Tensor) -> int:
         """Return the bytes of the tensor that this thread wrote in `noting`; those of overlapping views count twice."""
         return sum(self._written.get(_place(tensor), {}).values())
+
+    def _note_all_written(self, arguments: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                for leaf in tree_leaves(written):
+                    self._note_written(leaf)
 
     def _note_written(self, view: torch.Tensor) -> None:
         if (place := _place(view)) is not None:

@@ -64,8 +64,8 @@ class CheckpointManager:
         root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
         policy: the policy, which decides what is kept and when to save; or its YAML file, which each rank reads.
         keep, best, every: a small policy, in place of `policy`: number of the latest checkpoints to keep; the metric
-            whose lowest value is kept besides, or a `Best` rule; and the steps between saves, of which `should_save`
-            also saves the last.
+            whose lowest value is kept besides, or a `Best` rule; and the steps between saves. With `every`,
+            `should_save` also saves the last step, and the next one after SIGTERM.
         process_group: the ranks; None for all ranks of the job. The manager makes its own gloo group.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.

@@ -223,12 +223,13 @@ def plan_removal(place: Place) -> Removal:
     return Removal(catalog, checkpoint, nbytes, tuple(_reasons(catalog, snapshot, checkpoint)))
 
 
-def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
+def remove(removal: Removal, *, holder: str, force: bool = False, of_run: bool = False) -> Pruned:
     """Delete the checkpoint by the steps of a prune: a tombstone that is due at once, a claim, the commit, the data.
 
     Args:
         holder: name of the remover, for the pruner's lock.
         force: remove it despite all reasons to keep it.
+        of_run: the whole run is removed, so only a checkpoint that is held stays.
 
     Raises:
         AccessDeniedError: data may not be deleted. Nothing was begun.
@@ -241,10 +242,12 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
         catalog, done = lock.catalog, Pruned()
 
         def held(snapshot: Snapshot, _: Tombstone) -> str | None:
-            reasons = None if force else " and ".join(_reasons(catalog, catalog.with_unrecorded(snapshot), one))
+            if force:
+                return None
+            reasons = _held(snapshot, one) if of_run else _reasons(catalog, catalog.with_unrecorded(snapshot), one)
             if reasons:
-                done.refused[one.step, one.id] = reasons
-            return reasons or None
+                done.refused[one.step, one.id] = " and ".join(reasons)
+            return done.refused.get((one.step, one.id))
 
         reconcile(catalog, catalog.snapshot())
         key = schedule_deletion(catalog, one, DELETE, due=catalog.due(0.0), reason="a person deleted it by name")
@@ -292,7 +295,7 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
     The search for the newest whole checkpoint costs two GETs and a LIST, and as much for each damaged one that is
     newer.
     """
-    reasons = [f"it is {held}" for held in sorted(snapshot.held().get(one.step, ()))]
+    reasons = _held(snapshot, one)
     if one.kind != FULL:
         return reasons
     going = snapshot.going() - {one.name}
@@ -305,3 +308,7 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
         newer = f" that is not due for deletion, as step {first_of(due, 3)} is" if due else ""
         reasons.append(f"it is the newest whole checkpoint of its run{newer}")
     return reasons
+
+
+def _held(snapshot: Snapshot, one: Checkpoint) -> list[str]:
+    return [f"it is {held}" for held in sorted(snapshot.held().get(one.step, ()))]

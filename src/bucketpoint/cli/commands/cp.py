@@ -88,16 +88,25 @@ def cp(
     if not (dry_run or yes or agreed(question)):
         return CommandResult({"source": catalog.url, "destination": target.url, "checkpoints": []}, ok=False)
     results: list[CommandResult] = []
+    gone: list[str] = []
     for checkpoint in checkpoints:
-        saved = open_checkpoint(source.at(catalog.url_of_folder(checkpoint.folder)), trusted=trusted, safetensors=False)
+        url = catalog.url_of_folder(checkpoint.folder)
         place = target.at(f"{target.url.rstrip('/')}/{checkpoint.folder}")
-        if overwrite or not _was_copied(saved, place, trusted):
-            results.append(copied(saved, place, into=False))
+        try:
+            saved = open_checkpoint(source.at(url), trusted=trusted, safetensors=False)
+            if overwrite or not _was_copied(saved, place, trusted):
+                results.append(copied(saved, place, into=False))
+        except BucketpointError:
+            # A job that trains deletes checkpoints of its run, also the one that is being copied.
+            if catalog.metadata_info(checkpoint.folder) is not None:
+                raise
+            gone.append(url)
     lines = [line for result in results for line in result.lines]
-    there = len(checkpoints) - len(results)
+    lines += [f"{url} was deleted meanwhile: not copied" for url in gone]
+    there = len(checkpoints) - len(results) - len(gone)
     lines += [f"{text.count(there, 'checkpoint')} had been copied before"] if there else []
-    document = {"source": catalog.url, "destination": target.url, "dry_run": dry_run}
-    document["checkpoints"] = [result.document for result in results]
+    document: dict[str, Any] = {"source": catalog.url, "destination": target.url, "dry_run": dry_run}
+    document |= {"checkpoints": [result.document for result in results], "deleted": gone}
     return CommandResult(document, lines, all(result.ok for result in results))
 
 

@@ -71,12 +71,17 @@ def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandRe
     deleted: list[str] = []
     failures: list[DeleteFailure] = []
     for url in () if dry_run or refused else urls:
-        removal = plan_removal(place.at(url))
+        # What comes into use meanwhile stays, and with it all later ones.
         refused = None if force else _held(catalog.snapshot())
-        # Only the last one may be removed although no whole one is left: what comes into use meanwhile stays.
-        if not refused:
-            done = remove(removal, holder=process_name(), force=force or url == urls[-1])
-            refused = _why_not(done)
+        if refused:
+            break
+        try:
+            removal = plan_removal(place.at(url))
+        except CheckpointNotFoundError:
+            # Another process, such as a prune, has deleted it meanwhile.
+            continue
+        done = remove(removal, holder=process_name(), force=force, of_run=True)
+        refused = _why_not(done)
         if refused:
             break
         failures += done.failures
