@@ -20,7 +20,7 @@ _BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"
 """Words in the names of metrics of which low values are better, and of those of which high ones are."""
 
 TRIED_AT_MOST = 20
-"""Limit on the checkpoints that one restore tries. So many damaged ones in a row are no accident of one save."""
+"""Limit on the checkpoints that one restore tries. So many damaged checkpoints in a row have a common cause."""
 
 
 def restore_candidates(

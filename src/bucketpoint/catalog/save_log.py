@@ -99,7 +99,7 @@ class SaveLog:
             if not intent_stays and record.token is not None:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
-            # A trainer may lack the right to delete. That must not fail the save; its pruner reports it in detail.
+            # A trainer may lack the right to delete. That must not fail the save; the pruner reports it in detail.
             logger.warning(
                 "step %d is committed and recorded, but its metrics or its intent could not be updated: %s", step, error
             )

@@ -26,7 +26,7 @@ class OutputError(click.ClickException):
         self._quiet = isinstance(error, BrokenPipeError)
 
     def show(self, file: Any = None) -> None:
-        # No error: the reader, such as `head`, wanted no more. Standard error may be what could not be written.
+        # No error: the reader, such as `head`, wanted no more. The stream that failed may be stderr.
         if not self._quiet:
             with suppress(OutputError):
                 super().show(file)

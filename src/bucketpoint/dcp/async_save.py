@@ -186,7 +186,7 @@ class SaveHandle(Future[Metadata]):
             self._at_end.failure = None if error is None or self._told else str(error)
         if error is None:
             try:
-                # Before the result is set: a program that ends after `result()` knows of the commit.
+                # Before the result is set: a program that ends after `result()` still gets `on_commit`.
                 committed = getattr(upload.result(), "committed", None)
                 # Only the committing rank has `on_commit`.
                 if self._on_commit is not None and committed is not None:

@@ -335,7 +335,7 @@ class _Examination:
             bodies = [memoryview(bytes(size)), memoryview(b"end")]
             parts = [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
         if parts:
-            # With parts: some stores know an upload only by its parts.
+            # Some stores list an upload only once it has parts.
             spared = self._spared if self._role == TRAINER else None
             success = "open multipart uploads are listed"
             with report.trial("multipart list", success, remedy=UNLISTED_UPLOADS, warn=True, spared=spared):

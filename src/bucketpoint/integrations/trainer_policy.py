@@ -66,7 +66,7 @@ def policy_for(
             raise BucketpointError(
                 f"load_best_model_at_end needs a policy that keeps the best checkpoint by {rule.metric}, {rule.mode}",
                 url=os.fspath(url),
-                remedy="Add the metric with this mode to `best` of the policy's `keep`, or leave `policy` to the mixin",
+                remedy="Add the metric with this mode to `best` of the policy's `keep`, or pass no `policy`",
             )
     save = dataclasses.replace(made.save, every=(), on=[name for name in made.save.on if name in SIGNALS])
     return dataclasses.replace(made, save=save)

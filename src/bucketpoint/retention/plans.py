@@ -202,7 +202,7 @@ class Plan:
         """Return the plan that `to_dict` wrote.
 
         Raises:
-            BucketpointError: the data is not complete, or has a version that this one does not understand.
+            BucketpointError: the data is malformed, or has another version than `PLAN_VERSION`.
         """
         if data.get("version") != PLAN_VERSION:
             raise BucketpointError(

@@ -129,7 +129,7 @@ class Best(Checked, RetentionRule):
     def _waiting(self, universe: CheckpointSet) -> list[int]:
         """Return the rows without a value that are young enough, newest first.
 
-        By time and not by step: a higher step with an older time would leave the window and let another one in.
+        Sorted by time: by step, an old checkpoint of a high step would expire first and readmit a dropped one.
         """
         if self.wait is None:
             return []

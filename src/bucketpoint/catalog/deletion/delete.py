@@ -116,7 +116,7 @@ def put_marker(
     etag = catalog.write(there.key, marker.encode(), if_match=there.etag).etag
     if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
         return lambda: store.delete_if(there.key, etag)
-    # May be sent again if its answer is lost: the service refuses it once it has expired.
+    # A signed deletion may be repeated after a lost answer: the service refuses expired ones.
     return None if signed is None else lambda: retry_transient(signed)
 
 

@@ -103,7 +103,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             uncommitted.add(folder)
         if state.clean:
             clean.add(folder)
-    # An intent outlives its record if the trainer may not delete, or was killed before it did.
+    # An intent remains beside its record if the trainer may not delete, or was killed before it deleted.
     notes = [attempt.key for attempt in begun if attempt.folder in clean and _is_old(attempt.started, oldest)]
     # A young note belongs to a save that began after the intents were listed, and may begin its uploads now.
     notes += [note.key for upload, note in announced if upload.folder in clean and _is_old(note.modified, oldest)]

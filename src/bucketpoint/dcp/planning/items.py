@@ -163,7 +163,7 @@ def _same_bytes(value: Any) -> bytes:
 
 def pack_mappings(mappings: Mapping[str, Any]) -> tuple[bytes, ...]:
     """Encode DCP's mappings from flattened names to paths, in parts that are the same on most ranks."""
-    # One part for each first element of the path, as for items.
+    # One part for each top-level name, as in `pack_items`.
     return tuple([_same_bytes(each) for each in _sections(mappings.items(), lambda pair: str(pair[1][:1]))])
 
 
@@ -284,7 +284,7 @@ def assigned_items(items: Any) -> AssignedItems | None:
 
 
 def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
-    """Decode an assignment to items, given all items that the rank holds."""
+    """Decode the items that a rank is assigned, given all items that it holds."""
     items = []
     for position, hint, first, rows in decode_assignment(encoded):
         item = held[position]

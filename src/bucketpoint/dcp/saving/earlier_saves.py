@@ -140,7 +140,7 @@ class EarlierSave:
 
 @dataclass
 class _Moments:
-    """The moments of one group of objects, as the last save with such a group had them.
+    """The optimizer's moments of one group of objects, at the last save that had this group.
 
     Attributes:
         digest: of their checksums.

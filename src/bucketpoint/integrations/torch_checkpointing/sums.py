@@ -1,8 +1,8 @@
 """Checksums of a file, which are stored behind its bytes in the same object.
 
 The object is the file's bytes, the CRC32C of each block of 1 MiB of them, and 24 bytes: a magic number, the number of
-the file's bytes, and the CRC32C of the table. The committing rank does not have other ranks' checksums; here they need
-no request.
+the file's bytes, and the CRC32C of the table. The committing rank lacks other ranks' checksums; stored here they
+need no extra PUT.
 """
 
 from __future__ import annotations

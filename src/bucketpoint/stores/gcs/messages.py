@@ -27,7 +27,7 @@ _ID = "x-guploader-uploadid"
 
 @dataclass(frozen=True)
 class GCSReply:
-    """A reply with its body. `raw` is the body that has not been received yet, if that of an object was asked for."""
+    """A reply with its body. `raw` is the unread body of an object, if one was requested."""
 
     status_code: int
     headers: Mapping[str, str]
