@@ -266,7 +266,7 @@ class Snapshot:
 
     @property
     def unrecorded(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints without a record, if they were looked for: no rule decides on them."""
+        """Checkpoints without a record, which no rule considers. Empty if nobody searched for them."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.key is None)
 
     def doubtful(self) -> list[list[Checkpoint]]:
@@ -308,7 +308,7 @@ class Snapshot:
         return {stone.name for stone in stones if stone.action == DELETE and not stone.is_revocable}
 
     def spared(self, fates: Mapping[tuple[int, str], str]) -> list[Tombstone]:
-        """Return the tombstones that a policy takes back, by the actions that it plans now for (step, id)."""
+        """Return the tombstones that a policy takes back. `fates` maps (step, id) to the action that it plans now."""
         revocable = [stone for stone in self.notes.tombstones if stone.is_revocable]
         void = {DELETE: (KEEP, THIN), THIN: (KEEP,)}
         return [stone for stone in revocable if fates.get((stone.step, stone.id)) in void[stone.action]]

@@ -86,7 +86,7 @@ def table_regions(
 ) -> Iterator[Region]:
     """Yield the regions of an object's tables, in order: the tables that were read, and that begin at `after` or later.
 
-    `tables` are by the position of their item in `items`.
+    `tables` maps positions in `items` to tables.
     """
     places = sorted((items[number][1].table_offset or 0, number) for number in tables)
     for start, number in places:

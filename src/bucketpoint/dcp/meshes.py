@@ -52,7 +52,7 @@ class Mesh:
         process: id of the process that made it. A fork inherits none of the threads that receive.
         lost: its connections are cut, or may be. The next call makes another mesh.
         leave: function that frees its connections and threads.
-        ended: key in the job's store where the first rank that gives the mesh up records why.
+        ended: the meeting that ranks join when they leave; the first one with an error records why.
     """
 
     group: Any

@@ -4,9 +4,9 @@
         --model-loader-extra-config '{"url": "s3://bucket/run/step-500", "prefix": "model."}'
 
 CONFIG_DIR is a folder, or a model of the Hub, with the configuration and the tokenizer. The keys of the extra
-configuration are the attributes of `WeightsOptions`. vLLM's own loaders slice and copy promised tensors, so that each
-worker reads only its part, and the workers of a host together read each byte once. vLLM imports this module by an entry
-point.
+configuration are the attributes of `WeightsOptions`. vLLM's own loaders slice and copy tensors that are not read yet,
+so that each worker reads only its part, and the workers of a host together read each byte once. vLLM imports this
+module by an entry point.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Triggers:
 
     @property
     def unanswered(self) -> bool:
-        """True if SIGTERM came to this rank, or the ranks agreed that it did, and no save has begun since."""
+        """True if this rank received SIGTERM, or the ranks agreed that one did, and no save has begun since."""
         came = self.stop_asked if self.stop_asked is not None else self._signals.seen.get("sigterm")
         return came is not None and self._last_save < came
 

@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def is_ordered(self) -> bool:
-        """True if the row's tombstone removes at least as much: an earlier prune has ordered and counted it."""
+        """True if an earlier prune has ordered and counted `action`, or a deletion, by the row's tombstone."""
         return self.action != "keep" and self.row.tombstone in ("delete", self.action)
 
     def to_dict(self) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
 
 
 def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
-    """Place a tensor without its gaps, in separate bytes.
+    """Place a tensor densely, outside the copied regions.
 
     A dimension that repeats one element (`expand`) is copied once and repeats in the view.
     """

@@ -152,7 +152,7 @@ class ArenaPool:
 
     def _make(self, needed: int) -> Arena | None:
         """Make a new arena. None if the cap leaves no room until a lease has ended."""
-        # Sizes that recur (a model and an optimizer saved in turn) keep their memory; a size that is gone does not.
+        # If this size recurs (a model and an optimizer saved in turn), keep the arenas of all recent sizes.
         self._drop_idle(keep={needed, *self._sizes} if needed in self._sizes else {needed})
         if not self._fits(needed):
             self._drop_idle(keep={needed})

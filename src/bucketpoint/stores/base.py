@@ -298,9 +298,7 @@ class ExpiringDeletes(Protocol):
     """A store that can sign a deletion now and send it later. `Capabilities.expiring_delete` is True if it expires."""
 
     def prove_deletes(self, prefix: str) -> Capabilities:
-        """Return the capabilities, after a trial below `prefix` if needed to see if deletions are conditional or
-        expire.
-        """
+        """Return the capabilities. If unknown, first try conditional and expiring deletions below `prefix`."""
         ...
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:

@@ -269,7 +269,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         former = _record_of(catalog, other)
         created = record.created if record.created is not None else other.created
         metrics = {**(former.metrics if former else {}), **record.metrics}
-        # The tensors that stay are not changed.
+        # Thinning leaves the `covers` of the kept tensors valid.
         covers = (former and former.covers) or None
         record = dataclasses.replace(record, token=other.id, created=created, metrics=metrics, covers=covers)
     if record.token is None:

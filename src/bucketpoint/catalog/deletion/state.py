@@ -1,4 +1,4 @@
-"""The states of a deletion: a table of all changes, and the tombstone, whose state the functions here change.
+"""The states of a deletion: the table of all transitions, and functions that change the state of a tombstone.
 
 Each object that takes part changes by a request with a condition, so that of two processes exactly one wins.
 """

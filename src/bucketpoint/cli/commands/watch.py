@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bucketpoint.retention import RetentionPolicy
 
 SHOWN = 10
-"""Checkpoints in a frame: as many as a terminal of 24 lines leaves room for, with a save under way."""
+"""Checkpoints shown at once: as many as fit a terminal of 24 lines while a save is in progress."""
 
 _NAMED_AT_MOST = 3
 _GAPS = 10

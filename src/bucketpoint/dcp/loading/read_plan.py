@@ -58,8 +58,8 @@ class PlannedItem:
         target: the tensor into which the item is read; None for bytes.
         etag: the ETag that the object must have; None if it is not known.
         chunk: the saved chunk of which a slice is read; None if the item is read whole.
-        shared: another item goes into the same memory, so that none is received there: while one is checked, the other
-            may arrive, and the checkpoint would seem to be damaged.
+        shared: another item has the same target. Both are received elsewhere, because one could overwrite the other
+            before its checksum is compared.
     """
 
     read: ReadItem

@@ -1,4 +1,4 @@
-"""Local tensors that hold several chunks of a larger tensor, and chunks in tensors of their own.
+"""Chunks of a larger tensor, held in one local tensor or in one tensor each.
 
 Tensors with the attributes of torch 2.15's `CheckpointableTensor` are described here in the protocol that every version
 of DCP understands.

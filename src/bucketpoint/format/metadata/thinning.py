@@ -78,7 +78,8 @@ class Outline:
         """Return the bytes of metadata that names everything but the optimizer.
 
         Args:
-            etag: ETag of the metadata that it is to replace. A save that overwrites this checkpoint has seen that one.
+            etag: ETag of the metadata that it is to replace. A save that has read that metadata may still
+                overwrite the checkpoint.
 
         Raises:
             MetadataError: weights and optimizer share objects, as other writers store them; or there are no weights; or

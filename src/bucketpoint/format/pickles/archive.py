@@ -48,7 +48,7 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _stated_directory(data: bytes) -> int:
-    """Return the position of the directory that the end of the archive states: torch reads there.
+    """Return the position of the central directory that the end record states. Torch reads the directory there.
 
     `zipfile` reads right before the end record, whatever position that states.
     """

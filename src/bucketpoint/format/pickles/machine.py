@@ -310,7 +310,7 @@ class Machine:
         return target
 
     def _attempt(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the vocabulary. Whatever error it raises is an objection."""
+        """Call `act` with this machine. Any error that it raises is an objection."""
         try:
             return act(self, *arguments)
         except (RefusedError, MemoryError):

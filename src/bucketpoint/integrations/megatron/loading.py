@@ -47,7 +47,7 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
 
     @contextmanager
     def one_commit(self, checkpoint_dir: Any) -> Iterator[io.BytesIO]:
-        """Read the common item, and refuse, until the end, reads of another commit: megatron makes several. All ranks.
+        """Read the common item. Until the block ends, refuse megatron's later reads of another commit. All ranks.
 
         Raises:
             RanksDisagreeError: the ranks have read different commits.

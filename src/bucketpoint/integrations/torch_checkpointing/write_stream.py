@@ -49,7 +49,7 @@ class Owners:
         self._views = [found[start] for start in self._starts]
 
     def keep(self, view: memoryview) -> memoryview | None:
-        """Return the same bytes as `view` in a tensor's memory, or None if they are in no tensor."""
+        """Return `view` as a slice of the tensor memory that contains it; None if none does."""
         start = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
         index = bisect.bisect_right(self._starts, start) - 1
         if index < 0:

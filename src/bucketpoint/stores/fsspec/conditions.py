@@ -37,7 +37,7 @@ class _FilesystemStore(Store, Protocol):
 
 
 def prove(store: _FilesystemStore, prefix: str) -> Capabilities:
-    """Return the capabilities of a store, after a trial in the first call of a process for each bucket.
+    """Return the capabilities of a store. The first call of a process for a bucket tries them.
 
     The trial is made on a scratch object below `prefix`, which is deleted then, with at most six small requests. Logs a
     warning, once, if commits to this store will have no conditional writes. Raises as `proven`.

@@ -49,7 +49,8 @@ class Alive:
 class RemoteSegment(NamedTuple):
     """Description of a `Segment` for the helper: its bytes lie in shared memory, in the message, or in the trainer.
 
-    It is sent as a plain tuple, which is pickled ten times as fast: training waits for the lock meanwhile.
+    It is sent as a plain tuple, which is pickled ten times as fast: pickling holds the interpreter's lock, which
+    training needs.
 
     Attributes:
         offset: position in the shared memory; None if the bytes are elsewhere.
