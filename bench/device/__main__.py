@@ -21,7 +21,7 @@ from kit.servers import find_minio, minio
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1_000_000_000
-PARTS = {"staging": 75, "steps": 150, "cores": 240}
+PARTS = {"staging": 110, "steps": 150, "cores": 240}
 """Seconds that a part may take."""
 
 
