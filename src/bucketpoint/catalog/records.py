@@ -29,8 +29,8 @@ from bucketpoint.stores import ObjectInfo
 def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     """Make records agree with `.metadata`, where a listing shows that they may differ. Return the new snapshot.
 
-    An attempt that has committed without a record gets one: one GET for each attempt (usually there are none), and a
-    PUT and a small GET for each that has committed. Misleading records are deleted: each listing costs a request for
+    A committed attempt without a record gets one. It costs a GET for each attempt (usually there is none), and a PUT
+    and a small GET for each record. Misleading records are deleted: each listing costs a request for
     them, and the next round tries again what fails.
     """
     catalog.store.delete(snapshot.misleading)

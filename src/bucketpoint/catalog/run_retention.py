@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunRetention:
-    """Source of save logs: finds the run of each save by its URL. The log records the commit and has the run pruned.
+    """Source of the `SaveLog` of each save's run, found by the URL. The log records the commit and has the run pruned.
 
     The run is at the policy's `root`; if the policy names none, at the parent of the checkpoint's folder. The step is
     in the folder's name, by the policy's `layout`.

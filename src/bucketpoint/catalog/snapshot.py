@@ -100,7 +100,7 @@ class Tombstone:
 
     @property
     def is_revocable(self) -> bool:
-        """True if a prune may still take it back, because the policy of that prune keeps the checkpoint."""
+        """True if a prune whose policy keeps the checkpoint may still withdraw it."""
         return self.by_policy and not self.begun
 
     def is_due(self, now: float | None) -> bool:

@@ -41,7 +41,7 @@ class PrintableStream:
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """The raw stream, under the name that rich looks for: rich draws with control characters, but only its own."""
+        """The raw stream, under rich's name for it: the control characters with which rich draws are not escaped."""
 
     def write(self, text: str) -> int:
         try:

@@ -122,7 +122,7 @@ def export_safetensors(
 
 
 def refuse_export(error: Exception, process_group: Any = None) -> None:
-    """Raise an error of this rank, which then makes no export, on all ranks of a group: the others wait for it there.
+    """Raise an error of this rank on all ranks of a group, which would otherwise wait for its export.
 
     Returns if the process is alone.
     """

@@ -26,7 +26,7 @@ def progress_callback(
 
     With None the bar is shown on the first rank of the group if standard error is a terminal and `rich` is installed; a
     log file gets none. With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one
-    at the end. A notebook gets the bar, or the lines without `rich` and `ipywidgets`.
+    at the end. A notebook gets the bar; without `rich` or `ipywidgets`, the lines.
 
     Args:
         place: number of this rank in its process group.

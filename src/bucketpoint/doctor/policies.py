@@ -8,7 +8,7 @@ BUCKET, PREFIX = "BUCKET", "PREFIX"
 """Words in `policies/` for whoever uses a file to replace."""
 
 # S3 answers 404 for a missing key only to a role that may list the bucket, and a GET names no prefix: without
-# IfExists a condition on the prefix would refuse it, and S3 would answer 403. MinIO has no IfExists and answers 404.
+# IfExists a condition on the prefix would refuse it, and S3 would answer 403. MinIO lacks it and always answers 404.
 _OPERATORS = {"aws": "StringLikeIfExists"}
 
 # The settings of the bucket that `doctor` reads.

@@ -37,7 +37,7 @@ class Ranks:
 
     The group is a new gloo group, so that no collective of training can mix with the manager's. As the manager's ranks
     communicate while a save is under way, all saves and loads of these ranks share another group. Both are made by
-    `connect`; before it, `together` meets in the job's store. A failed wait renews the manager's group.
+    `connect`; before it, `together` uses the job's key-value store. The call after a failed wait reconnects.
 
     Args:
         what: name of the user of the ranks, for messages.

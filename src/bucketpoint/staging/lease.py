@@ -149,7 +149,7 @@ class Lease:
         self._copied_at = time.monotonic()
 
     def enter(self) -> None:
-        """Make the current thread the reader of the staged state: the lease ends with it, or with its next save.
+        """Make the current thread read the staged state: the lease ends with the thread, or with its next save.
 
         On a thread other than the one that staged the state, also wait for this save's turn.
 

@@ -214,7 +214,7 @@ class Assembly:
         """Return the memory for bytes `[start, stop)`, the caller's or from `take`; None if it is not contiguous."""
         direct = self.direct(start, stop)
         if direct is not None:
-            # Without the memory from `take`, which the request may never need.
+            # Do not call `take`: the request may never need its memory.
             return direct
         origin, buffer = self._buffers[self._buffer_of(start)]
         return buffer[start - origin : stop - origin] if stop - origin <= len(buffer) else None

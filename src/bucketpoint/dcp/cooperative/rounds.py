@@ -77,7 +77,7 @@ class SharedLoad:
         self._alone_left = len(self._alone)
         self._cells = deque(mine)
         self._read: dict[tuple[int, int], memoryview] = {}
-        # The last cell of each read that has been started and not handed out whole.
+        # The last cell of each started read of which some cells are not handed out yet.
         self._ahead: set[tuple[int, int]] = set()
         self._ahead_bytes = 0
         self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)

@@ -31,7 +31,7 @@ def over(values: array[int]) -> torch.Tensor:
 
 
 class UnsuitableError(ValueError):
-    """The content cannot be encoded in this form."""
+    """Metadata that cannot be encoded in an index."""
 
 
 @dataclass(frozen=True)

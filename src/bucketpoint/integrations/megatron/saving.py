@@ -78,8 +78,8 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         """Begin to save the sharded part of a state in the background. All ranks.
 
         Returns:
-            megatron's `AsyncRequest`, once the state is copied and training may change it. bucketpoint uploads by
-            itself: in its process megatron only waits for the end. The first finalizing function raises
+            megatron's `AsyncRequest`, once the state is copied and training may change it. bucketpoint uploads:
+            megatron's own process only waits for the end of the save. The first finalizing function raises
             the error of a save that failed.
         """
         _, modules = torch_dist.get_async_strategy(async_strategy)
