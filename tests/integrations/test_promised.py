@@ -345,6 +345,8 @@ def test_counts_the_bytes_that_were_written_of_a_parameter() -> None:
     with memory.promises.noting():
         for _ in range(2):
             fused[:4].copy_(memory["a"])
+        # An engine asks before the block ends, and the copies still wait.
+        assert (memory.promises.written(fused), memory.loads) == (fused.nbytes // 2, [])
         padded[:4].copy_(memory["a"])
         padded[4:].fill_(0)
         torch._foreach_copy_([padded[:4], listed[:4]], [memory["a"], memory["a"]])

@@ -175,14 +175,17 @@ class Promises:
 
     def written(self, tensor: torch.Tensor) -> int:
         """Return the bytes of the tensor that this thread wrote in `noting`; those of overlapping views count twice."""
-        return sum(self._written.get(_place(tensor), {}).values())
+        # Finding its memory must not count as reading it.
+        with torch._C.DisableTorchFunction():
+            return sum(self._written.get(_place(tensor), {}).values())
 
     def _note_all_written(self, arguments: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[place] if place < len(args) else kwargs.get(argument.name)
                 for leaf in tree_leaves(written):
-                    self._note_written(leaf)
+                    if isinstance(leaf, torch.Tensor):
+                        self._note_written(leaf)
 
     def _note_written(self, view: torch.Tensor) -> None:
         if (place := _place(view)) is not None:
