@@ -191,9 +191,10 @@ def run_conversion(
             plan.journal.begin(objects)
         if plan.log is not None:
             plan.log.begin(plan.place.url, plan.token)
-        folder = plan.format == SAFETENSORS and not plan.place.url.endswith(SAFETENSORS_SUFFIX)
-        if folder and (plan.worker is None or plan.worker[0] == 0):
-            copy_beside(plan.source, plan.place, _on_the_way(plan.transfer))
+        beside, to_file = plan.source.folder, plan.place.url.endswith(SAFETENSORS_SUFFIX)
+        first = plan.worker is None or plan.worker[0] == 0
+        if plan.format == SAFETENSORS and not to_file and first and beside is not None:
+            copy_beside(plan.source.bytes.store, beside, plan.place, _on_the_way(plan.transfer))
         _send(plan, done, pool, meter)
         plan.source.bytes.check_unchanged()
     committed = plan.finished or (commit and _commit(plan, done))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import AccessDeniedError, BucketpointError
 from bucketpoint.format import keys
+from bucketpoint.stores import Store
 from bucketpoint.transfer import Meter, ObjectSource, TransferOptions
 from bucketpoint.transfer.copy import CopyJob, copy_objects
 
@@ -50,11 +50,9 @@ def share_of(objects: Sequence[ObjectSource], worker: Worker) -> list[ObjectSour
     return [entry for entry in objects if entry.key in share]
 
 
-def copy_beside(source: Source, place: TargetPlace, options: TransferOptions) -> None:
-    """Copy the configuration and the tokenizer's files that lie beside the source. Files at the target stay."""
-    if source.folder is None:
-        return
-    store, above = source.bytes.store, f"{source.folder}/" if source.folder else ""
+def copy_beside(store: Store, folder: str, place: TargetPlace, options: TransferOptions) -> None:
+    """Copy the configuration and the tokenizer's files that lie in a folder. Files at the target stay."""
+    above = f"{folder}/" if folder else ""
     try:
         # Their names may come after those of thousands of objects of a checkpoint, so the first LIST is not enough.
         found = [info for info in store.list(above) if _SMALL.fullmatch(info.key, len(above))]
