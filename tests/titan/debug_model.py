@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3.config_registry import default_adamw, llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 
@@ -17,4 +17,11 @@ def on_cpu() -> Trainer.Config:
     config.training.seq_len = 64
     config.training.local_batch_size = 2
     config.validator.enable = False
+    return config
+
+
+def untrained() -> Trainer.Config:
+    """The same with a learning rate of 0: each step keeps the values that the model began with."""
+    config = on_cpu()
+    config.optimizer = default_adamw(lr=0.0)
     return config

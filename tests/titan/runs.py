@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
@@ -58,20 +59,26 @@ def train(
     dump: Path,
     *flags: str,
     world: int = 1,
+    config: str = "on_cpu",
     env: Mapping[str, str] | None = None,
+    shard_bytes: int | None = None,
     dies_before_commit: bool = False,
+    dies_before_index: bool = False,
     sigterm_at: int = 0,
 ) -> Ran:
     """Run `torchtitan.train` on so many ranks, and wait for its end.
 
     Args:
         flags: of its command line, besides the model and its data.
+        config: a function of `titan.debug_model`.
+        shard_bytes: bytes of tensors in one file of an export.
         dies_before_commit: rank 0 is killed once the data of its first save is uploaded, before the checkpoint exists.
+        dies_before_index: rank 0 is killed once the files of its export are written, before their index exists.
         sigterm_at: the step at which SIGTERM reaches the last rank.
     """
     context = _context()
     dump.mkdir(parents=True, exist_ok=True)
-    command = ["--module", "titan.debug_model", "--config", "on_cpu"]
+    command = ["--module", "titan.debug_model", "--config", config]
     command += ["--hf_assets_path", str(assets / "tokenizer"), "--dataloader.dataset_path", str(assets / "text")]
     command += ["--dump_folder", str(dump), "--checkpoint.enable", *flags]
     shared = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
@@ -79,7 +86,11 @@ def train(
     ranks = []
     for rank, log in enumerate(logs):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        arguments = (own, command, log, dies_before_commit and rank == 0, sigterm_at if rank == world - 1 else 0)
+        changes: list[tuple[Callable[..., None], object]] = [(_export_in_files_of, shard_bytes)]
+        changes += [(_die_before_commit, dies_before_commit and rank == 0)]
+        changes += [(_die_before_index, dies_before_index and rank == 0)]
+        changes += [(_send_sigterm, sigterm_at if rank == world - 1 else 0)]
+        arguments = (own, command, log, [change for change in changes if change[1]])
         ranks.append(context.Process(target=_rank, args=arguments))
     for one in ranks:
         one.start()
@@ -100,26 +111,38 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _rank(env: Mapping[str, str], command: Sequence[str], log: Path, dies: bool, sigterm_at: int) -> None:
+def _rank(
+    env: Mapping[str, str], command: Sequence[str], log: Path, changes: Sequence[tuple[Callable[..., None], object]]
+) -> None:
     os.environ.update(env)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["train", *command]
-    if dies:
-        _die_before_commit()
-    if sigterm_at:
-        _send_sigterm(sigterm_at)
     # Imported already, by the server that this process was forked from.
     from titan.cpu import main
 
+    for change, argument in changes:
+        change(argument)
     main()
 
 
-def _die_before_commit() -> None:
+def _export_in_files_of(nbytes: int) -> None:
+    from bucketpoint.integrations import torchtitan
+
+    torchtitan.export_safetensors = functools.partial(torchtitan.export_safetensors, shard_bytes=nbytes)  # type: ignore[assignment]
+
+
+def _die_before_commit(_: object) -> None:
     from bucketpoint.dcp.writer import BucketWriter
 
     BucketWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+
+
+def _die_before_index(_: object) -> None:
+    from bucketpoint.convert import export
+
+    export.commit_conversion = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
 def _send_sigterm(at: int) -> None:

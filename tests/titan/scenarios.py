@@ -28,3 +28,33 @@ def refusal(config: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def to_hugging_face(file: str) -> None:
+    """Rename the tensors of a debug model in a file of torch.save, as torchtitan's own adapter does."""
+    import torch
+
+    from titan.cpu import llama3_debugmodel
+
+    spec = llama3_debugmodel().model_spec
+    torch.save(spec.state_dict_adapter(spec.model, None).to_hf(torch.load(file)), file)
+
+
+def refusals_of_safetensors(root: str, configs: list[dict[str, Any]], adapter: object) -> list[str]:
+    """The errors that options of a load or a save of safetensors are refused with, by a run whose model has an adapter.
+
+    Empty for those that are not refused.
+    """
+    from bucketpoint.catalog.catalog import open_catalog
+    from bucketpoint.errors import BucketpointError
+    from bucketpoint.integrations.torchtitan import _refuse_unfit
+    from titan.cpu import BucketpointManager
+
+    def refused(config: dict[str, Any]) -> str:
+        try:
+            _refuse_unfit(BucketpointManager.Config(enable=True, **config), adapter, open_catalog(root))
+        except BucketpointError as error:
+            return str(error)
+        return ""
+
+    return list(map(refused, configs))

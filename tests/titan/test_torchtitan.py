@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import bucketpoint
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.location import Location
 from kit.servers import S3Server
@@ -35,6 +38,45 @@ def there(catalog: Catalog) -> list[tuple[int, str]]:
     going = {folder for folder, _ in snapshot.going()}
     found = [one for one in snapshot.checkpoints if one.folder not in going]
     return [(one.step, one.kind) for one in found if catalog.metadata_info(one.folder) is not None]
+
+
+def model_at(url: str, server: S3Server) -> dict[str, torch.Tensor]:
+    """The tensors of a model in a checkpoint, by their names there."""
+    state = bucketpoint.load(url, keys=["*.weight"], storage_options=server.options)
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(part: dict[str, Any], above: str) -> None:
+        for name, value in part.items():
+            if isinstance(value, dict):
+                collect(value, f"{above}{name}.")
+            else:
+                found[f"{above}{name}"] = value
+
+    collect({name: part for name, part in state.items() if name != "optimizer"}, "")
+    return found
+
+
+def downloaded(server: S3Server, url: str, folder: Path) -> list[str]:
+    """The names of the files below a URL, which are in the folder then."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    folder.mkdir()
+    names = [key.removeprefix(f"{prefix}/") for key in server.keys(bucket, f"{prefix}/")]
+    for name in names:
+        server.client().download_file(bucket, f"{prefix}/{name}", str(folder / name))
+    return names
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an export, all of whose files are in its index."""
+    from safetensors import safe_open
+
+    named: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {path.name for path in folder.glob("*.safetensors")} == set(named.values())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, path in named.items():
+        with safe_open(folder / path, "pt") as file:
+            tensors[name] = file.get_tensor(name)
+    return tensors
 
 
 @pytest.fixture
@@ -160,9 +202,81 @@ def test_continues_from_a_seed_saves_by_a_signal_and_exports_the_last_step(
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
 
 
-def test_refuses_an_export_to_a_bucket_before_training_begins() -> None:
+def test_exports_the_last_step_to_a_bucket_and_begins_from_it_on_fewer_ranks(
+    minio: S3Server, root: str, assets: Path, tmp_path: Path
+) -> None:
+    # The model keeps its random values, so that the full checkpoint of step 1 has those of the last step.
+    hub, bucket = minio.url(minio.make_bucket(), "hub"), root.split("/")[2]
+    common: dict[str, Any] = {"env": minio.env, "config": "untrained", "shard_bytes": 8 << 20}
+    override = f'{OURS}={{"last_save_in_hf": "{hub}"}}'
+    last = [*flags(root, steps=2, override=override), "--checkpoint.last_save_model_only"]
+    train(assets, tmp_path / "two", *last, world=2, **common).succeeded()
+    catalog = open_catalog(Location.of(root, minio.options))
+    assert there(catalog) == [(1, "full"), (2, "weights")]
+
+    model = model_at(f"{root}/step-1", minio)
+    torch.save(model, tmp_path / "model")
+    called(scenarios.to_hugging_face, str(tmp_path / "model"))
+    expected = torch.load(tmp_path / "model")
+    assert {"tokenizer.json", "tokenizer_config.json"} < set(downloaded(minio, f"{hub}/step-2", tmp_path / "hub"))
+    read = tensors_in(tmp_path / "hub")
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor), name
+
+    # Without a seed each run begins with other random values.
+    other = minio.url(bucket, "other")
+    override = f'{OURS}={{"initial_load_in_hf": "{hub}/step-2"}}'
+    first = [*flags(other, steps=1, override=override), "--checkpoint.initial_load_model_only"]
+    train(assets, tmp_path / "one", *first, **common).succeeded()
+    again = model_at(f"{other}/step-1", minio)
+    assert again.keys() == model.keys()
+    for name, tensor in model.items():
+        assert torch.equal(again[name], tensor), name
+
+
+def test_leaves_no_index_of_a_killed_export_and_makes_it_in_the_next_run(
+    minio: S3Server, root: str, assets: Path, tmp_path: Path
+) -> None:
+    hub = minio.url(minio.make_bucket(), "hub")
+    command = flags(root, steps=2, override=f'{OURS}={{"last_save_in_hf": "{hub}"}}')
+    command += ["--checkpoint.last_save_model_only"]
+    common: dict[str, Any] = {"env": minio.env, "shard_bytes": 8 << 20}
+    train(assets, tmp_path / "seed", *command, "--checkpoint.create_seed_checkpoint", **common).succeeded()
+    assert downloaded(minio, hub, tmp_path / "none") == []
+    dead = train(assets, tmp_path / "dead", *command, dies_before_index=True, **common)
+    assert dead.exits == [-signal.SIGKILL], dead.logs[0][-3000:]
+    left = downloaded(minio, f"{hub}/step-2", tmp_path / "left")
+    assert any(name.endswith(".safetensors") for name in left)
+    assert not {"model.safetensors", "model.safetensors.index.json"} & set(left)
+
+    again = train(assets, tmp_path / "again", *command, **common).succeeded()
+    assert list(again.losses) == [2]
+    downloaded(minio, f"{hub}/step-2", tmp_path / "hub")
+    read, saved = tensors_in(tmp_path / "hub"), model_at(f"{root}/step-2", minio)
+    assert read.keys() == saved.keys()
+    assert all(torch.equal(read[name], saved[name]) for name in saved)
+
+
+def test_refuses_what_does_not_fit_safetensors_before_training_begins() -> None:
     refused = called(scenarios.refusal, {"folder": "s3://bucket/run", "last_save_in_hf": True})
     assert "last_save_in_hf is not supported with a remote" in refused
+    root, hub = "s3://bucket/run", "s3://bucket/hub"
+    quantized = {"initial_load_path": "/hub", "initial_load_in_hf": True, "initial_load_in_hf_quantized": True}
+    fit = {"hf_source": hub, "hf_target": hub}
+    cases: dict[str, dict[str, Any]] = {
+        "names the folder of the run": {"hf_target": f"{root}/"},
+        "nowhere://": {"hf_target": "nowhere://hub"},
+        "hold a model only": {"hf_target": hub, "last_save_model_only": False},
+        "Pass --checkpoint.initial_load_model_only": {"hf_source": hub, "initial_load_model_only": False},
+        "local folders only": {"hf_source": hub, **quantized},
+    }
+    *refusals, none = called(scenarios.refusals_of_safetensors, root, [*cases.values(), fit], "an adapter")
+    assert [message for message, given in zip(cases, refusals, strict=True) if message not in given] == []
+    assert none == ""
+    (refused,) = called(scenarios.refusals_of_safetensors, root, [fit], None)
+    assert "no adapter" in refused
 
 
 def test_takes_the_number_to_keep_for_the_policy_where_there_is_no_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pkgutil
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,16 @@ from bucketpoint.catalog.deletion.worker import worker_of
 from bucketpoint.catalog.policy_file import POLICY_VARIABLE, read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.convert import CONVERT_OPTIONS, export_safetensors
+from bucketpoint.convert.shares import copy_beside
+from bucketpoint.convert.target import TargetPlace
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
+from bucketpoint.location import Location
 from bucketpoint.manager.loading import LoadOutcome, attempt, with_states
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.restoring import restored
@@ -64,7 +69,7 @@ class BucketpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options, and three of bucketpoint's.
+        """torchtitan's options, and five of bucketpoint's.
 
         Attributes:
             policy: file of the retention policy, which rank 0 reads; by default the one that BUCKETPOINT_POLICY names.
@@ -72,15 +77,20 @@ class BucketpointManager(CheckpointManager):
             fresh: start from scratch if there are traces of checkpoints and none can be loaded.
             on_commit: function that is called on rank 0 with a `CommitInfo` once an asynchronous save is committed, as
                 `package.module:name`.
+            hf_source: URL of safetensors from which a run without a checkpoint begins, in place of `initial_load_path`.
+            hf_target: URL below which the last step's model is written as safetensors, in a folder `step-N`.
         """
 
         policy: str | None = None
         fresh: bool = False
         on_commit: str | None = None
+        hf_source: str | None = None
+        hf_target: str | None = None
 
     # Attributes that the base class sets, declared here because torchtitan is imported without types.
     enable: bool
     folder: str
+    last_save_in_hf: bool
     save_future: Any
 
     def __init__(self, config: Any, **parts: Any) -> None:
@@ -89,6 +99,10 @@ class BucketpointManager(CheckpointManager):
         super().__init__(replace(config, keep_latest_k=0), **parts)
         if not self.enable:
             return
+        if config.hf_source is not None:
+            self.initial_load_path, self.initial_load_in_hf = config.hf_source, True
+        self._hf_target = config.hf_target
+        self.last_save_in_hf = self.last_save_in_hf or self._hf_target is not None
         ranks = self._ranks = Ranks()
         ranks.connect("CheckpointManager()", collectives=_COLLECTIVE_TIMEOUT)
         policy = self._policy = ranks.on_coordinator(lambda: _policy_of(config), "CheckpointManager()")
@@ -99,7 +113,9 @@ class BucketpointManager(CheckpointManager):
         self.folder = self.folder if filesystem.is_remote(self.folder) else policy.root or self.folder
 
         def prepared() -> tuple[Catalog, Any]:
-            return open_run(policy, self.folder), _named(config.on_commit)
+            catalog = open_run(policy, self.folder)
+            _refuse_unfit(config, self.sd_adapter, catalog)
+            return catalog, _named(config.on_commit)
 
         self._catalog, self._on_commit = ranks.together("CheckpointManager()", prepared)
         self._planner = SavePlanner()
@@ -135,10 +151,14 @@ class BucketpointManager(CheckpointManager):
     ) -> Any:
         """Save one state at once, or start a save beside training and return the future that torchtitan waits for."""
         _, step = self._catalog.folder_of(checkpoint_id)
-        if to_hf:
+        if to_hf and self._hf_target is None:
             # safetensors are another format, which torchtitan writes to local folders only.
             local = filesystem.join(self._exports, f"step-{step}")
             return super().dcp_save(state_dict, local, async_mode, enable_garbage_collection, to_hf)
+        call = f"the save of {checkpoint_id}"
+        exported = to_hf and step != SEED_STEP
+        if exported:
+            state_dict = self._ranks.together(call, partial(self.sd_adapter.to_hf, state_dict))
         # A run cannot resume from a model alone. The seed counts as full: torchtitan loads nothing but its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
         log = SaveLog(self._catalog, kind, pruner=self._pruner)
@@ -150,12 +170,13 @@ class BucketpointManager(CheckpointManager):
             "planner": self._planner,
         }
         self._triggers.saved()
-        call = f"the save of {checkpoint_id}"
         if async_mode == AsyncMode.DISABLED:
             made = self._ranks.together(call, lambda: with_states(state_dict))
             # torchtitan ends a run by `except Exception`, which does not catch DCP's CheckpointException.
             with self._ranks.calling_dcp(call, checkpoint_id):
                 dcp.save(made, checkpoint_id=checkpoint_id, process_group=self._ranks.group, **saving)
+            if exported:
+                self._export(checkpoint_id, filesystem.join(self._hf_target, f"step-{step}"))
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
@@ -164,6 +185,17 @@ class BucketpointManager(CheckpointManager):
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             return AsyncSaveResponse(staging_completion=handle.staged, upload_completion=handle)
         return handle
+
+    def _export(self, url: str, target: str) -> None:
+        """Write a saved model as safetensors. The step's checkpoint holds it under the same names."""
+        assets = self.sd_adapter.hf_assets_path
+        if assets:
+            store, folder = Location.of(assets).opened
+            place = TargetPlace(*Location.of(target).opened, target)
+            self._ranks.on_coordinator(lambda: copy_beside(store, folder, place, CONVERT_OPTIONS), "the export")
+        # A run that is repeated replaces its export.
+        export_safetensors(url, target, overwrite=True)
+        logger.info("the model of %s was written to %s as safetensors", url, target)
 
     def _wait_for_saving(self) -> None:
         # Cleared first, so that a failure is raised once and `close` continues.
@@ -208,11 +240,18 @@ class BucketpointManager(CheckpointManager):
             logger.info("loaded %s in %.2f s", url, time.monotonic() - begun)
         return outcome
 
-    def _attempt(self, states: dict[str, Any], url: str) -> LoadOutcome:
+    def _attempt(self, states: dict[str, Any], url: str, *, from_hf: bool = False) -> LoadOutcome:
+        call = "the load of a model"
+        if from_hf:
+            states = self._ranks.together(call, partial(self.sd_adapter.to_hf, states))
         outcome = attempt(states, url, self._ranks)
         if outcome.loaded:
-            # torchtitan flattens the states of a model, so DCP cannot load them into the model.
-            self._ranks.together("the load of a model", lambda: self.states[MODEL].load_state_dict(states))
+
+            def load() -> None:
+                # torchtitan flattens the states of a model, so DCP cannot load them into the model.
+                self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(states) if from_hf else states)
+
+            self._ranks.together(call, load)
         return outcome
 
     def _begin(self) -> bool:
@@ -235,11 +274,11 @@ class BucketpointManager(CheckpointManager):
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load from a bucket or a folder, written by bucketpoint or by torch. torchtitan itself loads safetensors."""
-        if from_hf:
+        """Load from a bucket or a folder. torchtitan itself loads safetensors in local folders."""
+        if from_hf and not filesystem.is_remote(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        outcome = self._attempt(state_dict, checkpoint_id)
+        outcome = self._attempt(state_dict, checkpoint_id, from_hf=from_hf)
         if outcome.error is not None:
             raise outcome.error
 
@@ -281,6 +320,33 @@ def _named(name: str | None) -> Any:
         ) from error
 
 
+def _refuse_unfit(config: Any, adapter: Any, catalog: Catalog) -> None:
+    """Raise BucketpointError if options do not fit a load or a save of safetensors at a URL."""
+    source, target = config.hf_source, config.hf_target
+    if (source or target) and adapter is None:
+        raise BucketpointError(
+            "The model has no adapter between torchtitan's names and Hugging Face's",
+            remedy="Leave initial_load_in_hf and last_save_in_hf out",
+        )
+    if (source and not config.initial_load_model_only) or (target and not config.last_save_model_only):
+        raise BucketpointError(
+            "Safetensors hold a model only",
+            remedy="Pass --checkpoint.initial_load_model_only and --checkpoint.last_save_model_only",
+        )
+    if source and config.initial_load_in_hf_quantized:
+        raise BucketpointError(
+            "Quantized safetensors are loaded from local folders only",
+            url=source,
+            remedy="Download them, name their folder in --checkpoint.initial_load_path, and leave the URL out",
+        )
+    if target:
+        store, prefix = Location.of(target).opened
+        if (store.identity, prefix) == (catalog.store.identity, catalog.prefix):
+            raise BucketpointError(
+                "last_save_in_hf names the folder of the run", url=target, remedy="Name one outside the run"
+            )
+
+
 def _policy_of(config: Any) -> RetentionPolicy:
     """Read the policy's file, or make a policy from torchtitan's own option.
 
@@ -298,7 +364,13 @@ def _policy_of(config: Any) -> RetentionPolicy:
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints in object stores, by bucketpoint")
 def use(
-    config: CheckpointManager.Config, *, policy: str | None = None, fresh: bool = False, on_commit: str | None = None
+    config: CheckpointManager.Config,
+    *,
+    policy: str | None = None,
+    fresh: bool = False,
+    on_commit: str | None = None,
+    initial_load_in_hf: str | None = None,
+    last_save_in_hf: str | None = None,
 ) -> Any:
     """Replace torchtitan's options by bucketpoint's.
 
@@ -307,5 +379,7 @@ def use(
     Args:
         config: torchtitan's options.
         policy, fresh, on_commit: as the attributes of `BucketpointManager.Config`.
+        initial_load_in_hf, last_save_in_hf: its `hf_source` and `hf_target`. torchtitan refuses URLs in its options.
     """
-    return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh, on_commit=on_commit)
+    hf: dict[str, Any] = {"hf_source": initial_load_in_hf, "hf_target": last_save_in_hf}
+    return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh, on_commit=on_commit, **hf)
