@@ -39,13 +39,18 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class MetadataSource:
-    """The store and the URL of a checkpoint, from which its metadata is read."""
+    """The store and the URL of a checkpoint, from which its metadata is read.
+
+    Attributes:
+        dequantize: as for `SafetensorsFolder`.
+    """
 
     store: Store
     prefix: str
     url: str
     attempts: int = READ_ATTEMPTS
     max_bytes: int = MAX_METADATA_BYTES
+    dequantize: bool = False
 
     def read(self, *, indexed: bool) -> bytes:
         """Read `.metadata`; or, instead of a large one, the index that it names, with the same content in fewer bytes.
@@ -82,7 +87,8 @@ class MetadataSource:
             # Imported here, as tools that only inspect `.metadata` need no torch.
             from bucketpoint.checkpoint.safetensors_folder import SafetensorsFolder
 
-            folder = SafetensorsFolder(self.store, self.prefix, self.url, self.attempts, self.max_bytes)
+            place = self.store, self.prefix, self.url
+            folder = SafetensorsFolder(*place, self.attempts, self.max_bytes, dequantize=self.dequantize)
             try:
                 data, info = folder.read()
             except (ObjectNotFoundError, AccessDeniedError):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Size
+from torch import Size, bfloat16
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,6 +31,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import encode_metadata
 from bucketpoint.format.metadata.facts import FILES, MAX_METADATA_BYTES, SAFETENSORS
+from bucketpoint.format.quantization import QUANTIZATION, Quantization, declared, may_be_quantized
 from bucketpoint.format.safetensors_header import (
     LENGTH_BYTES,
     TensorEntry,
@@ -46,6 +47,7 @@ from bucketpoint.transfer.pieces import for_each
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
 
 _HEAD_BYTES = 128 << 10
 """Bytes of the first request for a file, in which the header of most files lies."""
@@ -64,19 +66,29 @@ class SafetensorsFolder:
 
     Args:
         max_bytes: limit on the bytes of `.metadata`, as for `MetadataSource`.
+        dequantize: describe tensors that config.json declares to be quantized as bfloat16, without their scales.
     """
 
     def __init__(
-        self, store: Store, prefix: str, url: str, attempts: int = READ_ATTEMPTS, max_bytes: int = MAX_METADATA_BYTES
+        self,
+        store: Store,
+        prefix: str,
+        url: str,
+        attempts: int = READ_ATTEMPTS,
+        max_bytes: int = MAX_METADATA_BYTES,
+        *,
+        dequantize: bool = False,
     ) -> None:
         self._store, self._prefix, self._url, self._attempts = store, prefix, url, attempts
+        self._dequantize = dequantize
         self._most = self._left = max_bytes // _MEMORY_FACTOR
         self._lock = threading.Lock()
 
     def read(self, file: str | None = None) -> tuple[bytes, ObjectInfo]:
         """Return the metadata, encoded as `.metadata`, and the store's description of the index or the single file.
 
-        Costs a GET for the index, and one for each file, whose ETag a load then requires.
+        Costs a GET for the index, and one for each file, whose ETag a load then requires; and one for config.json, if
+        tensors that may be quantized are to be dequantized.
 
         Args:
             file: name of the one file to read; by default the files that the index names, else `model.safetensors`.
@@ -176,14 +188,32 @@ class SafetensorsFolder:
                 remedy=_AGAIN,
             )
 
+    def _quantization(self, files: Mapping[str, _File]) -> Quantization | None:
+        entries = {entry.name: entry for _, tensors in files.values() for entry, _ in tensors}
+        if not self._dequantize or not any(map(may_be_quantized, entries.values())):
+            return None
+        key = keys.join(self._prefix, CONFIG_NAME)
+        try:
+            data, _ = retry_transient(lambda: self._store.get(key, max_bytes=self._most), attempts=self._attempts)
+        except (ObjectNotFoundError, AccessDeniedError):
+            return None
+        return declared(decode_json(data, key=key).get("quantization_config"), entries, key=key)
+
     def _metadata(self, files: Mapping[str, _File]) -> bytes:
         state: dict[str, Any] = {}
         stored: dict[MetadataIndex, Any] = {}
+        quantization = self._quantization(files)
+        quantized = {} if quantization is None else quantization.scales
+        hidden = set(quantized.values())
         for path, (_, tensors) in files.items():
             for entry, start in tensors:
-                offsets, size = Size([0] * len(entry.shape)), Size(entry.shape)
-                chunks = [ChunkStorageMetadata(offsets, size)]
-                state[entry.name] = TensorStorageMetadata(TensorProperties(entry.dtype), size, chunks)
+                dtype, shape = entry.dtype, entry.shape
+                if quantization is not None and entry.name in quantized:
+                    dtype, shape = bfloat16, quantization.shape_of(entry)
+                offsets, size = Size([0] * len(shape)), Size(shape)
+                if entry.name not in hidden:
+                    chunks = [ChunkStorageMetadata(offsets, size)]
+                    state[entry.name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
                 stored[MetadataIndex(entry.name, offsets, 0)] = make_storage_info(
                     path, start, entry.nbytes, payload_offset=0, payload_nbytes=entry.nbytes
                 )
@@ -193,5 +223,6 @@ class SafetensorsFolder:
             "url": self._url,
             "endpoint": self._store.identity,
             "objects": {path: {"size": info.size, "etag": info.etag} for path, (info, _) in files.items()},
+            QUANTIZATION: None if quantization is None else vars(quantization),
         }
         return encode_metadata(Metadata(state, {name: (name,) for name in state}, stored), bucketpoint=facts)

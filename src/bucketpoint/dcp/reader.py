@@ -42,6 +42,7 @@ from bucketpoint.format.index.view import ChunkShapes, decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra, token_of
+from bucketpoint.format.quantization import Quantization
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, retry
 from bucketpoint.transfer import (
@@ -79,6 +80,8 @@ class BucketReader(Located, StorageReader):
             `"off"`, none; `"node"`, the ranks of one node; `"group"`, all ranks of the group. Pass the same mode on all
             ranks of the group, which must load at the same time unless it is `"off"`.
         process_group: torch's group of the ranks that read together; None for all ranks of the job.
+        dequantize: load weights that a folder of safetensors declares in config.json to be quantized (`fp8` in blocks,
+            `mxfp4`) as bfloat16, or as other floats of the state. False: as they are stored, with their scales.
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
@@ -94,8 +97,10 @@ class BucketReader(Located, StorageReader):
         progress: ProgressCallback | bool | None = None,
         cooperative: str = "off",
         process_group: Any = None,
+        dequantize: bool = True,
     ) -> None:
         super().__init__(path, storage_options, fs)
+        self.dequantize = dequantize
         self.transfer = transfer or TransferOptions()
         self.trusted = trusted
         self.progress = progress
@@ -320,7 +325,8 @@ class BucketReader(Located, StorageReader):
     def _source(self) -> MetadataSource:
         # A byte of `.metadata` takes at least 16 bytes of memory.
         most = self.transfer.max_metadata_bytes >> 4
-        return MetadataSource(*self._open(self._url), str(self._url), self.transfer.read_attempts, most)
+        place = *self._open(self._url), str(self._url)
+        return MetadataSource(*place, self.transfer.read_attempts, most, self.dequantize)
 
     def _decode(self, data: bytes) -> Metadata:
         if is_index(data):
@@ -362,6 +368,7 @@ class BucketReader(Located, StorageReader):
             transforms=self._registry,
             trusted=self.trusted,
             shapes=ChunkShapes(self._metadata),
+            quantization=Quantization.of(extra(self._metadata)),
         )
 
         def read_now(extents: Iterable[Extent]) -> None:

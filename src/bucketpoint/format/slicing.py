@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a slice of a chunk."""
+
 
 @dataclass(frozen=True)
 class Runs:

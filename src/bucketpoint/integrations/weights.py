@@ -98,6 +98,8 @@ class Weights:
             storage_options=options.storage_options,
             cooperative="off" if alone else options.cooperative,
             process_group=group,
+            # The engine has kernels for quantized weights.
+            dequantize=False,
         )
         try:
             metadata = reader.read_metadata()

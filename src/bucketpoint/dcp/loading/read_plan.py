@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,12 +21,10 @@ from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo, read_item
-from bucketpoint.format.slicing import Runs, contiguous_strides, slice_runs
+from bucketpoint.format.quantization import FP8, Quantization, blocks_of, multiply, unpack_fp4
+from bucketpoint.format.slicing import Box, Runs, contiguous_strides, slice_runs
 from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths of a slice of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,48 @@ class SavedChunk:
     """Strides in elements."""
     storage_offset: int = 0
 
+    @classmethod
+    def of(cls, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> SavedChunk | None:
+        """Return the chunk of an item's raw elements; None if their place is not in the metadata."""
+        if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
+            return None
+        _, stored = cls.stored(((0,) * len(shape), shape))
+        if math.prod(stored) * dtype.itemsize != info.payload_nbytes:
+            return None
+        start = info.offset + info.payload_offset
+        return cls(start, info.payload_nbytes, dtype, shape, contiguous_strides(stored))
+
+    @staticmethod
+    def stored(box: Box) -> Box:
+        """Return the box of stored elements that contains a box of the chunk."""
+        return box
+
     @property
     def in_c_order(self) -> bool:
         steps = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
         return self.storage_offset == 0 and all(size == 1 or stride == step for size, stride, step in steps)
 
-    def runs(self, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:
+    def runs(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Runs:
         itemsize, origin = self.dtype.itemsize, self.storage_offset
-        return slice_runs(self.shape, offsets, lengths, itemsize, strides=self.strides, storage_offset=origin)
+        box = self.stored((offsets, lengths))
+        return slice_runs(self.shape, *box, itemsize, strides=self.strides, storage_offset=origin)
+
+    def fill(self, target: torch.Tensor, raw: torch.Tensor, box: Box) -> None:
+        """Fill a tensor with the elements of a box, from its bytes."""
+        if raw.data_ptr() % self.dtype.itemsize:
+            raw = raw.clone()
+        target.copy_(raw.view(self.dtype).as_strided(box[1], self.strides))
+
+
+class Fp4Chunk(SavedChunk):
+    """A saved chunk of 4-bit floats. Two neighbours in the last dimension, of even size, are stored in one byte."""
+
+    @staticmethod
+    def stored(box: Box) -> Box:
+        return blocks_of(box, (*(1,) * (len(box[0]) - 1), 2))
+
+    def fill(self, target: torch.Tensor, raw: torch.Tensor, box: Box) -> None:
+        unpack_fp4(target, raw.as_strided(self.stored(box)[1], self.strides), odd=box[0][-1] % 2)
 
 
 @dataclass(frozen=True)
@@ -60,6 +93,7 @@ class PlannedItem:
         chunk: the saved chunk of which a slice is read; None if the item is read whole.
         shared: another item has the same target. Both are received elsewhere, because one could overwrite the other
             before its checksum is compared.
+        scales: the item of the scales, without a target, by which quantized elements are multiplied.
     """
 
     read: ReadItem
@@ -69,6 +103,7 @@ class PlannedItem:
     etag: str | None
     chunk: SavedChunk | None
     shared: bool = False
+    scales: PlannedItem | None = None
 
     @property
     def fqn(self) -> str:
@@ -78,6 +113,23 @@ class PlannedItem:
     def place(self) -> tuple[str, int]:
         """The object of the saved item, and its offset there."""
         return self.key, self.info.offset
+
+    @property
+    def start(self) -> tuple[torch.device, int] | None:
+        """The place of the target's first element; None if it has none in memory."""
+        target = self.target
+        if target is None or not target.numel() or type(target) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        return (target.device, target.data_ptr()) if target.layout is torch.strided else None
+
+    def target_of(self, box: Box) -> torch.Tensor:
+        """Return the part of the target that receives a box of the chunk."""
+        assert self.target is not None
+        target = self.target
+        for axis, (at, origin, size) in enumerate(zip(box[0], self.read.storage_offsets, box[1], strict=True)):
+            if size != target.shape[axis]:
+                target = target.narrow(axis, at - origin, size)
+        return target
 
     def needs_table(self) -> bool:
         """True if the table of block checksums must be read first: only part of the item is wanted.
@@ -104,6 +156,7 @@ class ReadPlan:
     transforms: Any
     trusted: bool
     shapes: ChunkShapes
+    quantization: Quantization | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def resolve(self, items: Sequence[ReadItem]) -> list[PlannedItem]:
@@ -111,15 +164,12 @@ class ReadPlan:
 
         Raises:
             MetadataError: the metadata names no data for an item.
-            MismatchError: the planner's tensor is not of the size that the planner asked for.
+            MismatchError: the planner's tensor is not of the size that the planner asked for, or cannot hold the values
+                of a quantized tensor.
         """
-        storage_data: dict[MetadataIndex, Any] = self.metadata.storage_data or {}
+        quantized = {} if self.quantization is None else self.quantization.scales
         resolved = []
         for item in items:
-            stored = storage_data.get(item.storage_index)
-            if stored is None:
-                raise MetadataError("The metadata names no data for this item", key=item.storage_index.fqn)
-            info = read_item(stored)
             target = None
             if item.type != LoadItemType.BYTE_IO:
                 target = self.planner.resolve_tensor(item)
@@ -131,13 +181,41 @@ class ReadPlan:
                         f"The planner requested {list(item.lengths)} but passed a tensor of shape {list(target.shape)}",
                         key=item.dest_index.fqn,
                     )
-            key, etag, chunk = (
-                keys.join(self.prefix, info.path),
-                self.etags.get(info.path),
-                self._chunk_of(item, info),
-            )
-            resolved.append(PlannedItem(item, info, key, target, etag, chunk))
+            planned = self._planned(item, item.storage_index, target)
+            if item.storage_index.fqn in quantized:
+                resolved.append(self._quantized(planned))
+            else:
+                resolved.append(replace(planned, chunk=self._chunk_of(item, planned.info)))
         return resolved
+
+    def _planned(self, read: ReadItem, index: MetadataIndex, target: torch.Tensor | None = None) -> PlannedItem:
+        stored = (self.metadata.storage_data or {}).get(index)
+        if stored is None:
+            raise MetadataError("The metadata names no data for this item", key=index.fqn)
+        info = read_item(stored)
+        return PlannedItem(read, info, keys.join(self.prefix, info.path), target, self.etags.get(info.path), None)
+
+    def _quantized(self, item: PlannedItem) -> PlannedItem:
+        """Return the item of a quantized tensor with its chunk and its scales."""
+        assert self.quantization is not None
+        dtype = None if item.target is None else item.target.dtype
+        if dtype is None or not dtype.is_floating_point or dtype.itemsize < torch.bfloat16.itemsize:
+            raise MismatchError(
+                f"The tensor is quantized, and its values do not fit into {dtype}",
+                key=item.fqn,
+                remedy="Load into bfloat16 or float32, or pass dequantize=False to the reader for what is stored",
+            )
+        shape = self.shapes.of(item.read.storage_index) or ()
+        count = self.quantization.scales_shape(shape)
+        scales = self._planned(
+            item.read, MetadataIndex(self.quantization.scales[item.fqn], torch.Size([0] * len(count)))
+        )
+        scales_dtype = self.quantization.scales_dtype(scales.info.checked_nbytes // max(math.prod(count), 1))
+        saved = (SavedChunk, torch.float8_e4m3fn) if self.quantization.method == FP8 else (Fp4Chunk, torch.uint8)
+        chunk, scales_chunk = saved[0].of(item.info, saved[1], shape), SavedChunk.of(scales.info, scales_dtype, count)
+        if chunk is None or scales_chunk is None:
+            raise MetadataError("A quantized tensor or its scales have other sizes in the metadata", key=item.fqn)
+        return replace(item, chunk=chunk, scales=replace(scales, chunk=scales_chunk))
 
     def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
         entry = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -145,16 +223,8 @@ class ReadPlan:
 
     def _chunk_of(self, item: ReadItem, info: ItemInfo) -> SavedChunk | None:
         """Return the place of the raw elements of the item's saved chunk; None if it is not in the metadata."""
-        if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
-            return None
         entry, shape = self._tensor(item), self.shapes.of(item.storage_index)
-        if entry is None or shape is None:
-            return None
-        dtype = entry.properties.dtype
-        if math.prod(shape) * dtype.itemsize != info.payload_nbytes:
-            return None
-        start = info.offset + info.payload_offset
-        return SavedChunk(start, info.payload_nbytes, dtype, shape, contiguous_strides(shape))
+        return None if entry is None or shape is None else SavedChunk.of(info, entry.properties.dtype, shape)
 
     def needs_probe(self, item: PlannedItem) -> bool:
         """Return True if the item is a frame of a foreign writer that is wanted in part, or too large to read whole."""
@@ -187,8 +257,9 @@ class ReadPlan:
         whole = None
         if info.block_crcs is None and info.crc32c is not None and info.payload_nbytes is not None:
             whole = Whole(info.payload_nbytes, info.crc32c)
+        read_box = self._slice if item.scales is None else self._scaled
         for box in boxes:
-            for extent in self._slice(item, chunk, box, done):
+            for extent in read_box(item, chunk, box, done):
                 yield extent if whole is None else replace(extent, part_of=whole)
 
     # -- slices of a chunk --------------------------------------------------------------------------------------------
@@ -236,13 +307,7 @@ class ReadPlan:
         return near and runs.span <= self.options.max_overread * runs.nbytes
 
     def _slice(self, item: PlannedItem, chunk: SavedChunk, box: Box, done: Callable[[], None]) -> Iterator[Extent]:
-        assert item.target is not None
-        target = item.target
-        offsets, lengths = box
-        for axis, (at, origin, size) in enumerate(zip(offsets, item.read.storage_offsets, lengths, strict=True)):
-            if size != target.shape[axis]:
-                target = target.narrow(axis, at - origin, size)
-        runs = chunk.runs(offsets, lengths)
+        target, runs = item.target_of(box), chunk.runs(*box)
         if runs.count == 1 and _fits_in_place(item, chunk) and is_viewable(target):
             yield from self._direct(item, chunk, runs, target, done)
             return
@@ -250,14 +315,43 @@ class ReadPlan:
 
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            raw = torch.frombuffer(view[runs.start - low :], dtype=torch.uint8, count=runs.span)
-            if raw.data_ptr() % chunk.dtype.itemsize:
-                raw = raw.clone()
-            target.copy_(raw.view(chunk.dtype).as_strided(lengths, chunk.strides))
+            chunk.fill(target, torch.frombuffer(view[runs.start - low :], dtype=torch.uint8, count=runs.span), box)
             done()
 
         origin = chunk.payload_start
         yield Extent(item.key, origin + low, origin + high, deliver, blocks, label=item.fqn, etag=item.etag)
+
+    def _scaled(self, item: PlannedItem, chunk: SavedChunk, box: Box, done: Callable[[], None]) -> Iterator[Extent]:
+        """Return the extents of a box of quantized elements and of its scales.
+
+        The target receives the elements as they are stored, and is multiplied once the scales have arrived too.
+        """
+        scales = item.scales
+        assert self.quantization is not None
+        assert scales is not None
+        assert scales.chunk is not None
+        block, saved = self.quantization.block_in(chunk.shape), scales.chunk
+        scales_box = blocks_of(box, block)
+        runs = saved.runs(*scales_box)
+        # Emptied as soon as it is used: the extents are kept until the end of the load.
+        held: list[torch.Tensor] = []
+
+        def both_arrived() -> None:
+            multiply(item.target_of(box), held.pop(), box[0], block)
+            done()
+
+        arrived = _countdown(2, both_arrived)
+
+        def deliver(view: memoryview | None) -> None:
+            assert view is not None
+            factors = torch.empty(scales_box[1], dtype=saved.dtype, device="cpu")
+            saved.fill(factors, torch.frombuffer(view, dtype=torch.uint8, count=runs.span), scales_box)
+            held.append(factors)
+            arrived()
+
+        start = saved.payload_start + runs.start
+        yield from self._slice(item, chunk, box, arrived)
+        yield Extent(scales.key, start, start + runs.span, deliver, label=item.fqn, etag=scales.etag)
 
     def _direct(
         self, item: PlannedItem, chunk: SavedChunk, runs: Runs, target: torch.Tensor, done: Callable[[], None]
@@ -327,8 +421,16 @@ def apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
     """Return the items, with `shared` set where two of them go into the same memory. All their chunks must be known.
 
     Raises:
-        MismatchError: one tensor of the state has two names, under which other values were saved.
+        MismatchError: one tensor of the state has two names, under which other values were saved, or quantized ones.
     """
+    starts = Counter(item.start for item in items)
+    for item in items:
+        if item.scales is not None and item.start is not None and starts[item.start] > 1:
+            raise MismatchError(
+                "The state has one tensor under two names, and the checkpoint has quantized values for this one",
+                key=item.fqn,
+                remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
+            )
     marked, spans = list(items), []
     into: dict[Any, PlannedItem] = {}
     for number, item in enumerate(items):

@@ -1,0 +1,189 @@
+"""Weights in 8 or 4 bits with a scale for each block of elements, as config.json of Hugging Face declares them.
+
+Layouts: `fp8` of DeepSeek, float8_e4m3fn in blocks such as 128x128; `mxfp4` of GPT-OSS, 4-bit floats in groups of 32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.safetensors_header import TensorEntry
+from bucketpoint.format.slicing import Box
+
+FP8, MXFP4 = "fp8", "mxfp4"
+
+QUANTIZATION = "quantization"
+"""The fact in metadata of a folder of safetensors that names its quantized tensors."""
+
+_REMEDY = "Download config.json and the files again, or pass dequantize=False to the reader for what is stored"
+
+_BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
+_SCALE_DTYPES = {FP8: (torch.float32, torch.bfloat16), MXFP4: (torch.uint8, torch.float8_e8m0fnu)}
+_GROUP_BYTES = 16
+_MAX_BLOCK = 1 << 30
+_PIECE = 1 << 18
+"""Elements that are computed at once, so that a computation takes little memory beside the bytes in flight."""
+
+# https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 5.3.3
+_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantized tensors of a folder.
+
+    Attributes:
+        block: sizes of a block in the last dimensions; it is 1 in the others.
+        scales: by the name of each quantized tensor, that of its scales.
+    """
+
+    method: str
+    block: Sequence[int]
+    scales: Mapping[str, str]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Quantization | None:
+        """Return the quantization in the facts of untrusted metadata; None without one. Raises MetadataError."""
+        fact = facts.get(QUANTIZATION)
+        if fact is None:
+            return None
+        if type(fact) is dict and fact.keys() == {"method", "block", "scales"}:
+            scales, known = fact["scales"], fact["method"] in (FP8, MXFP4)
+            if known and _is_block(fact["block"]) and type(scales) is dict and {*map(type, scales.values())} <= {str}:
+                return cls(**fact)
+        raise MetadataError("The metadata has a malformed description of quantized tensors")
+
+    def block_in(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes of a block in all dimensions of a tensor."""
+        if len(shape) < len(self.block):
+            raise MetadataError("The metadata has a quantized tensor with fewer dimensions than its blocks")
+        return (1,) * (len(shape) - len(self.block)) + tuple(self.block)
+
+    def shape_of(self, entry: TensorEntry) -> tuple[int, ...]:
+        """Return the shape of a quantized tensor in elements."""
+        return entry.shape if self.method == FP8 else (*entry.shape[:-2], 2 * math.prod(entry.shape[-2:]))
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a tensor that has this shape in elements."""
+        return tuple(-(-size // step) for size, step in zip(shape, self.block_in(shape), strict=True))
+
+    def scales_dtype(self, itemsize: int) -> torch.dtype:
+        """Return the dtype of scales of this size. The bytes of `mxfp4` are exponents of 2."""
+        if self.method == MXFP4:
+            return torch.float8_e8m0fnu
+        return torch.bfloat16 if itemsize == torch.bfloat16.itemsize else torch.float32
+
+
+def may_be_quantized(entry: TensorEntry) -> bool:
+    """Return True for a tensor of a layout that config.json may declare, or its scales."""
+    return _is_fp8(entry) or entry.name.endswith(_SCALE_INV) or _is_fp4(entry)
+
+
+def declared(config: Any, entries: Mapping[str, TensorEntry], *, key: str) -> Quantization | None:
+    """Return the tensors of a folder that are quantized by `quantization_config`; None for a method that is not known.
+
+    Raises:
+        MetadataError: a tensor has no scales, or they have another shape or dtype than the layout requires.
+    """
+    config = config if type(config) is dict else {}
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if method == FP8 and block is not None:
+        if not _is_block(block) or len(block) != 2:
+            text = f"weight_block_size in config.json is no pair of sizes: {str(block)[:50]}"
+            raise MetadataError(text, key=key, remedy=_REMEDY)
+        names = {name: name + _SCALE_INV for name, entry in entries.items() if _is_fp8(entry)}
+        # Scales of other tensors, which have lost their dtype.
+        names |= {name: f"{name}{_SCALE_INV}" for name in entries if f"{name}{_SCALE_INV}" in entries}
+    elif method == MXFP4:
+        block = [2 * _GROUP_BYTES]
+        names = {name: name.removesuffix(_BLOCKS) + _SCALES for name, entry in entries.items() if _is_fp4(entry)}
+    else:
+        return None
+    quantization = Quantization(method, block, names)
+    for name, scales in names.items():
+        if fault := _fault(quantization, entries[name], scales, entries.get(scales)):
+            raise MetadataError(f"config.json declares {method}, but {fault}", key=name[:200], remedy=_REMEDY)
+    return quantization
+
+
+def _fault(quantization: Quantization, entry: TensorEntry, name: str, scales: TensorEntry | None) -> str | None:
+    fp8, dtypes = quantization.method == FP8, _SCALE_DTYPES[quantization.method]
+    if scales is None:
+        return f"the files lack the scales {name[:200]}"
+    if fp8 and not _is_fp8(entry):
+        return f"this tensor with scales is {entry.dtype}"
+    if len(entry.shape) < 2 or not (fp8 or entry.shape[-1] == _GROUP_BYTES):
+        return f"this tensor has the shape {list(entry.shape)}"
+    shape = quantization.scales_shape(quantization.shape_of(entry))
+    if scales.shape != shape:
+        return f"the scales {name[:200]} have the shape {list(scales.shape)} instead of {list(shape)}"
+    return None if scales.dtype in dtypes else f"the scales {name[:200]} are {scales.dtype} instead of {dtypes[0]}"
+
+
+def _is_fp8(entry: TensorEntry) -> bool:
+    return entry.dtype is torch.float8_e4m3fn
+
+
+def _is_fp4(entry: TensorEntry) -> bool:
+    return entry.dtype is torch.uint8 and entry.name.endswith(_BLOCKS)
+
+
+def _is_block(block: Any) -> bool:
+    return type(block) is list and all(type(size) is int and 0 < size < _MAX_BLOCK for size in block)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(box: Box, block: Sequence[int]) -> Box:
+    """Return the box of the blocks that a box of elements overlaps."""
+    spans = [(at // step, -(-(at + size) // step)) for at, size, step in zip(*box, block, strict=True)]
+    return tuple(first for first, _ in spans), tuple(stop - first for first, stop in spans)
+
+
+def multiply(target: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int], block: Sequence[int]) -> None:
+    """Multiply the elements of a box by the scales of the blocks that it overlaps, rounding once.
+
+    Args:
+        offsets: of the box in the tensor.
+    """
+    scales = scales.float()
+    for at, part in _pieces(target, tuple(offsets)):
+        factors = scales
+        for axis, (start, size, origin, step) in enumerate(zip(at, part.shape, offsets, block, strict=True)):
+            numbers = torch.arange(start, start + size, device="cpu") // step - origin // step
+            factors = factors.index_select(axis, numbers)
+        part.mul_(factors.to(part.device))
+
+
+def unpack_fp4(target: torch.Tensor, packed: torch.Tensor, odd: int) -> None:
+    """Fill a tensor with 4-bit floats, two in a byte, of which the one in the low bits is the first.
+
+    Args:
+        odd: 1 if the first element is in the high bits of the first byte, otherwise 0.
+    """
+    table = torch.tensor(_FP4, dtype=target.dtype, device="cpu")
+    for high in (0, 1):
+        skip = high ^ odd
+        elements = target[..., skip::2]
+        for at, part in _pieces(elements, (*(0,) * (target.dim() - 1), (skip + odd) // 2)):
+            pairs = packed[tuple(slice(start, start + size) for start, size in zip(at, part.shape, strict=True))]
+            part.copy_(table[(pairs >> 4 if high else pairs & 15).int()])
+
+
+def _pieces(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Cut a tensor that begins at `offsets` into pieces; yield the offsets of each, and the piece."""
+    if tensor.numel() <= _PIECE:
+        yield offsets, tensor
+        return
+    axis = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
+    half = tensor.shape[axis] // 2
+    after = (*offsets[:axis], offsets[axis] + half, *offsets[axis + 1 :])
+    yield from _pieces(tensor.narrow(axis, 0, half), offsets)
+    yield from _pieces(tensor.narrow(axis, half, tensor.shape[axis] - half), after)
