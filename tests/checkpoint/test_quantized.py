@@ -270,6 +270,34 @@ def test_refuses_a_layout_that_lies(tmp_path: Path, state: Any, config: Any, cha
     assert_same(bucketpoint.load(url), kept)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"method": "fp9"},
+        {"block": []},
+        {"block": [0, 128]},
+        {"block": [128] * 3},
+        {"scales": {FP8_NAME: 1}},
+        {"scales": {FP8_NAME: "no tensor"}},
+        {"scales": {FP8_NAME: "model.norm.weight"}},
+        {"scales": {"model.norm.weight": f"{FP8_NAME}_scale_inv"}},
+        {"more": 1},
+    ],
+)
+def test_refuses_metadata_that_lies_about_quantization(tmp_path: Path, change: Any) -> None:
+    url = folder(tmp_path / "hf", fp8_state(), FP8)
+    reader = BucketReader(url)
+    metadata = reader.read_metadata()
+    fact = vars(metadata)["bucketpoint"]["quantization"]
+    vars(metadata)["bucketpoint"]["quantization"] = {**fact, **change}
+    planner = dcp.DefaultLoadPlanner()
+    target = {name: torch.zeros(entry.size) for name, entry in metadata.state_dict_metadata.items()}
+    planner.set_up_planner(target, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    with pytest.raises(MetadataError):
+        reader.read_data(planner.create_local_plan(), planner)
+
+
 @LAYOUTS
 def test_refuses_targets_that_cannot_hold_the_values(tmp_path: Path, state: Any, config: Any, name: str) -> None:
     url = folder(tmp_path / "hf", state, config)

@@ -141,3 +141,21 @@ def test_refuses_a_mapping_that_swaps_two_tensors(tmp_path: Path, by: str) -> No
 
 def exchanged(tensors: dict[str, Any]) -> dict[str, Any]:
     return {"q": tensors["k"], "k": tensors["q"], "v": tensors["v"]}
+
+
+def test_gives_an_engine_the_quantized_weights_as_they_are_stored(tmp_path: Path) -> None:
+    weight, scale = (
+        TensorEntry("w.weight", torch.float8_e4m3fn, (4, 2), 0),
+        TensorEntry("w.weight_scale_inv", torch.float32, (1, 1), 8),
+    )
+    data = (
+        torch.ones(4, 2).to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
+        + torch.full((1,), 3.0).numpy().tobytes()
+    )
+    (tmp_path / "model.safetensors").write_bytes(encode_header([weight, scale]) + data)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = loaded(url=f"file://{tmp_path}")
+    assert weights["w.weight"].dtype is torch.float8_e4m3fn
+    assert weights["w.weight"].float().tolist() == [[1, 1]] * 4
+    assert weights["w.weight_scale_inv"].tolist() == [[3]]

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.checkpoint.other_files import explain, missing_files
+from bucketpoint.checkpoint.quantization import QUANTIZATION, Quantization, declared, may_be_quantized
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,
@@ -31,7 +32,6 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import encode_metadata
 from bucketpoint.format.metadata.facts import FILES, MAX_METADATA_BYTES, SAFETENSORS
-from bucketpoint.format.quantization import QUANTIZATION, Quantization, declared, may_be_quantized
 from bucketpoint.format.safetensors_header import (
     LENGTH_BYTES,
     TensorEntry,

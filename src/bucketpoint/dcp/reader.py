@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
+from bucketpoint.checkpoint.quantization import Quantization
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
@@ -42,7 +43,6 @@ from bucketpoint.format.index.view import ChunkShapes, decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra, token_of
-from bucketpoint.format.quantization import Quantization
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, retry
 from bucketpoint.transfer import (

@@ -120,3 +120,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
+
+
+def blocks_of(box: Box, block: Sequence[int]) -> Box:
+    """Return the box of the blocks that a box of elements overlaps."""
+    spans = [(at // step, -(-(at + size) // step)) for at, size, step in zip(*box, block, strict=True)]
+    return tuple(first for first, _ in spans), tuple(stop - first for first, stop in spans)

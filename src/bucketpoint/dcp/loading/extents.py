@@ -7,13 +7,18 @@ checksums of the blocks of an item of which only a part is wanted.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk, apart
-from bucketpoint.errors import CorruptDataError
+from bucketpoint.dcp.loading.chunks import SavedChunk
+from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan
+from bucketpoint.errors import CorruptDataError, MismatchError
+from bucketpoint.format.tensor_bytes import is_viewable
 from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
 
@@ -36,7 +41,7 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
         CorruptDataError: a table of block checksums is damaged.
     """
     # Chunks of other writers are known only now, and are received in place too.
-    planned = apart(_read_first(plan.resolve(items), plan.needs_probe, _probe, read_now))
+    planned = _apart(_read_first(plan.resolve(items), plan.needs_probe, _probe, read_now))
     planned = _read_first(planned, PlannedItem.needs_table, functools.partial(_table, url=url), read_now)
     return [extent for item in planned for extent in plan.extents(item)]
 
@@ -103,3 +108,52 @@ def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memo
 
     assert item.info.table_offset is not None
     return item.info.table_offset, item.info.table_nbytes, understand
+
+
+def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
+    """Return the items, with `shared` set where two of them go into the same memory. All their chunks must be known.
+
+    Raises:
+        MismatchError: one tensor of the state has two names, under which other values were saved, or quantized ones.
+    """
+    starts = Counter(_start(item) for item in items)
+    for item in items:
+        if item.scales is not None and _start(item) is not None and starts[_start(item)] > 1:
+            raise MismatchError(
+                "The state has one tensor under two names, and the checkpoint has quantized values for this one",
+                key=item.fqn,
+                remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
+            )
+    marked, spans = list(items), []
+    into: dict[Any, PlannedItem] = {}
+    for number, item in enumerate(items):
+        target, chunk = item.target, item.chunk
+        if target is None or chunk is None or not target.numel() or not is_viewable(target):
+            continue
+        begin = target.data_ptr()
+        spans.append((begin, begin + target.nbytes, number))
+        # Chunks that were cut differently cannot be compared by checksums.
+        cut = chunk.shape, chunk.dtype, tuple(item.read.storage_offsets)
+        other = into.setdefault((begin, target.shape, target.dtype, cut), item)
+        if other.info.crc32c != item.info.crc32c:
+            raise MismatchError(
+                f"The state has one tensor as {other.fqn} and as {item.fqn}, for which the checkpoint has other values",
+                key=item.fqn,
+                remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
+            )
+    spans.sort()
+    end, last = 0, 0
+    for begin, until, number in spans:
+        if begin < end:
+            marked[last], marked[number] = replace(marked[last], shared=True), replace(marked[number], shared=True)
+        if until > end:
+            end, last = until, number
+    return marked
+
+
+def _start(item: PlannedItem) -> tuple[torch.device, int] | None:
+    """Return the place of a target's first element; None if it has none in memory."""
+    target = item.target
+    if target is None or not target.numel() or type(target) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    return (target.device, target.data_ptr()) if target.layout is torch.strided else None

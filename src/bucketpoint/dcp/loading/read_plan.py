@@ -6,7 +6,6 @@ import io
 import itertools
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,71 +15,16 @@ from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from bucketpoint.checkpoint.quantization import FP8, Quantization
+from bucketpoint.dcp.loading.chunks import Fp4Chunk, SavedChunk, multiply
 from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo, read_item
-from bucketpoint.format.quantization import FP8, Quantization, blocks_of, multiply, unpack_fp4
-from bucketpoint.format.slicing import Box, Runs, contiguous_strides, slice_runs
+from bucketpoint.format.slicing import Box, Runs, blocks_of
 from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
-
-
-@dataclass(frozen=True)
-class SavedChunk:
-    """A saved chunk with accessible raw elements: their start in the object, and their layout."""
-
-    payload_start: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Strides in elements."""
-    storage_offset: int = 0
-
-    @classmethod
-    def of(cls, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> SavedChunk | None:
-        """Return the chunk of an item's raw elements; None if their place is not in the metadata."""
-        if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
-            return None
-        _, stored = cls.stored(((0,) * len(shape), shape))
-        if math.prod(stored) * dtype.itemsize != info.payload_nbytes:
-            return None
-        start = info.offset + info.payload_offset
-        return cls(start, info.payload_nbytes, dtype, shape, contiguous_strides(stored))
-
-    @staticmethod
-    def stored(box: Box) -> Box:
-        """Return the box of stored elements that contains a box of the chunk."""
-        return box
-
-    @property
-    def in_c_order(self) -> bool:
-        steps = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
-        return self.storage_offset == 0 and all(size == 1 or stride == step for size, stride, step in steps)
-
-    def runs(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Runs:
-        itemsize, origin = self.dtype.itemsize, self.storage_offset
-        box = self.stored((offsets, lengths))
-        return slice_runs(self.shape, *box, itemsize, strides=self.strides, storage_offset=origin)
-
-    def fill(self, target: torch.Tensor, raw: torch.Tensor, box: Box) -> None:
-        """Fill a tensor with the elements of a box, from its bytes."""
-        if raw.data_ptr() % self.dtype.itemsize:
-            raw = raw.clone()
-        target.copy_(raw.view(self.dtype).as_strided(box[1], self.strides))
-
-
-class Fp4Chunk(SavedChunk):
-    """A saved chunk of 4-bit floats. Two neighbours in the last dimension, of even size, are stored in one byte."""
-
-    @staticmethod
-    def stored(box: Box) -> Box:
-        return blocks_of(box, (*(1,) * (len(box[0]) - 1), 2))
-
-    def fill(self, target: torch.Tensor, raw: torch.Tensor, box: Box) -> None:
-        unpack_fp4(target, raw.as_strided(self.stored(box)[1], self.strides), odd=box[0][-1] % 2)
 
 
 @dataclass(frozen=True)
@@ -113,14 +57,6 @@ class PlannedItem:
     def place(self) -> tuple[str, int]:
         """The object of the saved item, and its offset there."""
         return self.key, self.info.offset
-
-    @property
-    def start(self) -> tuple[torch.device, int] | None:
-        """The place of the target's first element; None if it has none in memory."""
-        target = self.target
-        if target is None or not target.numel() or type(target) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        return (target.device, target.data_ptr()) if target.layout is torch.strided else None
 
     def target_of(self, box: Box) -> torch.Tensor:
         """Return the part of the target that receives a box of the chunk."""
@@ -415,47 +351,6 @@ class ReadPlan:
         shape = self.shapes.of(item.read.storage_index)
         most = math.prod(entry.size)
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
-
-
-def apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
-    """Return the items, with `shared` set where two of them go into the same memory. All their chunks must be known.
-
-    Raises:
-        MismatchError: one tensor of the state has two names, under which other values were saved, or quantized ones.
-    """
-    starts = Counter(item.start for item in items)
-    for item in items:
-        if item.scales is not None and item.start is not None and starts[item.start] > 1:
-            raise MismatchError(
-                "The state has one tensor under two names, and the checkpoint has quantized values for this one",
-                key=item.fqn,
-                remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
-            )
-    marked, spans = list(items), []
-    into: dict[Any, PlannedItem] = {}
-    for number, item in enumerate(items):
-        target, chunk = item.target, item.chunk
-        if target is None or chunk is None or not target.numel() or not is_viewable(target):
-            continue
-        begin = target.data_ptr()
-        spans.append((begin, begin + target.nbytes, number))
-        # Chunks that were cut differently cannot be compared by checksums.
-        cut = chunk.shape, chunk.dtype, tuple(item.read.storage_offsets)
-        other = into.setdefault((begin, target.shape, target.dtype, cut), item)
-        if other.info.crc32c != item.info.crc32c:
-            raise MismatchError(
-                f"The state has one tensor as {other.fqn} and as {item.fqn}, for which the checkpoint has other values",
-                key=item.fqn,
-                remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
-            )
-    spans.sort()
-    end, last = 0, 0
-    for begin, until, number in spans:
-        if begin < end:
-            marked[last], marked[number] = replace(marked[last], shared=True), replace(marked[number], shared=True)
-        if until > end:
-            end, last = until, number
-    return marked
 
 
 def _fits_in_place(item: PlannedItem, chunk: SavedChunk) -> bool:

@@ -6,7 +6,7 @@ Layouts: `fp8` of DeepSeek, float8_e4m3fn in blocks such as 128x128; `mxfp4` of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format.safetensors_header import TensorEntry
-from bucketpoint.format.slicing import Box
 
 FP8, MXFP4 = "fp8", "mxfp4"
 
@@ -27,11 +26,6 @@ _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 _SCALE_DTYPES = {FP8: (torch.float32, torch.bfloat16), MXFP4: (torch.uint8, torch.float8_e8m0fnu)}
 _GROUP_BYTES = 16
 _MAX_BLOCK = 1 << 30
-_PIECE = 1 << 18
-"""Elements that are computed at once, so that a computation takes little memory beside the bytes in flight."""
-
-# https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 5.3.3
-_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
 @dataclass(frozen=True)
@@ -135,55 +129,4 @@ def _is_fp4(entry: TensorEntry) -> bool:
 
 
 def _is_block(block: Any) -> bool:
-    return type(block) is list and all(type(size) is int and 0 < size < _MAX_BLOCK for size in block)
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
-def blocks_of(box: Box, block: Sequence[int]) -> Box:
-    """Return the box of the blocks that a box of elements overlaps."""
-    spans = [(at // step, -(-(at + size) // step)) for at, size, step in zip(*box, block, strict=True)]
-    return tuple(first for first, _ in spans), tuple(stop - first for first, stop in spans)
-
-
-def multiply(target: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int], block: Sequence[int]) -> None:
-    """Multiply the elements of a box by the scales of the blocks that it overlaps, rounding once.
-
-    Args:
-        offsets: of the box in the tensor.
-    """
-    scales = scales.float()
-    for at, part in _pieces(target, tuple(offsets)):
-        factors = scales
-        for axis, (start, size, origin, step) in enumerate(zip(at, part.shape, offsets, block, strict=True)):
-            numbers = torch.arange(start, start + size, device="cpu") // step - origin // step
-            factors = factors.index_select(axis, numbers)
-        part.mul_(factors.to(part.device))
-
-
-def unpack_fp4(target: torch.Tensor, packed: torch.Tensor, odd: int) -> None:
-    """Fill a tensor with 4-bit floats, two in a byte, of which the one in the low bits is the first.
-
-    Args:
-        odd: 1 if the first element is in the high bits of the first byte, otherwise 0.
-    """
-    table = torch.tensor(_FP4, dtype=target.dtype, device="cpu")
-    for high in (0, 1):
-        skip = high ^ odd
-        elements = target[..., skip::2]
-        for at, part in _pieces(elements, (*(0,) * (target.dim() - 1), (skip + odd) // 2)):
-            pairs = packed[tuple(slice(start, start + size) for start, size in zip(at, part.shape, strict=True))]
-            part.copy_(table[(pairs >> 4 if high else pairs & 15).int()])
-
-
-def _pieces(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Cut a tensor that begins at `offsets` into pieces; yield the offsets of each, and the piece."""
-    if tensor.numel() <= _PIECE:
-        yield offsets, tensor
-        return
-    axis = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
-    half = tensor.shape[axis] // 2
-    after = (*offsets[:axis], offsets[axis] + half, *offsets[axis + 1 :])
-    yield from _pieces(tensor.narrow(axis, 0, half), offsets)
-    yield from _pieces(tensor.narrow(axis, half, tensor.shape[axis] - half), after)
+    return type(block) is list and len(block) > 0 and all(type(size) is int and 0 < size < _MAX_BLOCK for size in block)
