@@ -118,6 +118,10 @@ def test_load_by_url_returns_bfloat16(tmp_path: Path, state: Any, config: Any, n
     expected = {name: of_torch(url, name, torch.bfloat16), "model.norm.weight": state["model.norm.weight"]}
     assert_same(bucketpoint.load(url), expected)
     assert_same(bucketpoint.load(url, keys=name), {name: expected[name]})
+    # In one file, without an index.
+    (Path(url) / INDEX_NAME).unlink()
+    safetensors.save_file(state, Path(url) / "model.safetensors")
+    assert_same(bucketpoint.load(url), expected)
 
 
 @LAYOUTS

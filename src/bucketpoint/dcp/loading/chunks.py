@@ -71,7 +71,7 @@ class Fp4Chunk(SavedChunk):
         return blocks_of(box, (*(1,) * (len(box[0]) - 1), 2))
 
     def fill(self, target: torch.Tensor, raw: torch.Tensor, box: Box) -> None:
-        unpack_fp4(target, raw.as_strided(self.stored(box)[1], self.strides), odd=box[0][-1] % 2)
+        _unpack_fp4(target, raw.as_strided(self.stored(box)[1], self.strides), odd=box[0][-1] % 2)
 
 
 def multiply(target: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int], block: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ def multiply(target: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int],
         part.mul_(factors.to(part.device))
 
 
-def unpack_fp4(target: torch.Tensor, packed: torch.Tensor, odd: int) -> None:
+def _unpack_fp4(target: torch.Tensor, packed: torch.Tensor, odd: int) -> None:
     """Fill a tensor with 4-bit floats, two in a byte, of which the one in the low bits is the first.
 
     Args:

@@ -116,9 +116,11 @@ def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
     Raises:
         MismatchError: one tensor of the state has two names, under which other values were saved, or quantized ones.
     """
-    starts = Counter(_start(item) for item in items)
-    for item in items:
-        if item.scales is not None and _start(item) is not None and starts[_start(item)] > 1:
+    quantized = [item for item in items if item.scales is not None]
+    # Memory of any device: what one item has filled the other would multiply.
+    starts = Counter(map(_start, items if quantized else ()))
+    for item in quantized:
+        if _start(item) is not None and starts[_start(item)] > 1:
             raise MismatchError(
                 "The state has one tensor under two names, and the checkpoint has quantized values for this one",
                 key=item.fqn,
