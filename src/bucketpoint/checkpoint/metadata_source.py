@@ -61,7 +61,7 @@ class MetadataSource:
         Raises:
             CheckpointNotFoundError: nothing is committed here, and there are no safetensors.
             CheckpointDeletedError: the checkpoint was deleted.
-            BucketpointError: there are safetensors, which cannot be read: see `SafetensorsFolder`.
+            BucketpointError: the safetensors here cannot be read: see `SafetensorsFolder.read`.
         """
         head, info = self._or_safetensors(index_ref.HEAD_BYTES if indexed else None)
         whole = info.size <= len(head)

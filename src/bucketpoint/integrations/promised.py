@@ -158,7 +158,7 @@ class Promises:
             self._load([], last=True, failure=error)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, by the rules above."""
+        """Run an operation by the module's rules."""
         with self._lock, torch._C.DisableTorchFunction():
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             promises = [leaf for leaf in leaves if isinstance(leaf, Promised)]

@@ -66,7 +66,7 @@ def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, 
 def in_rounds(boxes: Sequence[SavedBox]) -> list[list[SavedBox]]:
     """Group boxes, given in the order of their copies, into loads: of two that overlap, the later is loaded later.
 
-    A box whose target is overwritten as a whole is left out. The last group may be empty.
+    A box is left out if a later one has the same target. The last group may be empty.
     """
     targets = [box.target for box in boxes]
     later: dict[int, list[int]] = {}

@@ -77,7 +77,7 @@ class _WithState:
 
 
 def with_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state to load into whose objects have made their `state_dict`, which may fail, before any collective.
+    """Call every `state_dict`, which may fail, before any collective, and return a state with the results.
 
     In DCP's order: a `state_dict` may be a collective call, and the keys may come in another order on each rank.
     """

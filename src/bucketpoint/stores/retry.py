@@ -84,8 +84,8 @@ class RetryPolicy:
         attempts: limit on the attempts of a request, the first included.
         deadline_s: seconds for all attempts of one request. An attempt under way is then interrupted only if it is
             slow: see `pace`.
-        counts_throttled: count every request as one of the attempts. Otherwise only the deadline ends the waiting for a
-            store that throttles or does not answer, because it will probably accept the request later.
+        counts_throttled: count throttled and unanswered attempts, too. Otherwise only the deadline ends the waiting
+            for a store that throttles or does not answer, because it will probably accept the request later.
     """
 
     attempts: int = 6

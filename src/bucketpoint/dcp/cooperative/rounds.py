@@ -262,7 +262,7 @@ class SharedLoad:
 
 
 class Targets:
-    """The shared requests of a rank, with the assembly of each. A request holds all of a cell or nothing of it.
+    """The shared requests of a rank, with the assembly of each. A request holds a cell whole or not at all.
 
     Args:
         shared: the shared requests, each with the number of the object.

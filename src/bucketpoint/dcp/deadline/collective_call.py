@@ -36,7 +36,7 @@ WAITS = ""
 
 _LOOK_S = 0.25
 _LOOKS_A_SECOND = 4000
-"""Limit on the requests a second of all idle ranks together to the job's store."""
+"""Limit on requests per second to the job's store, from all idle ranks together."""
 
 _MOST_STAGE = 200
 _MOST_BUSY = 64

@@ -1,4 +1,4 @@
-"""Encoding of integer columns in few bytes: constants, an arithmetic progression a segment, and byte planes.
+"""Encoding of integer columns in few bytes: constants, one arithmetic progression per segment, and byte planes.
 
 Chunk layouts are mostly arithmetic: offsets count up, sizes repeat, the last one is smaller. In other columns, bytes of
 the same significance lie together, so that the compressor that runs afterwards finds repetitions.

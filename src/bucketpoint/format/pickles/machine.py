@@ -108,7 +108,7 @@ class Machine:
         except UnicodeDecodeError:
             raise UnreadableError("a text in the pickle is not valid UTF-8") from None
 
-    # -- what calls and changes may use -------------------------------------------------------------------------------
+    # -- for the functions of a vocabulary ----------------------------------------------------------------------------
 
     def pay(self, cost: int) -> None:
         """Take from the allowance of work. Raises ObjectionError if nothing is left."""

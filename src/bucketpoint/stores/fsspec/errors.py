@@ -151,7 +151,7 @@ def translate(
 
     Args:
         options: options of the filesystem, whose secrets the exception may quote.
-        conditional: the request named an ETag, or that there must be no object.
+        conditional: the request required an ETag, or that there is no object.
     """
     if isinstance(error, StoreError):
         return error

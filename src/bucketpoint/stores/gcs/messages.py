@@ -40,7 +40,7 @@ class GCSReply:
 
 
 def received(reply: Any, operation: str, *, stream: bool) -> GCSReply:
-    """Receive the body of a reply of the `requests` library, unless it is an object's: `stream`.
+    """Receive a reply of `requests` and its body; with `stream`, leave the body of an object unread.
 
     Raises:
         ForeignAnswer: something other than GCS answered.
