@@ -46,7 +46,7 @@ CHANGES = {
     "fence": Change("fence", "", SAVE, "a save of half an hour or more, before it commits",
         "create-only, If-Match to renew it; all its data is there", ("save takes its fence",)),
     "condemn": Change("fence", "", SWEEP, "a sweep, before it deletes data",
-        "create-only, If-Match on an old one; no sign of life for `debris_after`",
+        "create-only, or If-Match on an old fence; attempt inactive for `debris_after`",
         ("sweep takes the fence", "age floor")),
     "sweep": Change("data, uploads, intent", "there", "", "the sweep", "no metadata names the data",
         ("metadata of ranks",)),
