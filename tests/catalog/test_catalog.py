@@ -149,7 +149,7 @@ def test_adopts_folders_of_other_writers(store: MemoryStore, catalog: Catalog) -
 
 def test_rebuilds_a_lost_catalog_as_it_was(store: MemoryStore, catalog: Catalog) -> None:
     for step in (100, 200, 300):
-        save(catalog, step, kind="weights" if step == 200 else "full", git_sha="abc")
+        save(catalog, step, kind="weights" if step == 200 else "full", git_sha="abc", metrics={"loss": step / 100})
         store.now += 60
 
     def records() -> dict[str, CommitRecord]:
@@ -162,6 +162,20 @@ def test_rebuilds_a_lost_catalog_as_it_was(store: MemoryStore, catalog: Catalog)
     assert adopt(catalog) == ["step-100", "step-200", "step-300"]
     # The host is no fact of the checkpoint.
     assert records() == {key: replace(record, host=None) for key, record in before.items()}
+    assert [row.metrics for row in catalog.snapshot().rows()] == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+
+
+def test_has_the_metrics_of_a_save_that_was_killed_before_its_record(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them a policy deletes the best checkpoint."""
+    with monkeypatch.context() as killed_early:
+        killed_early.setattr(SaveLog, "committed", lambda *_: None)
+        save(catalog, 100, metrics={"loss": 1.0, "accuracy": 0.1})
+    report(catalog, 100, {"accuracy": 0.5})
+    reconcile(catalog, catalog.snapshot())
+    (row,) = catalog.snapshot().rows()
+    assert row.metrics == {"loss": 1.0, "accuracy": 0.5}
 
 
 def test_counts_the_last_reported_value_of_a_metric(store: MemoryStore, catalog: Catalog) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.listing import read_notes
-from bucketpoint.catalog.records import metadata_record
+from bucketpoint.catalog.records import metadata_record, put_note, write_metrics
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
+from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.stores import delete_all
 
 MAX_METRIC_NAME_BYTES = 120
@@ -63,19 +63,7 @@ def report(
         begin = NoteKey(step, catalog_keys.METRICS, ("",)).name()
         others = () if token else catalog.listed(catalog_keys.NOTES, begin)
         at = max([catalog.clock(), *(other.time + 0.002 for other in read_notes(others).reports)])
-    token = token or _present_token(catalog, step)
-    head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(at)]
-    head += catalog_keys.named_token(token) if token else ()
-    batch: list[str] = []
-    for name, value in sorted(checked.items()):
-        pair = [name, repr(value)]
-        # One key holds as many metrics as fit: one request for each metric would cost more than the metrics are worth.
-        if batch and len(catalog_keys.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
-            _put(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
-            batch = []
-        batch += pair
-    if batch:
-        _put(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
+    write_metrics(catalog, step, checked, at=at, token=token or _present_token(catalog, step))
 
 
 def _present_token(catalog: Catalog, step: int) -> str | None:
@@ -179,11 +167,11 @@ def note_restored(catalog: Catalog, step: int) -> None:
     begun: the job has already read what it needs.
     """
     now = catalog_keys.milliseconds(catalog.clock())
-    _put(catalog, NoteKey(step, catalog_keys.RESTORED, (now, os.urandom(4).hex())))
+    put_note(catalog, NoteKey(step, catalog_keys.RESTORED, (now, os.urandom(4).hex())))
 
 
 def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
-    key = _put(catalog, note, body)
+    key = put_note(catalog, note, body)
     # A pruner first claims its tombstone and then looks for notes; this function first writes its note and then looks
     # for claims. So at least one of the two sees the other.
     try:
@@ -191,12 +179,6 @@ def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
     except GoneError:
         delete_all(catalog.store, [key])
         raise
-
-
-def _put(catalog: Catalog, note: NoteKey, body: bytes = b"") -> str:
-    key = catalog.own_key(catalog_keys.NOTES, note.name())
-    catalog.write(key, body)
-    return key
 
 
 def _metric_name(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
@@ -18,7 +18,7 @@ from bucketpoint.errors import (
     UnsafeDataError,
 )
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import CommitKey
+from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, CommitKey, NoteKey
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
@@ -113,13 +113,39 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None, *, dry_run: bo
 
 
 def _write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> bool:
-    """Write a record made from `.metadata`. Return False if the checkpoint has been deleted since it was read."""
+    """Write a record and metrics made from `.metadata`. Return False if the checkpoint is deleted since it was read."""
+    # Before the record: a prune that saw it without them would delete the best checkpoint. With the time of the save,
+    # so that later reports count.
+    write_metrics(catalog, step, record.metrics, at=record.created or 0.0, token=record.token)
     written = write_record(catalog, folder, step, record)
     if catalog.metadata_info(folder) is not None:
         return True
     # Whoever deleted it did not see the record, which would count as a checkpoint.
     catalog.store.delete([written])
     return False
+
+
+def write_metrics(catalog: Catalog, step: int, metrics: Mapping[str, float], *, at: float, token: str | None) -> None:
+    """Write the notes of metrics that were measured at a time, of the commit with this token."""
+    head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(at)]
+    head += catalog_keys.named_token(token) if token else ()
+    batch: list[str] = []
+    for name, value in sorted(metrics.items()):
+        pair = [name, repr(value)]
+        # One key holds as many metrics as fit: one request for each metric would cost more than the metrics are worth.
+        if batch and len(catalog_keys.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
+            put_note(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
+            batch = []
+        batch += pair
+    if batch:
+        put_note(catalog, NoteKey(step, catalog_keys.METRICS, (*head[2:], *batch)))
+
+
+def put_note(catalog: Catalog, note: NoteKey, body: bytes = b"") -> str:
+    """Write a note, and return its key."""
+    key = catalog.own_key(catalog_keys.NOTES, note.name())
+    catalog.write(key, body)
+    return key
 
 
 def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> str:

@@ -91,18 +91,17 @@ class SaveLog:
         the checkpoint from deletion for an hour.
         """
         folder, step = self.catalog.folder_of(url)
-        # Not among the facts of `.metadata`, which may be published with the weights.
+        # Before the record: a job that is killed between them leaves an intent, from which both are written.
+        if self.metrics:
+            report(self.catalog, step, self.metrics, token=record.token)
+        # The host is not among the facts of `.metadata`, which may be published with the weights.
         write_record(self.catalog, folder, step, replace(record, host=process_name()))
         try:
-            if self.metrics:
-                report(self.catalog, step, self.metrics, token=record.token)
             if not intent_stays and record.token is not None:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
             # A trainer may lack the right to delete. That must not fail the save; the pruner reports it in detail.
-            logger.warning(
-                "step %d is committed and recorded, but its metrics or its intent could not be updated: %s", step, error
-            )
+            logger.warning("step %d is committed and recorded, but its intent could not be deleted: %s", step, error)
         if self.pruner is not None:
             self.pruner.after_commit(step)
 
