@@ -141,6 +141,8 @@ def test_makes_the_policy_of_three_keywords_and_loads_its_checkpoints_by_name(tm
         bucketpoint.load(root, step=9)
     with pytest.raises(BucketpointError, match="step= cannot be combined with a state"):
         bucketpoint.load({}, root, step=3)  # type: ignore[call-overload]
+    with pytest.raises(BucketpointError, match=r"lowest value.*Best\('eval/acc', \"max\"\) of bucketpoint\.retention"):
+        CheckpointManager(root, keep=2, best="eval/acc")
     for given, why in (({}, "no policy"), ({"best": "loss"}, "no policy"), ({"keep": 1, "policy": "p.yaml"}, "both")):
         with pytest.raises(BucketpointError, match=f"There (is|are) {why}.*Pass keep=3"):
             CheckpointManager(root, **given)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from bucketpoint.retention.row import FULL
 
 logger = logging.getLogger(__name__)
 
-_BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
+BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
 """Words in the names of metrics of which low values are better, and of those of which high ones are."""
 
 TRIED_AT_MOST = 20
@@ -78,7 +78,7 @@ def _spoken(catalog: Catalog, text: str) -> Best:
     if not metric or mode not in ("min", "max"):
         names = [text] if text else sorted(catalog.snapshot().metric_names())
         metric = names[0] if len(names) == 1 else ""
-        mode = next((mode for mode, words in _BETTER.items() if re.search(words, metric.lower())), "")
+        mode = next((mode for mode, words in BETTER.items() if re.search(words, metric.lower())), "")
         if not metric or not mode:
             raise BucketpointError(
                 f"`best` needs a metric and which values are better; the run has {', '.join(names) or 'no metric'}",
@@ -152,7 +152,7 @@ def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
     if not rules:
         raise BucketpointError(
             f"The policy has no `best` rule for {metric}" if metric else "The policy has no `best` rule",
-            remedy="Add one to the policy: keep: {best: [{metric: eval/loss, mode: min}]}",
+            remedy="Pass best=, or add one to the policy: keep: {best: [{metric: eval/loss, mode: min}]}",
         )
     return rules[0]
 

@@ -97,7 +97,8 @@ class Replacing:
                 f"Step {step} is lower than {of}, up to step {last.step}, committed {committer}; "
                 f"training was probably rolled back{', or another job saves to this run' if remedy else ''}",
                 url=self._catalog.url,
-                remedy=f"{remedy}{_SAY_SO} the newer checkpoints get a tombstone. "
+                remedy="If this job has not restored yet, call manager.restore(state) first. "
+                f"{remedy}{_SAY_SO} the newer checkpoints get a tombstone. "
                 'save(..., newer="keep") leaves them in place, as the latest',
             )
         if newer == "discard":
