@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from bucketpoint.catalog.restore_candidates import BETTER
+from bucketpoint.catalog.restore_candidates import usual_mode
 from bucketpoint.errors import BucketpointError, InvalidURLError, PolicyError, PolicyFault
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery, from_yaml
@@ -39,7 +38,7 @@ def policy_of(
             "There are both policy= and keywords that make a policy" if policy is not None else "There is no policy",
             remedy="Pass keep=3, with best= and every= if wanted; or policy=, which has `keep:` and `save:` of its own",
         )
-    if isinstance(best, str) and [mode for mode, words in BETTER.items() if re.search(words, best.lower())] == ["max"]:
+    if isinstance(best, str) and usual_mode(best) == "max":
         raise BucketpointError(
             f"best={best!r} would keep the lowest value, and high values of such a metric are better",
             remedy=f'Pass best=Best({best!r}, "max") of bucketpoint.retention; or "min", if low values are better',

@@ -92,7 +92,7 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None, *, dry_run: bo
     """Write the missing records of all checkpoints below the root, whoever saved them. Return their folders.
 
     A folder is adopted if its whole name fits the template and its `.metadata` is readable. One LIST for each 1,000
-    folders; two GETs, of which one is small, and one PUT for each folder without a record.
+    folders; two GETs, of which one is small, and one PUT, with metrics two, for each folder without a record.
 
     Args:
         steps: adopt only checkpoints of these steps.

@@ -16,11 +16,16 @@ from bucketpoint.retention.row import FULL
 
 logger = logging.getLogger(__name__)
 
-BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
+_BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
 """Words in the names of metrics of which low values are better, and of those of which high ones are."""
 
 TRIED_AT_MOST = 20
 """Limit on the checkpoints that one restore tries. So many damaged checkpoints in a row have a common cause."""
+
+
+def usual_mode(metric: str) -> str:
+    """Return which values of a metric are better by the words in its name: "min" or "max"; "" if no word is known."""
+    return next((mode for mode, words in _BETTER.items() if re.search(words, metric.lower())), "")
 
 
 def restore_candidates(
@@ -78,7 +83,7 @@ def _spoken(catalog: Catalog, text: str) -> Best:
     if not metric or mode not in ("min", "max"):
         names = [text] if text else sorted(catalog.snapshot().metric_names())
         metric = names[0] if len(names) == 1 else ""
-        mode = next((mode for mode, words in BETTER.items() if re.search(words, metric.lower())), "")
+        mode = usual_mode(metric)
         if not metric or not mode:
             raise BucketpointError(
                 f"`best` needs a metric and which values are better; the run has {', '.join(names) or 'no metric'}",

@@ -91,17 +91,17 @@ def declared(config: Any, entries: Mapping[str, TensorEntry], *, key: str) -> Qu
         if not _is_block(block) or len(block) != 2:
             text = f"weight_block_size in config.json is no pair of sizes: {str(block)[:50]}"
             raise MetadataError(text, key=key, remedy=_REMEDY)
-        names = {name: name + _SCALE_INV for name, entry in entries.items() if _is_fp8(entry)}
-        # Scales of other tensors, which have lost their dtype.
-        names |= {name: f"{name}{_SCALE_INV}" for name in entries if f"{name}{_SCALE_INV}" in entries}
+        scales = {name: name + _SCALE_INV for name in entries}
+        # A tensor with scales that is not FP8 has lost its dtype, and is refused below.
+        names = {name: scales[name] for name, entry in entries.items() if _is_fp8(entry) or scales[name] in entries}
     elif method == MXFP4:
         block = [2 * _GROUP_BYTES]
         names = {name: name.removesuffix(_BLOCKS) + _SCALES for name, entry in entries.items() if _is_fp4(entry)}
     else:
         return None
     quantization = Quantization(method, block, names)
-    for name, scales in names.items():
-        if fault := _fault(quantization, entries[name], scales, entries.get(scales)):
+    for name, own in names.items():
+        if fault := _fault(quantization, entries[name], own, entries.get(own)):
             raise MetadataError(f"config.json declares {method}, but {fault}", key=name[:200], remedy=_REMEDY)
     return quantization
 

@@ -244,10 +244,11 @@ def remove(removal: Removal, *, holder: str, force: bool = False, of_run: bool =
         def held(snapshot: Snapshot, _: Tombstone) -> str | None:
             if force:
                 return None
-            reasons = _held(snapshot, one) if of_run else _reasons(catalog, catalog.with_unrecorded(snapshot), one)
+            found = _held(snapshot, one) if of_run else _reasons(catalog, catalog.with_unrecorded(snapshot), one)
+            reasons = " and ".join(found)
             if reasons:
-                done.refused[one.step, one.id] = " and ".join(reasons)
-            return done.refused.get((one.step, one.id))
+                done.refused[one.step, one.id] = reasons
+            return reasons or None
 
         reconcile(catalog, catalog.snapshot())
         key = schedule_deletion(catalog, one, DELETE, due=catalog.due(0.0), reason="a person deleted it by name")

@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,41 +118,50 @@ class ReadPlan:
                         f"The planner requested {list(item.lengths)} but passed a tensor of shape {list(target.shape)}",
                         key=item.dest_index.fqn,
                     )
-            planned = self._planned(item, item.storage_index, target)
             if item.storage_index.fqn in quantized:
-                resolved.append(self._quantized(planned))
+                resolved.append(self._quantized(item, target))
             else:
-                resolved.append(replace(planned, chunk=self._chunk_of(item, planned.info)))
+                resolved.append(self._planned(item, item.storage_index, target, partial(self._chunk_of, item)))
         return resolved
 
-    def _planned(self, read: ReadItem, index: MetadataIndex, target: torch.Tensor | None = None) -> PlannedItem:
+    def _planned(
+        self,
+        read: ReadItem,
+        index: MetadataIndex,
+        target: torch.Tensor | None,
+        chunk_of: Callable[[ItemInfo], SavedChunk | None],
+    ) -> PlannedItem:
         stored = (self.metadata.storage_data or {}).get(index)
         if stored is None:
             raise MetadataError("The metadata names no data for this item", key=index.fqn)
         info = read_item(stored)
-        return PlannedItem(read, info, keys.join(self.prefix, info.path), target, self.etags.get(info.path), None)
+        key, etag = keys.join(self.prefix, info.path), self.etags.get(info.path)
+        return PlannedItem(read, info, key, target, etag, chunk_of(info))
 
-    def _quantized(self, item: PlannedItem) -> PlannedItem:
+    def _quantized(self, read: ReadItem, target: torch.Tensor | None) -> PlannedItem:
         """Return the item of a quantized tensor with its chunk and its scales."""
-        assert self.quantization is not None
-        dtype = None if item.target is None else item.target.dtype
+        quantization, shape = self.quantization, self.shapes.of(read.storage_index) or ()
+        assert quantization is not None
+        kind, stored = (SavedChunk, torch.float8_e4m3fn) if quantization.method == FP8 else (Fp4Chunk, torch.uint8)
+        item = self._planned(read, read.storage_index, target, partial(kind.of, dtype=stored, shape=shape))
+        dtype = None if target is None else target.dtype
         if dtype is None or not dtype.is_floating_point or dtype.itemsize < torch.bfloat16.itemsize:
             raise MismatchError(
                 f"The tensor is quantized, and its values do not fit into {dtype}",
                 key=item.fqn,
                 remedy="Load into bfloat16 or float32, or pass dequantize=False to the reader for what is stored",
             )
-        shape = self.shapes.of(item.read.storage_index) or ()
-        count = self.quantization.scales_shape(shape)
-        scales = self._planned(
-            item.read, MetadataIndex(self.quantization.scales[item.fqn], torch.Size([0] * len(count)))
-        )
-        scales_dtype = self.quantization.scales_dtype(scales.info.checked_nbytes // max(math.prod(count), 1))
-        saved = (SavedChunk, torch.float8_e4m3fn) if self.quantization.method == FP8 else (Fp4Chunk, torch.uint8)
-        chunk, scales_chunk = saved[0].of(item.info, saved[1], shape), SavedChunk.of(scales.info, scales_dtype, count)
-        if chunk is None or scales_chunk is None:
+        count = quantization.scales_shape(shape)
+
+        def scales_of(info: ItemInfo) -> SavedChunk | None:
+            itemsize = info.checked_nbytes // max(math.prod(count), 1)
+            return SavedChunk.of(info, quantization.scales_dtype(itemsize), count)
+
+        index = MetadataIndex(quantization.scales[item.fqn], torch.Size([0] * len(count)))
+        scales = self._planned(read, index, None, scales_of)
+        if item.chunk is None or scales.chunk is None:
             raise MetadataError("A quantized tensor or its scales have other sizes in the metadata", key=item.fqn)
-        return replace(item, chunk=chunk, scales=replace(scales, chunk=scales_chunk))
+        return replace(item, scales=scales)
 
     def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
         entry = self.metadata.state_dict_metadata.get(item.storage_index.fqn)
