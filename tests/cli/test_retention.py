@@ -240,7 +240,13 @@ def test_takes_a_step_in_every_form_in_every_command(program: Program, tmp_path:
     assert program("report", root, "latest", "accuracy=1").code == 0
     refused = program("show", root, "best")
     assert (refused.code, "the run has accuracy, loss\n" in refused.err) == (2, True), refused.err
-    assert program("show", root, "newest").code == 2
+    for words, code, why in (
+        (["newest"], 2, "'newest' is not a step, latest or best"),
+        (["best:f"], 2, "the run has accuracy, loss\n"),
+        (["best:los:min"], 3, "the run has accuracy, loss\n"),
+    ):
+        refused = program("show", root, *words)
+        assert (refused.code, why in refused.err) == (code, True), refused.err
 
 
 def test_refuses_to_pin_a_step_that_is_not_there(program: Program, tmp_path: Path) -> None:

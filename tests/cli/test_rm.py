@@ -188,6 +188,10 @@ def test_removes_all_checkpoints_of_a_run_but_none_in_use(program: Program, root
     assert program("pin", f"{root}/run", "2").code == 0
     refused = program(*everything, "--yes")
     assert (refused.code, refused.out.endswith("/run: step 2 is pinned\n")) == (1, True)
+    would = program(*everything, "--dry-run")
+    assert (would.code, "would delete" in would.out, would.out.endswith("is pinned\n")) == (1, False, True)
+    unnamed = program("rm", f"{root}/run", "--yes")
+    assert (unnamed.code, "or pass --run" in unnamed.err) == (3, True)
     assert steps_in(program, f"{root}/run") == [1, 2, 3, 4]
     assert program("pin", f"{root}/run", "2", "--remove").code == 0
     done = program(*everything, "--yes", "--json")

@@ -19,7 +19,7 @@ POLICY_VARIABLE = "BUCKETPOINT_POLICY"
 def policy_of(
     policy: RetentionPolicy | str | os.PathLike[str] | Any,
     keep: int | None = None,
-    best: str | Best | None = None,
+    best: str | None = None,
     every: int | None = None,
 ) -> RetentionPolicy:
     """Return a policy that is given as such, read it from its file, or make it of a manager's keywords.
@@ -38,12 +38,15 @@ def policy_of(
             "There are both policy= and keywords that make a policy" if policy is not None else "There is no policy",
             remedy="Pass keep=3, with best= and every= if wanted; or policy=, which has `keep:` and `save:` of its own",
         )
-    if isinstance(best, str) and usual_mode(best) == "max":
-        raise BucketpointError(
-            f"best={best!r} would keep the lowest value, and high values of such a metric are better",
-            remedy=f'Pass best=Best({best!r}, "max") of bucketpoint.retention; or "min", if low values are better',
-        )
-    rules = () if best is None else (best if isinstance(best, Best) else Best(best, "min"),)
+    rules: tuple[Best, ...] = ()
+    if best is not None:
+        metric, _, mode = str(best).rpartition(":")
+        if mode not in ("min", "max") and usual_mode(best) == "max":
+            raise BucketpointError(
+                f"best={best!r} would keep the lowest value, and high values of such a metric are better",
+                remedy=f'Pass best="{best}:max", or "{best}:min" if low values are better',
+            )
+        rules = (Best(metric, "max") if mode == "max" else Best(metric if mode == "min" else best, "min"),)
     save = Save() if every is None else Save(every=[SaveEvery(every)], on=["last_step", "sigterm"])
     return RetentionPolicy(Keep(latest=keep, best=rules), save=save)
 

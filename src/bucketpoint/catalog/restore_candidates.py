@@ -81,14 +81,14 @@ def _spoken(catalog: Catalog, text: str) -> Best:
     """Return the rule of `METRIC:min`, of a metric alone, or of the run's only metric if `text` is empty."""
     metric, _, mode = text.rpartition(":")
     if not metric or mode not in ("min", "max"):
-        names = [text] if text else sorted(catalog.snapshot().metric_names())
-        metric = names[0] if len(names) == 1 else ""
+        names = sorted(catalog.snapshot().metric_names())
+        metric = text or (names[0] if len(names) == 1 else "")
         mode = usual_mode(metric)
         if not metric or not mode:
             raise BucketpointError(
                 f"`best` needs a metric and which values are better; the run has {', '.join(names) or 'no metric'}",
                 url=catalog.url,
-                remedy=f"Write best:{names[0] if names else 'eval/loss'}:min, or max",
+                remedy=f"Write best:{metric or next(iter(names), 'eval/loss')}:min, or max",
             )
     return Best(metric, "min" if mode == "min" else "max")
 
@@ -168,9 +168,10 @@ def _best(catalog: Catalog, rule: Best) -> list[Checkpoint]:
     full = [row for row in snapshot.rows() if row.kind == FULL]
     rows = [full[position] for position in rule.ranked(full)]
     if not rows:
+        names = ", ".join(sorted(snapshot.metric_names()))
         raise CheckpointNotFoundError(
-            f"No checkpoint has a value of the metric {rule.metric}",
+            f"No checkpoint has a value of the metric {rule.metric}; the run has {names or 'no metric'}",
             url=catalog.url,
-            remedy='Report values with report(step, {...}), or call restore("latest")',
+            remedy="Name one of these" if names else "Report values with report(step, {...}), or take the latest",
         )
     return [known[row.step, row.id] for row in rows]

@@ -83,7 +83,8 @@ def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, A
             named[-1] = named[-1][0], word
     if len(named) != len(extras):
         how_many = text.count(len(extras), "checkpoint")
-        raise click.UsageError(f"Name {how_many}, each by its URL, or by that of its run and a step, latest or best")
+        unknown = f"{named[-1][0]!r} is not a step, latest or best. " if len(named) > len(extras) else ""
+        raise click.UsageError(f"{unknown}Name {how_many}, each by its URL, or by its run and one of these")
     return [_checkpoint(access.at(url, extra), which) for extra, (url, which) in zip(extras, named, strict=True)]
 
 

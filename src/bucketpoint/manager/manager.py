@@ -43,7 +43,7 @@ from bucketpoint.manager.restoring import Restored, restored
 from bucketpoint.manager.running import Running, begin_together, may_be_warned, note_end
 from bucketpoint.manager.status import ManagerStatus, Standing
 from bucketpoint.manager.triggers import Triggers
-from bucketpoint.retention import Best, RetentionPolicy
+from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.row import FULL
 from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import TransferOptions
@@ -64,7 +64,7 @@ class CheckpointManager:
         root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
         policy: the policy, which decides what is kept and when to save; or its YAML file, which each rank reads.
         keep, best, every: a small policy, in place of `policy`: number of the latest checkpoints to keep; the metric
-            whose lowest value is kept besides, or a `Best` rule; and the steps between saves. With `every`,
+            whose lowest value is kept besides ("eval/acc:max": the highest); and the steps between saves. With `every`,
             `should_save` also saves the last step, and the next one after SIGTERM.
         process_group: the ranks; None for all ranks of the job. The manager makes its own gloo group.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
@@ -86,7 +86,7 @@ class CheckpointManager:
         *,
         policy: RetentionPolicy | str | os.PathLike[str] | None = None,
         keep: int | None = None,
-        best: str | Best | None = None,
+        best: str | None = None,
         every: int | None = None,
         process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,

@@ -360,11 +360,10 @@ class PruneWorker:
             logger.info("nothing was pruned: %s", done.stopped)
         if verdict is not None and not verdict and not forced:
             logger.warning(
-                "%s; this prune is limited to %d of them. `bucketpoint prune POLICY.yaml --root %s --dry-run` shows "
-                "the plan, `bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
+                "%s; this prune is limited to %d of them. The manager's `prune(force=True)`, or with the policy's file "
+                "`bucketpoint prune FILE --root %s --yes`, carries out all of it",
                 verdict.why,
                 len(done.buried),
-                catalog.url,
                 catalog.url,
             )
         if done.failures:

@@ -166,6 +166,7 @@ def _plan_lines(plan: ConvertPlan) -> Iterator[str]:
 
 def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:
     checked = f"{text.size(done.checked_bytes)} compared with the source's checksums"
+    checked = checked if done.checked_bytes else "the source has no checksums to compare"
     yield f"{'an earlier run ' if plan.finished else ''}wrote {_what(plan)}, to {plan.place.url}: {checked}"
     if done.skipped:
         yield f"  {text.count(done.skipped, 'object')} of an interrupted conversion were at the target already"

@@ -42,7 +42,13 @@ def rm(place: Location, dry_run: bool, yes: bool, force: bool, whole: bool) -> C
 
     if whole:
         return _run(place, dry_run=dry_run, yes=yes, force=force)
-    removal = plan_removal(place)
+    try:
+        removal = plan_removal(place)
+    except CheckpointNotFoundError:
+        if not whole_run(place)[1].checkpoints:
+            raise
+        remedy = "Name a step of it, or pass --run to delete all of its checkpoints"
+        raise CheckpointNotFoundError("This is a run, not a checkpoint", url=place.url, remedy=remedy) from None
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
     warning = f" ALTHOUGH {_joined(removal)}" if removal.reasons else ""
@@ -88,7 +94,8 @@ def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandRe
         deleted.append(url)
     document = {"url": catalog.url, "dry_run": dry_run, "checkpoints": urls, "deleted": deleted, "refused": refused}
     document["failures"] = [vars(failure) for failure in failures]
-    lines = [f"would delete {url}" for url in urls] if dry_run else [f"deleted {url}" for url in deleted]
+    lines = [f"deleted {url}" for url in deleted]
+    lines += [f"would delete {url}" for url in urls] if dry_run and not refused else []
     lines += [f"not deleted: {what}: {refused}"] if refused else []
     lines += [text.not_deleted(vars(failure), "; the next prune tries it again") for failure in failures]
     return CommandResult(document, lines, ok=refused is None and not failures)
