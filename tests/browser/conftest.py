@@ -76,6 +76,8 @@ def page_at(chromium: Any) -> Iterator[PageAt]:
 
 def overflow(page: Any) -> int:
     """Return by how many pixels the page is wider than its window."""
+    # The drawer of the narrow page moves for a moment after the window was widened.
+    page.evaluate("Promise.allSettled(document.getAnimations().map(animation => animation.finished))")
     width: int = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
     return max(width, 0)
 

@@ -333,12 +333,6 @@ def _refuse_unfit(config: Any, adapter: Any, catalog: Catalog) -> None:
             "Safetensors hold a model only",
             remedy="Pass --checkpoint.initial_load_model_only and --checkpoint.last_save_model_only",
         )
-    if source and config.initial_load_in_hf_quantized:
-        raise BucketpointError(
-            "Quantized safetensors are loaded from local folders only",
-            url=source,
-            remedy="Download them, name their folder in --checkpoint.initial_load_path, and leave the URL out",
-        )
     if target:
         store, prefix = Location.of(target).opened
         if (store.identity, prefix) == (catalog.store.identity, catalog.prefix):
