@@ -203,7 +203,7 @@ def test_returns_any_metrics_as_they_were_reported(metrics: dict[str, float]) ->
     assert all(len(key.rsplit("/", 1)[1]) <= 240 for key in store.objects)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 121, "\N{FIRE}" * 11])
+@pytest.mark.parametrize("name", ["", "x" * 121, "\N{FIRE}" * 11, "\udce9"])
 def test_refuses_a_metric_without_a_usable_name(store: MemoryStore, name: str) -> None:
     with pytest.raises(BucketpointError):
         report(memory_catalog(store), 1, {name: 1.0})

@@ -182,10 +182,14 @@ def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
 
 
 def _metric_name(name: str) -> str:
-    if not 0 < len(catalog_keys.encode([name])) <= MAX_METRIC_NAME_BYTES:
+    try:
+        length = len(catalog_keys.encode([name]))
+    except UnicodeEncodeError:  # a shell's argument that is no UTF-8
+        length = 0
+    if not 0 < length <= MAX_METRIC_NAME_BYTES:
         raise BucketpointError(
-            f"The name of a metric must have 1 to {MAX_METRIC_NAME_BYTES} bytes, where each byte other than a-z, A-Z, "
-            "0-9, - and . counts as three",
+            f"The name of a metric must have 1 to {MAX_METRIC_NAME_BYTES} bytes of UTF-8, where each byte other than "
+            "a-z, A-Z, 0-9, - and . counts as three",
             key=name[:200],
         )
     return name
