@@ -134,6 +134,21 @@ def test_writes_nothing_behind_an_output_that_is_lost() -> None:
     assert (done.returncode, done.stderr) == (74, "Error: The output cannot be written: No space left on device\n")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_prints_letters_that_the_encoding_of_the_locale_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with CheckpointManager(str(tmp_path), keep=1) as manager:
+        manager.save(1, {"\u03bb": torch.ones(1)}, metrics={"\u03bb": 1.0})
+    monkeypatch.setattr("sys.stdout", stream)
+    for arguments in (["ls", str(tmp_path)], ["show", str(tmp_path), "1"], ["watch", str(tmp_path), "--once"]):
+        assert run(arguments) == 0
+    # In place of ASCII click writes UTF-8.
+    shown = "\u03bb=1" if encoding == "ascii" else "\\u03bb=1"
+    assert shown.encode() in stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def test_runs_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,9 @@ class PrintableStream:
 @contextmanager
 def printed_safely() -> Iterator[None]:
     """Escape control characters in all output and logs while the block runs."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The locale's encoding may lack letters of keys and names. For standard error Python does this itself.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # A stream that was closed before the program began is None.
     out, err = (stream and cast("TextIO", PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
     # While a bar is drawn, rich replaces standard error, and log records would bypass the stream above: filter them.
