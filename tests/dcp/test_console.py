@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import sys
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, Progress
+from bucketpoint.dcp.progress_bar import progress_callback
 
 URL = "memory://console/run"
 
@@ -48,9 +50,17 @@ def test_shows_a_bar_when_it_is_asked_for(capfd: pytest.CaptureFixture[str], mon
     assert "load memory://" in err
 
 
-def test_shows_a_bar_on_a_terminal_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketpoint.dcp.progress_bar import progress_callback
+def test_shows_no_bar_before_a_byte_or_the_total_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for total in (0, 10):
+        monkeypatch.setattr("sys.stderr", screen := io.StringIO())
+        with progress_callback(True, 0) as callback:
+            assert callback is not None
+            callback(Progress("save", "s3://b/x", 0, total, False))
+        assert ("save s3://b/x" in screen.getvalue()) == bool(total)
 
+
+def test_shows_a_bar_on_a_terminal_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with progress_callback(None, 0) as shown, progress_callback(None, 1) as hidden:
         assert shown is not None
