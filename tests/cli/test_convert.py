@@ -87,6 +87,7 @@ def test_writes_the_file_that_the_target_names_or_refuses(
         (2, "more bytes than one file may have: 1", ["c.safetensors", "--max-shard-size", "1"]),
         (2, "has the name of a file of torch, and --to is bucketpoint", ["c.pt", "--to", "bucketpoint"]),
         (2, "has the name of a file of safetensors, and --to is torch", ["c.safetensors", "--to", "torch"]),
+        (2, "has the name of a file of another format", ["c.npz"]),
     ]:
         done = program("convert", "a.pt", *arguments)
         assert (done.code, said in done.err) == (code, True), done.err

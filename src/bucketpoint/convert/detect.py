@@ -36,6 +36,9 @@ from bucketpoint.transfer import TransferOptions
 
 AUTO = "auto"
 
+_OTHER_FILES = (".npz", ".npy", ".pkl", ".pickle", ".h5", ".onnx", ".gguf", ".msgpack", ".gz", ".zip", ".tar")
+"""Endings of files that no conversion writes."""
+
 _EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile stands for"}
 """Schemes of other packages' filesystems, which fsspec does not list: the remedy if a scheme is unknown."""
 
@@ -80,6 +83,12 @@ def format_of(url: str, wanted: str, source: Source) -> str:
         )
     if wanted != AUTO:
         return wanted
+    if url.endswith(_OTHER_FILES):
+        raise InvalidURLError(
+            "The target has the name of a file of another format",
+            url=url,
+            remedy="End the name in .pt or .safetensors, or pass --to bucketpoint for a folder of this name",
+        )
     if source.format == BUCKETPOINT:
         raise InvalidURLError(
             "The source is already a checkpoint in the format bucketpoint",
