@@ -43,6 +43,15 @@ def value_of(given: dict[str, Any]) -> float:
     return values.pop()
 
 
+def saved(manager: CheckpointManager, *steps: int, drain: bool = False, **arguments: Any) -> None:
+    """Save steps, each of which is committed, and with `drain` pruned for, before the next one begins."""
+    for step in steps:
+        manager.save(step, state(step), **arguments)
+        manager.wait()
+        if drain:
+            manager.pruning.drain()
+
+
 def save_and_restore(rank: int, world: int, root: str) -> Any:
     listed = []
     with count_lists(listed), CheckpointManager(root, policy=policy(2)) as manager:

@@ -32,8 +32,9 @@ from bucketpoint.retention import Best, InFlight, Keep, MaxDelete, Prune, Retent
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
+from kit.damage import flip, flip_all
 from manager import manager_scenarios as scenarios
-from manager.manager_scenarios import policy, state, value_of
+from manager.manager_scenarios import policy, saved, state, value_of
 
 pytestmark = pytest.mark.contract
 
@@ -49,13 +50,9 @@ def committed(root: str) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in Path(root).glob("*/.metadata"))
 
 
-def flip(root: str, step: int) -> None:
+def damage(root: str, step: int) -> None:
     """Change one byte in the middle of each data object."""
-    for file in Path(root, f"step-{step}", "data").rglob("*"):
-        if file.is_file():
-            data = bytearray(file.read_bytes())
-            data[len(data) // 2] ^= 0xFF
-            file.write_bytes(bytes(data))
+    flip_all(Path(root, f"step-{step}", "data"))
 
 
 def lose(root: str, step: int) -> None:
@@ -90,7 +87,7 @@ def test_saves_over_damaged_checkpoints_which_the_next_commit_sets_aside(
 ) -> None:
     run_with(root, 10, 20, 30, 40, 50)
     lose(root, 50)
-    flip(root, 40)
+    damage(root, 40)
     best = policy(best=(Best("eval/loss", "min"),), prune=Prune(grace=timedelta(hours=24)))
     target = state(0)
     with CheckpointManager(root, policy=best) as manager:
@@ -99,8 +96,7 @@ def test_saves_over_damaged_checkpoints_which_the_next_commit_sets_aside(
         assert (restored.step, [step for step, _ in restored.passed]) == (30, [50, 40])
         # Only once something is there to go on from.
         assert going(manager) == []
-        manager.save(35, state(35))
-        manager.wait()
+        saved(manager, 35)
         assert going(manager) == [40, 50]
         assert counted(manager) == [10, 20, 30, 35]
         for step in (40, 50):
@@ -116,12 +112,11 @@ def test_saves_over_damaged_checkpoints_which_the_next_commit_sets_aside(
         restored = manager.restore(target)
         assert (restored.step, value_of({**target, "step": 41}), restored.passed) == (40, 41.0, ())  # type: ignore[union-attr]
         # A job that begins again needs nobody's help either.
-        manager.save(50, state(50))
-        manager.wait()
+        saved(manager, 50)
         assert counted(manager) == [10, 20, 30, 35, 40, 50]
 
 
-@pytest.mark.parametrize("harm", [flip, lose, garble])
+@pytest.mark.parametrize("harm", [damage, lose, garble])
 @pytest.mark.parametrize("grace", [timedelta(0), timedelta(hours=24)])
 def test_makes_progress_in_every_loop_of_restarts(root: str, harm: Any, grace: timedelta) -> None:
     """Each job restores, saves one step and is gone; what it saved last is damaged."""
@@ -157,8 +152,7 @@ def test_sets_nothing_aside_that_could_not_be_reached(root: str, monkeypatch: py
             with pytest.raises(BucketpointError, match="the store is away"):
                 manager.restore(state(0))
         assert manager.pruning.given_up == ()
-        manager.save(30, state(30))
-        manager.wait()
+        saved(manager, 30)
         assert going(manager) == []
 
 
@@ -169,8 +163,7 @@ def test_sets_nothing_aside_that_was_saved_again_since(root: str) -> None:
         assert manager.restore(state(0)).step == 10  # type: ignore[union-attr]
         with CheckpointManager(root, policy=DAY) as other:
             other.save(20, state(20), overwrite=True)
-        manager.save(15, state(15), newer="keep")
-        manager.wait()
+        saved(manager, 15, newer="keep")
         assert going(manager) == []
         assert counted(manager) == [10, 15, 20]
 
@@ -195,9 +188,7 @@ def test_raises_for_plain_checkpoints_that_need_trust_and_leaves_them(root: str)
         with pytest.raises(UnsafeDataError, match="trusted=True"):
             manager.restore({**state(0), "own": None})
         assert manager.restore({**state(0), "own": None}, fresh=True).step == 5  # type: ignore[union-attr]
-        for step in (6, 7):
-            manager.save(step, state(step))
-        manager.wait()
+        saved(manager, 6, 7)
         manager.prune()
         assert going(manager) == []
     assert committed(root) == [5, 6, 7, 8, 9]
@@ -238,8 +229,7 @@ def test_keeps_a_plain_checkpoint_that_is_saved_anew_during_the_restore(
     monkeypatch.setattr(managing, "attempt", beside_another_job)
     with CheckpointManager(root, policy=policy(prune=Prune(grace=timedelta(0)))) as manager:
         assert manager.restore(state(0)).step == 5  # type: ignore[union-attr]
-        manager.save(6, state(6), newer="keep")
-        manager.wait()
+        saved(manager, 6, newer="keep")
         manager.prune()
         assert going(manager) == []
     assert committed(root) == [5, 6, 10]
@@ -252,9 +242,7 @@ def test_saves_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(root: str
     for first in (6, 8):
         with CheckpointManager(root, policy=DAY) as manager:
             assert manager.restore(state(0)).step == first - 1  # type: ignore[union-attr]
-            for step in (first, first + 1):
-                manager.save(step, state(step))
-                manager.wait()
+            saved(manager, first, first + 1)
     rolled = roll_back(open_catalog(root), 9, grace=0.0)
     assert rolled.buried == []
     assert [why for _, why in rolled.held] == ["without readable metadata"]
@@ -266,8 +254,7 @@ def test_keeps_what_a_failed_save_was_to_discard(root: str) -> None:
         with pytest.raises(BucketpointError):
             manager.save(6, {**state(6), "lock": threading.Lock()}, newer="discard")
             manager.wait()
-        manager.save(9, state(9))
-        manager.wait()
+        saved(manager, 9)
         assert going(manager) == []
 
 
@@ -296,20 +283,16 @@ def test_sets_damaged_checkpoints_without_a_record_aside(root: str) -> None:
     garble(root, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         assert manager.restore(state(0)).step == 10  # type: ignore[union-attr]
-        manager.save(20, state(20))
-        manager.wait()
+        saved(manager, 20)
         assert going(manager) == [30]
-        manager.save(30, state(30))
-        manager.wait()
+        saved(manager, 30)
         assert counted(manager) == [20, 30]
 
 
 def test_continues_on_all_ranks_over_what_one_of_them_found_damaged(ranks: Ranks, root: str) -> None:
     ranks.run(scenarios.save_steps, root, [10, 20, 30])
     (file,) = (file for file in Path(root, "step-30", "data").rglob("*-1-model-*") if file.is_file())
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(bytes(data))
+    flip(file)
     assert ranks.run(scenarios.go_on_over_damage, root) == [(20, [30], 30, 31.0, ())] * 2
 
 
@@ -319,9 +302,7 @@ def test_prunes_on_once_a_damaged_newest_is_set_aside(root: str) -> None:
     rule = policy(1)
     with CheckpointManager(root, policy=rule) as manager:
         manager.restore(state(0))
-        manager.save(35, state(35))
-        manager.wait()
-        manager.pruning.drain()
+        saved(manager, 35, drain=True)
         assert manager.pruning.last.done.stopped is None  # type: ignore[union-attr]
         assert committed(root) == [35]
 
@@ -361,8 +342,7 @@ def test_keeps_a_discarded_step_discarded_after_a_save_over_it_dies(root: str, m
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
-        manager.save(15, state(15))
-        manager.wait()
+        saved(manager, 15)
         put = LocalStore.put
 
         def full(self: Any, key: str, *given: Any, **more: Any) -> Any:
@@ -398,9 +378,7 @@ def test_leaves_and_names_in_a_rollback_what_somebody_holds(root: str, caplog: p
     with CheckpointManager(root, policy=DAY) as manager:
         manager.pin(20, reason="a release")
         manager.restore(state(0), 10, rollback=True)
-        for step in (14, 15):
-            manager.save(step, state(step))
-            manager.wait()
+        saved(manager, 14, 15)
         assert going(manager) == [30]
         assert (
             caplog.text.count(
@@ -411,8 +389,7 @@ def test_leaves_and_names_in_a_rollback_what_somebody_holds(root: str, caplog: p
         with pytest.raises(CheckpointExistsError, match="step 20 is committed and pinned"):
             manager.save(20, state(20))
         manager.unpin(20)
-        manager.save(16, state(16))
-        manager.wait()
+        saved(manager, 16)
         assert going(manager) == [20, 30]
         manager.save(20, state(20))
 
@@ -421,8 +398,7 @@ def test_respects_the_undo_of_a_rollback_in_the_next_save(root: str) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
-        manager.save(15, state(15))
-        manager.wait()
+        saved(manager, 15)
         assert undo(manager.catalog, 20) == 1
         with pytest.raises(BucketpointError, match="training was probably rolled back"):
             manager.save(16, state(16))
@@ -460,8 +436,7 @@ def test_withdraws_a_rollback_by_restoring_a_rolled_back_step_by_its_number(root
         manager.restore(state(0), 10, rollback=True)
         manager.restore(state(0), 20)
         assert manager.restore(state(0)).step == 20  # type: ignore[union-attr]
-        manager.save(30, state(30))
-        manager.wait()
+        saved(manager, 30)
         assert going(manager) == []
 
 
@@ -470,8 +445,7 @@ def test_gives_up_what_the_save_under_way_commits_in_a_rollback(root: str) -> No
     with CheckpointManager(root, policy=DAY) as manager:
         manager.save(20, state(20))
         manager.restore(state(0), 10, rollback=True)
-        manager.save(15, state(15))
-        manager.wait()
+        saved(manager, 15)
         assert going(manager) == [20]
 
 
@@ -487,8 +461,7 @@ def test_waits_in_a_rollback_for_the_save_under_way_and_refuses_meanwhile(root: 
         gated.gate.set()
         assert manager.wait(60)
         manager.restore(state(0), 10, rollback=True)
-        manager.save(15, state(15))
-        manager.wait()
+        saved(manager, 15)
         assert going(manager) == [20]
 
 
@@ -508,8 +481,7 @@ def test_continues_from_scratch_beside_damaged_checkpoints(root: str) -> None:
         lose(root, step)
     with CheckpointManager(root, policy=DAY) as manager:
         assert manager.restore(state(0), fresh=True) is None
-        manager.save(10, state(10))
-        manager.wait()
+        saved(manager, 10)
         assert counted(manager) == [10]
 
 
@@ -552,10 +524,7 @@ def test_logs_each_deletion_with_its_rule_and_its_bytes(root: str, caplog: pytes
     caplog.clear()
     later = f"{root}-2"
     with CheckpointManager(later, policy=policy(1, prune=Prune(grace=timedelta(hours=24)))) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step))
-            manager.wait()
-            manager.pruning.drain()
+        saved(manager, 1, 2, drain=True)
     assert "step 1 will be deleted when its grace period of 1d is over: latest: 1 (2nd latest" in caplog.text
     assert "is deleted" not in caplog.text
 
@@ -564,9 +533,7 @@ def test_logs_a_checkpoint_that_a_late_metric_saves_with_its_rule(root: str, cap
     caplog.set_level(logging.INFO, "bucketpoint")
     keep = Keep(1, best=[Best("loss", "min")])
     with CheckpointManager(root, policy=RetentionPolicy(keep, prune=Prune(grace=timedelta(hours=24)))) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state(step))
-            manager.wait()
+        saved(manager, 1, 2, 3)
         manager.pruning.drain()
         manager.report(1, {"loss": 0.1})
         manager.prune()
@@ -578,9 +545,7 @@ def test_warns_once_of_a_rule_for_a_metric_that_nobody_reports(root: str, caplog
     keep = Keep(1, best=[Best("evl/loss", "min")])
     with CheckpointManager(root, policy=RetentionPolicy(keep, prune=Prune(grace=timedelta(hours=24)))) as manager:
         for step, metrics, times in ((1, {}, 0), (2, {"eval/loss": 0.5}, 1), (3, {"eval/loss": 0.4}, 1)):
-            manager.save(step, state(step), metrics=metrics)
-            manager.wait()
-            manager.pruning.drain()
+            saved(manager, step, metrics=metrics, drain=True)
             assert [one.getMessage() for one in caplog.records].count(line) == times
 
 
@@ -613,8 +578,7 @@ def test_keeps_what_a_save_that_never_began_was_to_discard(root: str) -> None:
     with CheckpointManager(root, policy=DAY) as manager:
         with pytest.raises(BucketpointError, match="'wieghts' is not a kind of checkpoint"):
             manager.save(6, state(6), newer="discard", kind="wieghts")
-        manager.save(6, state(6), newer="keep")
-        manager.wait()
+        saved(manager, 6, newer="keep")
         assert going(manager) == []
 
 
@@ -657,7 +621,7 @@ def test_calls_no_state_fresh_that_damaged_checkpoints_were_loaded_into(
     root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_with(root, 10)
-    flip(root, 10)
+    damage(root, 10)
     target = state(3)
     with CheckpointManager(root, policy=DAY) as manager, caplog.at_level(logging.WARNING):
         assert manager.restore(target, fresh=True) is None

@@ -44,9 +44,10 @@ from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
+from kit.damage import flip_all
 from manager import manager_scenarios as scenarios
 from manager.agree_scenarios import committed
-from manager.manager_scenarios import BEST, policy, state, value_of
+from manager.manager_scenarios import BEST, policy, saved, state, value_of
 from services import Service
 from transfer.helper.orders import has_ended
 from transfer.wrappers import CountingStore
@@ -62,11 +63,7 @@ def three_ranks() -> Iterator[Ranks]:
 
 
 def damage(root: str, step: int) -> None:
-    for file in Path(root, f"step-{step}", "data").rglob("*"):
-        if file.is_file():
-            data = bytearray(file.read_bytes())
-            data[len(data) // 2] ^= 0xFF
-            file.write_bytes(bytes(data))
+    flip_all(Path(root, f"step-{step}", "data"))
 
 
 def save(root: str, *steps: int, **arguments: Any) -> None:
@@ -162,14 +159,11 @@ def test_says_of_a_save_behind_newer_steps_what_becomes_of_them(root: str) -> No
     with CheckpointManager(root, policy=policy()) as manager:
         with pytest.raises(BucketpointError, match="Step 15 is lower than the steps of 2 checkpoints, up to step 30"):
             manager.save(15, state(15))
-        manager.save(15, state(15), newer="keep")
-        manager.wait()
+        saved(manager, 15, newer="keep")
         assert manager.steps() == [10, 15, 20, 30]
-        manager.save(17, state(17), newer="discard")
-        manager.wait()
+        saved(manager, 17, newer="discard")
         # Once said is enough: they are on their way out.
-        manager.save(18, state(18))
-        manager.wait()
+        saved(manager, 18)
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.steps() == [10, 15, 17, 18]
 
@@ -208,8 +202,7 @@ def test_decides_on_the_best_by_metrics_of_the_save_and_later_ones(root: str) ->
     with CheckpointManager(root, policy=BEST) as manager:
         manager.save(1, state(1), metrics={"eval/loss": 0.5})
         manager.save(2, state(2), metrics={"eval/loss": 0.9})
-        manager.save(3, state(3))
-        manager.wait()
+        saved(manager, 3)
         target = state(0)
         assert manager.restore(target, "best").step == 1  # type: ignore[union-attr]
         manager.report(2, {"eval/loss": 0.1})
@@ -305,16 +298,11 @@ def test_applies_the_policy_after_each_commit_and_keeps_what_was_restored(root: 
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=policy(1)) as manager:
         manager.restore(state(0), 10)
-        for step in (40, 50, 60):
-            manager.save(step, state(step), newer="keep")
-            manager.wait()
-            manager.pruning.drain()
+        saved(manager, 40, 50, 60, newer="keep", drain=True)
         # The run went on from 10 until 40 was there.
         assert committed(root) == ["step-60"]
         manager.pin(60, reason="a release")
-        manager.save(70, state(70))
-        manager.wait()
-        manager.pruning.drain()
+        saved(manager, 70, drain=True)
         assert committed(root) == ["step-60", "step-70"]
         manager.unpin(60)
         done = manager.prune()
@@ -328,9 +316,7 @@ def test_deletes_a_few_of_a_plan_that_deletes_too_much_and_says_how_to_go_on(
     save(root, *range(10, 20))
     careful = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete(count=3)))
     with CheckpointManager(root, policy=careful) as manager:
-        manager.save(20, state(20))
-        manager.wait()
-        manager.pruning.drain()
+        saved(manager, 20, drain=True)
         # Three, and one for the commit.
         assert committed(root) == [f"step-{step}" for step in range(14, 21)]
         assert (

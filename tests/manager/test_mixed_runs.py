@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketpointError, BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
@@ -16,12 +15,9 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.worker import prune_by
 from bucketpoint.catalog.rollback import roll_back
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
+from manager.manager_scenarios import saved, state, value_of
 
 POLICY = RetentionPolicy(Keep(latest=2), prune=Prune(when="manual", grace=timedelta(0)))
-
-
-def state(value: float) -> dict[str, Any]:
-    return {"w": torch.full((8,), value)}
 
 
 def save_plainly(root: str, step: int) -> None:
@@ -43,12 +39,11 @@ def test_restores_and_continues_from_the_newest_of_a_mixed_run(tmp_path: Path, w
         target = state(0)
         restored = manager.restore(target)
         assert restored is not None
-        assert (restored.step, target["w"][0].item()) == (4, 4.0)
+        assert (restored.step, value_of(target)) == (4, 4.0)
         assert manager.steps() == [1, 2, 3, 4]
         with pytest.raises(CheckpointExistsError):
             manager.save(4, state(4))
-        manager.save(5, state(5))
-        manager.wait()
+        saved(manager, 5)
         round_ = manager.prune(force=True)
         assert round_ is not None
         assert {step for step, _ in round_.done.deleted} == {1, 2}
@@ -64,7 +59,7 @@ def test_saves_a_plain_step_again_where_the_caller_says_so(tmp_path: Path) -> No
     with CheckpointManager(root, policy=POLICY) as manager:
         target = state(0)
         assert manager.restore(target, 4) is not None
-        assert target["w"][0].item() == 44.0
+        assert value_of(target) == 44.0
         assert manager.steps() == [4]
 
 
@@ -88,7 +83,7 @@ def test_replaces_a_plain_step_that_was_given_up_in_the_next_save_of_it(tmp_path
         manager.wait()
         target = state(0)
         assert manager.restore(target) is not None
-        assert target["w"][0].item() == 44.0
+        assert value_of(target) == 44.0
 
 
 def test_records_what_the_rollback_command_gives_up_and_goes_back_to(tmp_path: Path) -> None:

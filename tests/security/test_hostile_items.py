@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint as bp
 from bucketpoint.dcp.loading.decode import fill_tensor
-from bucketpoint.errors import BucketpointError, UnsafeDataError
-from kit.checkpoints import saved
-from security.corpus import crashes, expanding_archives
+from bucketpoint.errors import UnsafeDataError
+from kit.checkpoints import failure_of, saved
+from security.corpus import archive, crashes, expanding_archives
 
 PROGRAM = """
 import json, resource, sys
@@ -95,26 +95,13 @@ def outcomes(samples: dict[str, bytes], folder: Path, kind: str) -> dict[str, li
     return found
 
 
-def error_of(url: str, state: dict[str, Any]) -> BucketpointError:
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.load(state, checkpoint_id=url, storage_reader=bp.BucketReader(), no_dist=True)
-    error = next(iter(caught.value.failures.values()))[0]
-    assert isinstance(error, BucketpointError), error
-    return error
-
-
 def out_of_bounds() -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.tensor([[1 << 40]]), torch.ones(1), (4,), check_invariants=False)
 
 
-def in_archives(samples: dict[str, bytes]) -> dict[str, bytes]:
-    from security.corpus import archive
-
-    return {name: archive(body) for name, body in samples.items()}
-
-
 def test_reads_items_of_allowed_names_without_a_crash_or_a_hang(tmp_path: Path) -> None:
-    found = outcomes({**in_archives(crashes()), **expanding_archives()}, tmp_path, "item")
+    crashing = {name: archive(body) for name, body in crashes().items()}
+    found = outcomes({**crashing, **expanding_archives()}, tmp_path, "item")
     assert len(found) >= 17
     assert {name: told for name, told in found.items() if told != ["UnsafeDataError", False]} == {}
 
@@ -150,13 +137,14 @@ def test_reads_metadata_of_torch_before_2_2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["item of bytes", "tensor item"])
 def test_refuses_indices_of_a_sparse_tensor_that_lie_outside_of_it(where: str, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}"
+    state: dict[str, Any] = {"w": 0}
     if where == "tensor item":
         theirs(tmp_path, {"w": torch.ones(4)}, saved(out_of_bounds()))
-        error = error_of(url, {"w": torch.zeros(4).to_sparse()})
+        state = {"w": torch.zeros(4).to_sparse()}
     else:
         theirs(tmp_path, {"w": 5}, saved((out_of_bounds(),)))
-        error = error_of(url, {"w": 0})
+    reader = bp.BucketReader(f"file://{tmp_path}")
+    error = failure_of(lambda: dcp.load(state, storage_reader=reader, no_dist=True))
     assert isinstance(error, UnsafeDataError)
     assert "indices" in error.message
 

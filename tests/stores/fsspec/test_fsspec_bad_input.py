@@ -36,6 +36,7 @@ from bucketpoint.stores import open_store
 from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.fsspec.services import driver_of
 from fsspec_backends import SERVED, Backend, backend
+from kit.checkpoints import failure_of
 from kit.servers import free_port
 
 on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
@@ -43,10 +44,7 @@ on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
 
 def failure(action: Callable[[str, Any], None], url: str, through: Any) -> BucketpointError:
     """The one error that a save or a load ends with."""
-    with pytest.raises(dcp.CheckpointException) as caught:
-        action(url, through)
-    ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, BucketpointError), error
+    error = failure_of(lambda: action(url, through))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     return error
 
