@@ -165,3 +165,12 @@ def commit_without_a_record(catalog: Catalog, step: int, **facts: object) -> str
     for path, body in {**content, ".metadata": data}.items():
         store.put(catalog.key(f"step-{step}/{path}"), [memoryview(body)])
     return token
+
+
+def saved_run(*steps: int) -> tuple[MemoryStore, Catalog]:
+    """Return a new store, and the catalog of a run in it that has saved these steps."""
+    store = MemoryStore()
+    catalog = memory_catalog(store)
+    for step in steps:
+        save(catalog, step)
+    return store, catalog

@@ -22,7 +22,16 @@ from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import CommitKey, StepTemplate
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import Layout
-from catalog.memory import START, MemoryStore, commit_without_a_record, killed, memory_catalog, metadata_bytes, save
+from catalog.memory import (
+    START,
+    MemoryStore,
+    commit_without_a_record,
+    killed,
+    memory_catalog,
+    metadata_bytes,
+    save,
+    saved_run,
+)
 
 HOUR = 3600.0
 names = st.text("abz/_-.% \N{FIRE}\N{LATIN SMALL LETTER A WITH DIAERESIS}", min_size=1, max_size=8)
@@ -86,11 +95,9 @@ def test_ignores_an_attempt_that_died_before_its_commit(store: MemoryStore, cata
     assert [row.step for row in reconcile(catalog, catalog.snapshot()).rows()] == [100]
 
 
-def test_ignores_a_record_whose_metadata_is_gone(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    del store.objects[catalog.metadata_key("step-200")]
-    latest = catalog.latest()
+def test_ignores_a_record_whose_metadata_is_gone(store: MemoryStore, pair: Catalog) -> None:
+    del store.objects[pair.metadata_key("step-200")]
+    latest = pair.latest()
     assert latest is not None
     assert latest.step == 100
 
@@ -347,10 +354,7 @@ def test_separates_runs_with_folders_of_their_own_under_one_root() -> None:
 
 
 def test_restores_a_checkpoint_with_a_tombstone_last() -> None:
-    store = MemoryStore()
-    catalog = memory_catalog(store)
-    for step in (100, 200, 300):
-        save(catalog, step)
+    store, catalog = saved_run(100, 200, 300)
     one = catalog.steps().checkpoints[-1]
     schedule_deletion(catalog, one, "delete", due=store.now + 3600)
     assert [found.step for found in catalog.candidates()] == [200, 100, 300]
@@ -360,10 +364,7 @@ def test_restores_a_checkpoint_with_a_tombstone_last() -> None:
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_treats_a_save_over_a_discarded_checkpoint_as_the_newest(recorded: bool) -> None:
-    store = MemoryStore()
-    catalog = memory_catalog(store)
-    for step in (100, 200, 300):
-        save(catalog, step)
+    store, catalog = saved_run(100, 200, 300)
     schedule_deletion(catalog, catalog.steps().checkpoints[-1], "delete", due=store.now + 3600)
     SaveLog(catalog).begin(catalog.url_of(300), keys.new_token())
     assert [found.step for found in catalog.candidates()] == [200, 100, 300]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -32,6 +29,7 @@ from bucketpoint.location import Location, parent_and_name
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
+from kit.programs import run_program
 from services import S3_AND_GCS, Service, in_parts
 
 pytestmark = pytest.mark.contract
@@ -309,14 +307,7 @@ PROGRAM = """
 
 def test_keeps_last_save_and_record_of_a_program_that_ends_at_once(tmp_path: Path) -> None:
     root = f"{tmp_path}/run"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM), root],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in run_program(PROGRAM, root).stderr
     catalog = open_catalog(root)
     assert steps_of(catalog)[-1] == 3
     assert catalog.steps().attempts == ()
@@ -349,10 +340,7 @@ def test_finds_open_uploads_of_a_killed_save_by_its_policys_writer(
         dcp.save({{"w": torch.ones(4_000_000)}}, checkpoint_id=url, storage_writer=writer, no_dist=True)
     """
     (tmp_path / "policy.yaml").write_text(YAML)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 9, done.stderr
+    run_program(program, status=9)
     opened = open_catalog(Location.of(root, service.options))
     late = Catalog(opened.url, opened.store, opened.prefix, opened.template, now=time.time() + 72 * 3600)
     assert sweep(opened).uploads == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -29,6 +26,7 @@ from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores import Capabilities, proven_deletes
 from catalog.memory import MemoryStore, memory_catalog, save
+from kit.programs import run_program
 
 POLICY = RetentionPolicy(Keep(1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
 WAIT_S = 240
@@ -162,14 +160,7 @@ def test_lets_a_program_end_at_once(tmp_path: Path) -> None:
         resting.wait()
         threading.Thread(target=lambda: (pruning.join(), print(len(rests)))).start()
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "1"
+    assert run_program(program).stdout.strip() == "1"
     assert [one.step for one in catalog.steps().checkpoints] == [19]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -21,7 +22,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row
-from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save
+from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save, saved_run
 
 HOUR = 3600.0
 
@@ -36,6 +37,20 @@ def keep_newest(rows: Sequence[Row]) -> list[Order]:
 
 def run(catalog: Catalog, decide: Decide, grace: float = 0.0, holder: str = "test") -> Pruned:
     return prune(catalog, decide, grace=grace, holder=holder)
+
+
+def before_request(store: MemoryStore, at: int, what: Callable[[], object]) -> None:
+    """Before the request number `at` from now, `what` happens."""
+    requests = itertools.count(1)
+    store.between = lambda number, name: what() if next(requests) == at else None
+
+
+def due_run() -> tuple[MemoryStore, Catalog]:
+    """A run of two steps, of which the first has a tombstone that is due."""
+    store, catalog = saved_run(100, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.now += HOUR
+    return store, catalog
 
 
 def in_folder(store: MemoryStore, step: int) -> list[str]:
@@ -107,9 +122,7 @@ def test_touches_no_commit_without_the_right_to_delete_data_and_still_undoes(
     assert steps_of(catalog) == ([100, 300] if action == "delete" else [100, 200, 300])
 
 
-def test_deletes_the_metadata_before_anything_else(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
+def test_deletes_the_metadata_before_anything_else(store: MemoryStore, pair: Catalog) -> None:
     seen: list[tuple[bool, bool, bool]] = []
 
     def look(number: int, name: str) -> None:
@@ -123,7 +136,7 @@ def test_deletes_the_metadata_before_anything_else(store: MemoryStore, catalog: 
             seen.append(state)
 
     store.between = look
-    run(catalog, drop(100))
+    run(pair, drop(100))
     assert seen == [(True, True, True), (True, False, True), (False, False, False)]
 
 
@@ -131,10 +144,7 @@ def test_deletes_the_metadata_before_anything_else(store: MemoryStore, catalog: 
 def test_finishes_the_work_of_a_pruner_killed_at_any_request(acts: bool) -> None:
     kills = 0
     for at in range(1, 100):
-        store = MemoryStore()
-        catalog = memory_catalog(store)
-        for step in (100, 200, 300):
-            save(catalog, step)
+        store, catalog = saved_run(100, 200, 300)
         store.fault = Fault(at, "kill", acts)
         try:
             run(catalog, keep_newest, holder="first")
@@ -158,53 +168,42 @@ def test_finishes_the_work_of_a_pruner_killed_at_any_request(acts: bool) -> None
 
 
 @pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
-def test_orders_no_deletion_of_what_somebody_holds(catalog: Catalog, hold: Callable[[Catalog, int], object]) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    hold(catalog, 100)
+def test_orders_no_deletion_of_what_somebody_holds(pair: Catalog, hold: Callable[[Catalog, int], object]) -> None:
+    hold(pair, 100)
     for action in ("delete", "thin"):
-        done = run(catalog, drop(100, action=action))
+        done = run(pair, drop(100, action=action))
         assert not done.buried
         assert next(iter(done.refused.values())) in ("it is pinned", "it is leased", "it is restored from")
-    assert steps_of(catalog) == [100, 200]
+    assert steps_of(pair) == [100, 200]
 
 
 @pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
 def test_spares_what_somebody_takes_hold_of_during_the_grace(
-    store: MemoryStore, catalog: Catalog, hold: Callable[[Catalog, int], object]
+    store: MemoryStore, pair: Catalog, hold: Callable[[Catalog, int], object]
 ) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+    run(pair, drop(100), grace=HOUR)
     store.now += 1
-    hold(catalog, 100)
-    assert steps_of(catalog) == [100, 200]
+    hold(pair, 100)
+    assert steps_of(pair) == [100, 200]
     store.now += HOUR
-    assert run(catalog, drop()).deleted == []
+    assert run(pair, drop()).deleted == []
     assert len(in_folder(store, 100)) == 3
 
 
 def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
     held = lost = 0
     for at in range(1, 60):
-        store = MemoryStore()
-        catalog = memory_catalog(store)
-        save(catalog, 100)
-        save(catalog, 200)
-        run(catalog, drop(100), grace=HOUR)
-        store.now += HOUR
+        store, catalog = due_run()
         outcome: list[bool] = []
 
-        def meanwhile(number: int, name: str, at: int = at, store=store, catalog=catalog, outcome=outcome) -> None:
-            store.seen = getattr(store, "seen", 0) + 1
-            if store.seen == at:
-                try:
-                    pin(catalog, 100)
-                    outcome.append(True)
-                except GoneError:
-                    outcome.append(False)
+        def pins(catalog: Catalog = catalog, outcome: list[bool] = outcome) -> None:
+            try:
+                pin(catalog, 100)
+                outcome.append(True)
+            except GoneError:
+                outcome.append(False)
 
-        store.between = meanwhile
+        before_request(store, at, pins)
         run(catalog, drop())
         store.between = None
         if not outcome:
@@ -223,38 +222,34 @@ def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
     assert lost >= 4
 
 
-def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
-    assert undo(catalog, 100) == 1
-    assert undo(catalog, 100) == 0
-    assert steps_of(catalog) == [100, 200]
+def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100), grace=HOUR)
+    assert undo(pair, 100) == 1
+    assert undo(pair, 100) == 0
+    assert steps_of(pair) == [100, 200]
     store.now += 2 * HOUR
-    assert run(catalog, drop()).deleted == []
-    run(catalog, drop(100), grace=HOUR)
+    assert run(pair, drop()).deleted == []
+    run(pair, drop(100), grace=HOUR)
     store.now += HOUR
     with killed(store, 12, acts=True):
-        run(catalog, drop())
+        run(pair, drop())
     with pytest.raises(GoneError):
-        undo(catalog, 100)
+        undo(pair, 100)
     store.now += LOCK_SECONDS
-    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+    assert [step for step, _ in run(pair, drop()).deleted] == [100]
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
-def test_undoes_wholly_or_not_at_all_if_an_undo_dies(store: MemoryStore, catalog: Catalog, at: int) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+def test_undoes_wholly_or_not_at_all_if_an_undo_dies(store: MemoryStore, pair: Catalog, at: int) -> None:
+    run(pair, drop(100), grace=HOUR)
     store.fault = Fault(at, "kill", acts=True)
     with contextlib.suppress(KilledError):
-        undo(catalog, 100)
+        undo(pair, 100)
     store.fault = None
-    undone = steps_of(catalog) == [100, 200]
+    undone = steps_of(pair) == [100, 200]
     assert undone == (at >= 3)
     store.now += HOUR
-    assert bool(run(catalog, drop()).deleted) != undone
+    assert bool(run(pair, drop()).deleted) != undone
 
 
 def test_refuses_to_delete_the_newest_by_step_and_by_time(store: MemoryStore, catalog: Catalog) -> None:
@@ -292,57 +287,38 @@ def test_touches_nothing_that_was_committed_after_the_plan(store: MemoryStore, c
     assert done.refused[150, "0" * 12] == "it was committed or deleted after the plan was made"
 
 
-def test_keeps_a_step_that_was_saved_anew_during_the_grace(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
-    store.now += 1
-    second = save(catalog, 100)
-    store.now += HOUR
-    done = run(catalog, drop())
-    assert done.deleted == []
-    assert [step for step, _ in done.withdrawn] == [100]
-    assert second in [row.id for row in catalog.snapshot().rows()]
-
-
-def test_respects_metadata_that_a_plain_writer_replaced(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+def test_respects_metadata_that_a_plain_writer_replaced(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100), grace=HOUR)
     store.put("run/step-100/.metadata", [memoryview(b"another")])
     store.now += HOUR
-    done = run(catalog, drop())
+    done = run(pair, drop())
     assert done.deleted == []
     assert [step for step, _ in done.withdrawn] == [100]
     assert len(in_folder(store, 100)) == 3
 
 
-def test_waits_for_a_save_under_way_in_the_folder(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+def test_waits_for_a_save_under_way_in_the_folder(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100), grace=HOUR)
     store.now += HOUR
     with killed(store, 4):
-        save(catalog, 100)
-    done = run(catalog, drop())
+        save(pair, 100)
+    done = run(pair, drop())
     assert done.deleted == []
     assert "under way" in next(iter(done.refused.values()))
-    assert undo(catalog, 100) == 1
-    run(catalog, drop(100))
+    assert undo(pair, 100) == 1
+    run(pair, drop(100))
     # After the safety age it is dead, and holds nothing back.
     store.now += SAFETY_AGE_S + 1
-    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+    assert [step for step, _ in run(pair, drop()).deleted] == [100]
 
 
 @pytest.mark.parametrize("damage", ["gone", "other"])
-def test_deletes_nothing_while_the_newest_cannot_be_read(store: MemoryStore, catalog: Catalog, damage: str) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
+def test_deletes_nothing_while_the_newest_cannot_be_read(store: MemoryStore, pair: Catalog, damage: str) -> None:
     if damage == "gone":
         del store.objects["run/step-200/.metadata"]
     else:
         store.put("run/step-200/.metadata", [memoryview(b"garbage")])
-    done = run(catalog, drop(100))
+    done = run(pair, drop(100))
     if damage == "gone":
         assert done.gone == [200]
         assert "newest" in next(iter(done.refused.values()))
@@ -359,14 +335,6 @@ def test_ignores_names_of_other_folders_in_a_catalog(store: MemoryStore, catalog
         for key in (AttemptKey(5, token, folder), CommitKey(5, START, token, "full", mark, folder), tombstone):
             store.put(catalog.own_key("steps", key.name()), [])
     assert catalog.steps() == before
-
-
-def test_takes_over_a_lock_that_nobody_can_read(store: MemoryStore, catalog: Catalog) -> None:
-    for step in (100, 200):
-        save(catalog, step)
-    store.put(catalog.own_key("pruner.json"), [memoryview(b"x" * 100_000)])
-    store.now += LOCK_SECONDS + 1
-    assert run(catalog, drop(100)).stopped is None
 
 
 def test_touches_no_neighbours_and_no_runs_within(store: MemoryStore, catalog: Catalog) -> None:
@@ -411,16 +379,14 @@ def test_reports_a_key_that_cannot_be_deleted_and_tries_again(store: MemoryStore
     assert left_of(store, 100) == []
 
 
-def test_stops_the_second_of_two_pruners_until_the_lock_expires(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    lock = locks.acquire(catalog, "first")
+def test_stops_the_second_of_two_pruners_until_the_lock_expires(store: MemoryStore, pair: Catalog) -> None:
+    lock = locks.acquire(pair, "first")
     assert lock is not None
-    assert "another pruner is running ('" in str(run(catalog, drop(100), holder="second").stopped)
+    assert "another pruner is running ('" in str(run(pair, drop(100), holder="second").stopped)
     store.now += 1
-    assert locks.acquire(catalog, "first") is not None
+    assert locks.acquire(pair, "first") is not None
     store.now += LOCK_SECONDS
-    assert run(catalog, drop(100), holder="second").stopped is None
+    assert run(pair, drop(100), holder="second").stopped is None
     assert [key for key in store.objects if key.endswith("pruner.json")] == []
 
 
@@ -522,9 +488,7 @@ def test_leaves_the_weights_in_a_thinning_and_says_so(store: MemoryStore, catalo
 @pytest.mark.parametrize("acts", [False, True], ids=["before it acts", "after it has acted"])
 def test_finishes_a_thinning_that_was_killed_at_any_request(acts: bool) -> None:
     for at in range(1, 100):
-        store = MemoryStore()
-        catalog = memory_catalog(store)
-        save(catalog, 100)
+        store, catalog = saved_run(100)
         store.now += 1
         save(catalog, 200)
         store.fault = Fault(at, "kill", acts)
@@ -547,14 +511,12 @@ def test_finishes_a_thinning_that_was_killed_at_any_request(acts: bool) -> None:
         assert len(in_folder(store, 100)) == 2
 
 
-def test_refuses_to_thin_what_others_wrote_in_one_object(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
+def test_refuses_to_thin_what_others_wrote_in_one_object(store: MemoryStore, pair: Catalog) -> None:
     damaged = store.objects["run/step-100/.metadata"]
     store.objects["run/step-100/.metadata"] = (b"unreadable", *damaged[1:])
-    done = run(catalog, drop(100, action=THIN))
+    done = run(pair, drop(100, action=THIN))
     assert "it cannot be thinned" in next(iter(done.refused.values()))
-    assert catalog.snapshot().notes.tombstones == ()
+    assert pair.snapshot().notes.tombstones == ()
 
 
 def dead_attempt(store: MemoryStore, catalog: Catalog, step: int, at: int) -> None:
@@ -664,32 +626,16 @@ def test_continues_after_a_condition_that_fails(store: MemoryStore, catalog: Cat
 def test_sees_a_save_that_begins_before_the_claim_at_any_moment() -> None:
     spared = 0
     for at in range(1, 60):
-        store = MemoryStore()
-        catalog = memory_catalog(store)
-        save(catalog, 100)
-        save(catalog, 200)
-        run(catalog, drop(100), grace=HOUR)
-        store.now += HOUR
-        requests: list[str] = []
+        store, catalog = due_run()
         claimed_first: list[bool] = []
 
-        def meanwhile(
-            number: int,
-            name: str,
-            at: int = at,
-            store: MemoryStore = store,
-            catalog: Catalog = catalog,
-            requests: list[str] = requests,
-            claimed_first: list[bool] = claimed_first,
-        ) -> None:
-            requests.append(name)
-            if len(requests) == at:
-                bodies = [store.objects[key][0] for key in store.objects if "__tombstone__" in key]
-                claimed_first.append(any(b"begun" in body for body in bodies) or not bodies)
-                # It does not say that it overwrites, as a plain writer would not.
-                SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
+        def begins(store: MemoryStore = store, catalog: Catalog = catalog, first: list[bool] = claimed_first) -> None:
+            bodies = [store.objects[key][0] for key in store.objects if "__tombstone__" in key]
+            first.append(any(b"begun" in body for body in bodies) or not bodies)
+            # It does not say that it overwrites, as a plain writer would not.
+            SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
 
-        store.between = meanwhile
+        before_request(store, at, begins)
         run(catalog, drop())
         if not claimed_first:
             break
@@ -699,29 +645,25 @@ def test_sees_a_save_that_begins_before_the_claim_at_any_moment() -> None:
     assert spared >= 5
 
 
-def test_leaves_the_tombstone_on_what_a_save_replaces(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+def test_leaves_the_tombstone_on_what_a_save_replaces(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100), grace=HOUR)
     # It dies: what was given up does not come back by it.
-    SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
-    assert next(catalog.candidates()).step == 200
+    SaveLog(pair).begin(pair.url_of(100), "0123456789ab")
+    assert next(pair.candidates()).step == 200
     store.now += HOUR
-    assert list(run(catalog, drop()).refused.values()) == ["a save into its folder is under way"]
-    save(catalog, 100)
-    assert [row.step for row in catalog.snapshot().rows()] == [100, 200]
-    assert [step for step, _ in run(catalog, drop()).withdrawn] == [100]
-    assert steps_of(catalog) == [100, 200]
+    assert list(run(pair, drop()).refused.values()) == ["a save into its folder is under way"]
+    save(pair, 100)
+    assert [row.step for row in pair.snapshot().rows()] == [100, 200]
+    assert [step for step, _ in run(pair, drop()).withdrawn] == [100]
+    assert steps_of(pair) == [100, 200]
 
 
-def test_accepts_a_save_over_a_step_that_a_dead_pruner_had_begun_with(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
+def test_accepts_a_save_over_a_step_that_a_dead_pruner_had_begun_with(store: MemoryStore, pair: Catalog) -> None:
     with killed(store, 12, acts=True):
-        run(catalog, drop(100), holder="dead")
-    assert [one.begun for one in catalog.snapshot().notes.tombstones] == [True]
-    save(catalog, 100)
+        run(pair, drop(100), holder="dead")
+    assert [one.begun for one in pair.snapshot().notes.tombstones] == [True]
+    save(pair, 100)
     store.now += LOCK_SECONDS + 1
-    run(catalog, drop(), holder="other")
-    assert steps_of(catalog) == [100, 200]
-    assert catalog.snapshot().notes.tombstones == ()
+    run(pair, drop(), holder="other")
+    assert steps_of(pair) == [100, 200]
+    assert pair.snapshot().notes.tombstones == ()

@@ -24,8 +24,8 @@ from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
-from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catalog, metadata_bytes, save
-from catalog.test_pruner import HOUR, drop, in_folder, left_of, records_of, run, steps_of
+from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catalog, metadata_bytes, save, saved_run
+from catalog.test_pruner import HOUR, before_request, drop, due_run, in_folder, left_of, records_of, run, steps_of
 
 
 def states(store: MemoryStore) -> list[str]:
@@ -62,15 +62,13 @@ def release_lock(catalog: Catalog) -> None:
     catalog.store.delete([catalog.own_key("pruner.json")])
 
 
-def test_keeps_a_pin_whose_author_died_before_it_withdrew_the_tombstone(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+def test_keeps_a_pin_whose_author_died_before_it_withdrew_the_tombstone(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100), grace=HOUR)
     with killed(store, 2):
-        pin(catalog, 100)
+        pin(pair, 100)
     assert states(store) == ["waiting"]
     store.now += HOUR
-    done = run(catalog, drop())
+    done = run(pair, drop())
     assert done.deleted == []
     assert [step for step, _ in done.withdrawn] == [100]
     assert len(in_folder(store, 100)) == 3
@@ -136,22 +134,12 @@ def test_restores_or_refuses_in_an_undo_after_the_death_of_a_pruner() -> None:
     undone = refused = 0
     for at in range(1, 6):
         for dies in range(4, 20):
-            store = MemoryStore()
-            catalog = memory_catalog(store)
-            save(catalog, 100)
-            save(catalog, 200)
-            run(catalog, drop(100), grace=HOUR)
-            store.now += HOUR
-            names: list[str] = []
-
-            def when(name: str, at: int = at, names: list[str] = names) -> bool:
-                names.append(name)
-                return len(names) == at
+            store, catalog = due_run()
 
             def prunes(store: MemoryStore = store, catalog: Catalog = catalog, dies: int = dies) -> None:
                 die(store, dies, lambda: run(catalog, drop(), holder="dead"))
 
-            once(store, when, prunes)
+            before_request(store, at, prunes)
             before = len(in_folder(store, 100))
             try:
                 undo(catalog, 100)
@@ -171,14 +159,12 @@ def test_restores_or_refuses_in_an_undo_after_the_death_of_a_pruner() -> None:
     assert refused >= 5
 
 
-def test_puts_back_its_own_tombstone_and_no_other(store: MemoryStore, catalog: Catalog) -> None:
+def test_puts_back_its_own_tombstone_and_no_other(store: MemoryStore, pair: Catalog) -> None:
     """Where a save is under way, the claim is taken back. Meanwhile that save may be over, and another pruner at it."""
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+    run(pair, drop(100), grace=HOUR)
     store.now += HOUR
     with killed(store, 4):
-        save(catalog, 100)
+        save(pair, 100)
     claimed: list[int] = []
 
     def when(name: str) -> bool:
@@ -188,47 +174,43 @@ def test_puts_back_its_own_tombstone_and_no_other(store: MemoryStore, catalog: C
         return len(claimed) == 1 and name == "put"
 
     def another() -> None:
-        store.delete([one.key for one in catalog.snapshot().attempts])
-        release_lock(catalog)
-        die(store, 15, lambda: run(catalog, drop(), holder="another"))
+        store.delete([one.key for one in pair.snapshot().attempts])
+        release_lock(pair)
+        die(store, 15, lambda: run(pair, drop(), holder="another"))
 
     seen = once(store, when, another)
-    run(catalog, drop(), holder="late")
+    run(pair, drop(), holder="late")
     assert seen == ["put"]
     assert len(in_folder(store, 100)) < 3 or not records_of(store, 100)
     assert states(store) == [BEGUN]
     with pytest.raises(GoneError):
-        undo(catalog, 100)
+        undo(pair, 100)
 
 
-def test_removes_what_a_dead_undo_has_left_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100), grace=HOUR)
+def test_removes_what_a_dead_undo_has_left_with_the_next_prune(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100), grace=HOUR)
     with killed(store, 4):
-        undo(catalog, 100)
+        undo(pair, 100)
     assert states(store) == ["undone"]
-    assert run(catalog, drop()).deleted == []
+    assert run(pair, drop()).deleted == []
     assert states(store) == []
-    assert steps_of(catalog) == [100, 200]
+    assert steps_of(pair) == [100, 200]
 
 
 def test_begins_nothing_once_its_lock_has_expired(
-    store: MemoryStore, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, pair: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
 
     def sleeps() -> None:
         store.now += LOCK_SECONDS + 1
         monkeypatch.setattr(locks.Lock, "holds", False)
 
     assert once(store, lambda name: states(store) == [BEGUN], sleeps) == []
-    assert run(catalog, drop(100)).deleted == []
+    assert run(pair, drop(100)).deleted == []
     store.between = None
     monkeypatch.undo()
     assert len(in_folder(store, 100)) == 3
-    assert [step for step, _ in run(catalog, drop(), holder="next").deleted] == [100]
+    assert [step for step, _ in run(pair, drop(), holder="next").deleted] == [100]
 
 
 def test_deletes_both_records_of_a_step_that_was_saved_twice(store: MemoryStore, catalog: Catalog) -> None:
@@ -251,10 +233,8 @@ def test_gives_no_second_tombstone(store: MemoryStore, catalog: Catalog) -> None
     assert stone.due == store.now - 120 + HOUR
 
 
-def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore, catalog: Catalog) -> None:
+def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore, pair: Catalog) -> None:
     """By a plain writer, which writes neither an intent nor a record, between the reading and the condition."""
-    save(catalog, 100)
-    save(catalog, 200)
     another, content = metadata_bytes("f" * 12, created=store.now)
     names: list[str] = []
 
@@ -269,7 +249,7 @@ def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore
         store.put("run/step-100/.metadata", [memoryview(another)])
 
     seen = once(store, when, saves)
-    done = run(catalog, drop(100, action="thin"))
+    done = run(pair, drop(100, action="thin"))
     assert seen == ["put"]
     assert done.thinned == []
     assert "replaced" in next(iter(done.refused.values()))
@@ -277,49 +257,17 @@ def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore
     assert all(f"run/step-100/{path}" in store.objects for path in content)
 
 
-def test_refuses_to_thin_metadata_of_an_unannounced_save(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100, action="thin"), grace=HOUR)
+def test_refuses_to_thin_metadata_of_an_unannounced_save(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100, action="thin"), grace=HOUR)
     another, content = metadata_bytes("f" * 12, created=store.now)
     for path, body in content.items():
         store.put(f"run/step-100/{path}", [memoryview(body)])
     store.put("run/step-100/.metadata", [memoryview(another)])
     store.now += HOUR
-    done = run(catalog, drop())
+    done = run(pair, drop())
     assert done.thinned == []
     assert [step for step, _ in done.withdrawn] == [100]
     assert store.objects["run/step-100/.metadata"][0] == another
-
-
-@pytest.mark.parametrize("why", ["pinned", "replaced", "under way"])
-def test_continues_after_a_tombstone_that_another_pruner_has_taken_over(
-    store: MemoryStore, catalog: Catalog, why: str
-) -> None:
-    """This one wants to withdraw it, or to put it back, and finds that somebody has changed it since its claim."""
-    for step in (100, 200, 300):
-        save(catalog, step)
-    run(catalog, drop(100, 200), grace=HOUR)
-    if why == "pinned":
-        with killed(store, 2):
-            pin(catalog, 100)
-    elif why == "replaced":
-        store.put("run/step-100/.metadata", [memoryview(b"another")])
-    else:
-        SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
-    store.now += HOUR
-    (key,) = [one.key for one in catalog.snapshot().notes.tombstones if one.step == 100]
-
-    def changes() -> None:
-        store.put(key, [memoryview(b'{"state": "begun"}')])
-
-    # Both claims are made, and the second pair of listings is under way.
-    seen = once(store, lambda name: name == "list" and states(store) == [BEGUN, BEGUN], changes)
-    done = run(catalog, drop())
-    assert seen == ["list"]
-    assert [step for step, _ in done.deleted] == [200]
-    assert len(in_folder(store, 100)) == 3
-    assert states(store) == [BEGUN]
 
 
 def test_continues_a_thinning_of_which_a_delete_was_refused(store: MemoryStore, catalog: Catalog) -> None:
@@ -355,10 +303,7 @@ def test_makes_no_record_in_a_resumed_thinning_of_what_another_pruner_deletes() 
     """The second one's lock had expired. A record of nothing would be there for ever, once it is pinned."""
 
     def thinned_but_for_the_objects() -> tuple[MemoryStore, Catalog]:
-        store = MemoryStore()
-        catalog = memory_catalog(store)
-        for step in (100, 200):
-            save(catalog, step)
+        store, catalog = saved_run(100, 200)
         for at in range(1, 40):
             die(store, at, lambda: run(catalog, drop(100, action="thin")))
             release_lock(catalog)
@@ -385,13 +330,11 @@ def test_makes_no_record_in_a_resumed_thinning_of_what_another_pruner_deletes() 
     assert deleted > 5
 
 
-def test_removes_the_tombstone_of_a_waiting_thinning_with_a_deletion(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    save(catalog, 200)
-    run(catalog, drop(100, action="thin"), grace=HOUR)
-    assert [step for step, _ in run(catalog, drop(100)).deleted] == [100]
+def test_removes_the_tombstone_of_a_waiting_thinning_with_a_deletion(store: MemoryStore, pair: Catalog) -> None:
+    run(pair, drop(100, action="thin"), grace=HOUR)
+    assert [step for step, _ in run(pair, drop(100)).deleted] == [100]
     assert states(store) == []
-    assert undo(catalog, 100) == 0
+    assert undo(pair, 100) == 0
 
 
 def test_keeps_a_fence_that_was_renewed_since_the_sweeps_listing(store: MemoryStore) -> None:
@@ -454,7 +397,9 @@ def test_expires_the_lock_of_a_dead_pruner_with_a_clock_years_ahead(store: Memor
     assert locks.acquire(catalog, "alive") is not None
 
 
-@pytest.mark.parametrize("expires", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true"])
+@pytest.mark.parametrize(
+    "expires", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true", "x" * 100_000]
+)
 def test_ends_a_lock_by_the_stores_time_whatever_it_says(store: MemoryStore, catalog: Catalog, expires: str) -> None:
     store.put(catalog.own_key("pruner.json"), [memoryview(f'{{"expires": {expires}, "holder": "x"}}'.encode())])
     assert "another pruner" in locks.held_by(catalog)

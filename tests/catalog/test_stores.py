@@ -30,6 +30,7 @@ from bucketpoint.format import keys
 from bucketpoint.location import Location
 from bucketpoint.retention.row import Row
 from fsspec_backends import SERVED, backend
+from services import Service
 from transfer.wrappers import CountingStore, FailingStore
 
 pytestmark = pytest.mark.contract
@@ -41,12 +42,9 @@ PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
 @pytest.fixture(params=["moto", "minio", "gcs", "local", "memory", *SERVED])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """A run's root URL and its storage options."""
-    if request.param in ("moto", "minio"):
-        server = request.getfixturevalue(request.param)
-        yield f"s3://{server.make_bucket()}/team/run", {"storage_options": server.options}
-    elif request.param == "gcs":
-        server = request.getfixturevalue(request.param)
-        yield f"gs://{server.make_bucket()}/team/run", {"storage_options": server.options}
+    if request.param in ("moto", "minio", "gcs"):
+        service = Service.on(request.getfixturevalue(request.param))
+        yield service.url("team/run"), {"storage_options": service.options}
     elif request.param == "local":
         yield f"{tmp_path}/run", {}
     elif request.param in SERVED:

@@ -27,6 +27,7 @@ from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.location import Location
 from catalog.memory import save
+from kit.programs import run_program
 from services import Service
 
 LIMIT_S = 500
@@ -134,14 +135,7 @@ sys.exit(run(["prune", policy]))
 
 def killed(service: Service, policy: Path, request: str, at: int) -> None:
     """`bucketpoint prune`, which SIGKILL ends once its request number `at` of a kind has been answered."""
-    done = subprocess.run(
-        [sys.executable, "-c", VICTIM, request, str(at), str(policy), service.url("run")],
-        env=os.environ | service.env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    run_program(VICTIM, request, str(at), str(policy), service.url("run"), status=-signal.SIGKILL, env=service.env)
 
 
 def expire(catalog: Catalog) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketpointError, BucketReader, BucketWriter
+from bucketpoint import BucketReader, BucketWriter
 
 
 def state_of(value: float, elements: int = 100) -> dict[str, Any]:
@@ -39,15 +37,6 @@ def load(url: str, reader: Any = None, *, elements: int = 100) -> float:
     values = {float(target["step"]), *(end.item() for tensor in tensors for end in (tensor.min(), tensor.max()))}
     assert len(values) == 1, "a mix"
     return float(values.pop())
-
-
-def failure_of(action: Callable[[], object]) -> BucketpointError:
-    """Return the error of ours that an action ends with, which DCP may have wrapped."""
-    with pytest.raises((BucketpointError, dcp.CheckpointException)) as caught:
-        action()
-    error = next(iter(getattr(caught.value, "failures", {0: (caught.value,)}).values()))[0]
-    assert isinstance(error, BucketpointError), error
-    return error
 
 
 def saved(value: Any, **options: Any) -> bytes:
