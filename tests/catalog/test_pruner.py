@@ -42,7 +42,12 @@ def run(catalog: Catalog, decide: Decide, grace: float = 0.0, holder: str = "tes
 def before_request(store: MemoryStore, at: int, what: Callable[[], object]) -> None:
     """Before the request number `at` from now, `what` happens."""
     requests = itertools.count(1)
-    store.between = lambda number, name: what() if next(requests) == at else None
+
+    def meanwhile(number: int, name: str) -> None:
+        if next(requests) == at:
+            what()
+
+    store.between = meanwhile
 
 
 def due_run() -> tuple[MemoryStore, Catalog]:

@@ -33,6 +33,11 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     return in_minio(request, monkeypatch)
 
 
+@pytest.fixture
+def minio_root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    return in_minio(request, monkeypatch)
+
+
 def in_minio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     server = request.getfixturevalue("minio")
     for name, value in server.env.items():

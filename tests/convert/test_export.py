@@ -37,12 +37,11 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format.renaming import renaming
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
-from convert.conftest import SMALL, contents, in_minio, names
+from convert.conftest import SMALL, contents, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401
 from dcp.ranks import RankFailedError, Ranks
 from dcp.states import assert_same, filled
-from kit import Kill, Script, always
-from kit.kills import Job
+from kit.killed_jobs import run_and_kill
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
 from kit.tally import Tally
@@ -118,34 +117,32 @@ def in_environment(rank: int, world: int, environment: dict[str, str], function:
 
 @pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 1 << 30])
 def test_exports_a_sharded_checkpoint_on_all_ranks(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    minio_root: str,
     minio: S3Server,
     four_ranks: Ranks,  # noqa: F811
     tmp_path: Path,
     shard_bytes: int,
 ) -> None:
-    root = in_minio(request, monkeypatch)
-    four_ranks.run(in_environment, dict(minio.env), sharded_save, f"{root}/ours")
+    four_ranks.run(in_environment, dict(minio.env), sharded_save, f"{minio_root}/ours")
 
     def exported(target: str) -> list[Any]:
-        return four_ranks.run(_export, f"{root}/ours", target, shard_bytes)
+        return four_ranks.run(_export, f"{minio_root}/ours", target, shard_bytes)
 
-    written = exported(f"{root}/hf")
-    assert_same(loaded(f"{root}/hf"), EXPECTED)
+    written = exported(f"{minio_root}/hf")
+    assert_same(loaded(f"{minio_root}/hf"), EXPECTED)
     if shard_bytes > SHARD_BYTES:
-        assert names(f"{root}/hf") == {SINGLE_NAME}
+        assert names(f"{minio_root}/hf") == {SINGLE_NAME}
         noted = {"format": "pt", "bucketpoint": 64 * "0"}
         safetensors.save_file(EXPECTED, tmp_path / "theirs", metadata=noted)
-        assert len(contents(f"{root}/hf", SINGLE_NAME)) == (tmp_path / "theirs").stat().st_size
+        assert len(contents(f"{minio_root}/hf", SINGLE_NAME)) == (tmp_path / "theirs").stat().st_size
     else:
         assert len(written) == sum(objects > 0 for objects, _ in written) == 4
         assert max(nbytes for _, nbytes in written) < 1.1 * min(nbytes for _, nbytes in written)
-    assert_same(bucketpoint.load(f"{root}/hf"), EXPECTED)
-    before = all_files(f"{root}/hf")
+    assert_same(bucketpoint.load(f"{minio_root}/hf"), EXPECTED)
+    before = all_files(f"{minio_root}/hf")
     # The export is whole already, so that a second one has nothing to do.
-    exported(f"{root}/hf")
-    assert all_files(f"{root}/hf") == before
+    exported(f"{minio_root}/hf")
+    assert all_files(f"{minio_root}/hf") == before
 
 
 def _export(rank: int, world: int, url: str, target: str, shard_bytes: int) -> tuple[int, int]:
@@ -297,23 +294,13 @@ def export_alone(rank: int, world: int, environment: dict[str, str], source: str
 
 @pytest.mark.timeout(1200)
 def test_names_no_file_that_is_not_whole_after_a_kill_of_all_ranks(
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    minio: S3Server,
-    fault_proxy: MakeProxy,
-    bucketpoint_tally: Tally,
+    tmp_path: Path, minio_root: str, minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally
 ) -> None:
-    source, root, proxy = saved(tmp_path / "a"), in_minio(request, monkeypatch), fault_proxy(minio)
+    source, proxy = saved(tmp_path / "a"), fault_proxy(minio)
 
     def killed(name: str, after: int | None) -> tuple[str, bool]:
-        with Job(2) as job:
-            job.ready()
-            proxy.clear()
-            proxy.play(Script() if after is None else always(Kill(job.groups), skip=after - 1, times=1))
-            outcomes = job.run(export_alone, minio.at(proxy.url).env, source, f"{root}/{name}")
-        assert not any(outcome.text for outcome in outcomes), outcomes
-        return f"{root}/{name}", all(outcome.died for outcome in outcomes)
+        target = f"{minio_root}/{name}"
+        return target, run_and_kill(proxy, 2, after, export_alone, minio.at(proxy.url).env, source, target)
 
     whole, died = killed("undisturbed", None)
     assert not died

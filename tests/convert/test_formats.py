@@ -28,7 +28,7 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidURLError, MetadataError, MismatchError
 from convert.chunked import GridPlanner
-from convert.conftest import contents, converted, in_minio, load, names, state
+from convert.conftest import contents, converted, load, names, state
 from dcp.states import assert_same, blank, filled, same, varied
 from kit.servers import S3Server
 
@@ -70,27 +70,25 @@ def test_converts_from_a_bucket_by_fsspec_into_a_bucket(root: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["round robin", "hex"])
-def test_converts_what_s3torchconnector_wrote(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, strategy: str
-) -> None:
+def test_converts_what_s3torchconnector_wrote(minio_root: str, minio: S3Server, strategy: str) -> None:
     connector = pytest.importorskip("s3torchconnector.dcp", reason="the crt extra is not installed")
     from s3torchconnector import S3ClientConfig
     from s3torchconnector.dcp import s3_prefix_strategy as known
 
-    root, value = in_minio(request, monkeypatch), state()
+    value = state()
     prefixes = {
         "round robin": lambda: known.RoundRobinPrefixStrategy(["shard1", "shard2"], epoch_num=3),
         "hex": known.HexPrefixStrategy,
     }
     writer = connector.S3StorageWriter(
         region=minio.region,
-        path=f"{root}/theirs",
+        path=f"{minio_root}/theirs",
         s3client_config=S3ClientConfig(force_path_style=True),
         prefix_strategy=prefixes[strategy](),
     )
     dcp.save(value, storage_writer=writer, no_dist=True)
-    converted(f"{root}/theirs", f"{root}/ours")
-    assert_same(load(f"{root}/ours", value), value)
+    converted(f"{minio_root}/theirs", f"{minio_root}/ours")
+    assert_same(load(f"{minio_root}/ours", value), value)
 
 
 def test_reads_metadata_with_a_path_of_multi_storage_client_without_it(

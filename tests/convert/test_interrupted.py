@@ -33,10 +33,10 @@ from bucketpoint.errors import (
 from bucketpoint.stores import LocalStore, open_store
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import SMALL, converted, in_minio, load, state
+from convert.conftest import SMALL, converted, load, state
 from dcp.states import assert_same, filled
-from kit import Kill, Script, always
-from kit.kills import Job
+from kit.damage import flip
+from kit.killed_jobs import run_and_kill
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
 from kit.tally import Tally
@@ -161,26 +161,15 @@ def convert_alone(rank: int, world: int, environment: dict[str, str], source: Pa
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
 def test_leaves_nothing_that_loads_after_a_kill_and_continues_in_the_next_run(
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    minio: S3Server,
-    fault_proxy: MakeProxy,
-    bucketpoint_tally: Tally,
-    to: str,
+    tmp_path: Path, minio_root: str, minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally, to: str
 ) -> None:
     """SIGKILL after requests of a conversion into a bucket, and to it alone: nothing is there to tidy up."""
-    source, root, proxy = source_of(tmp_path / "a"), in_minio(request, monkeypatch), fault_proxy(minio)
+    source, proxy = source_of(tmp_path / "a"), fault_proxy(minio)
     commit = "/.metadata" if to == "bucketpoint" else "/model.safetensors.index.json"
 
     def killed(name: str, after: int | None) -> tuple[str, bool]:
-        with Job(1) as job:
-            job.ready()
-            proxy.clear()
-            proxy.play(Script() if after is None else always(Kill(job.groups), skip=after - 1, times=1))
-            (outcome,) = job.run(convert_alone, minio.at(proxy.url).env, source, f"{root}/{name}", to)
-        assert not outcome.text
-        return f"{root}/{name}", outcome.died
+        target = f"{minio_root}/{name}"
+        return target, run_and_kill(proxy, 1, after, convert_alone, minio.at(proxy.url).env, source, target, to)
 
     whole, died = killed("undisturbed", None)
     assert not died
@@ -302,13 +291,7 @@ def test_refuses_to_convert_a_damaged_source(tmp_path: Path, writer: str, to: st
     planner = GridPlanner(3) if writer == "ours" else None
     dcp.save(value, storage_writer=made, planner=planner, no_dist=True)
     (path,) = source.rglob("*.distcp")
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 0x10
-    status = path.stat()
-    with path.open("r+b") as file:
-        file.write(raw)
-    # As a bit that flips on a disk: nothing but its checksum tells.
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    flip(path)
     target = tmp_path / ("x.pt" if to == "torch" else "b")
     with pytest.raises(CorruptDataError, match="damaged"):
         converted(source, target, to)
@@ -364,9 +347,7 @@ def test_names_a_target_that_is_not_what_was_sent(tmp_path: Path, monkeypatch: p
 
     def flipped(store: Any, key: str, offset: int, buffers: Any, **options: Any) -> None:
         if not flipping and str(there).endswith(key):
-            raw = bytearray(there.read_bytes())
-            raw[len(raw) // 2] ^= 0x10
-            there.write_bytes(raw)
+            flip(there)
             flipping.append(key)
         original(store, key, offset, buffers, **options)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
-from convert.conftest import converted, in_minio, load, names, state
+from convert.conftest import converted, load, names, state
 from dcp.states import assert_same
 from kit.servers import S3Server
 
@@ -42,12 +42,11 @@ def test_exports_what_transformers_loads_and_reads_what_it_wrote(tmp_path: Path)
 
 
 def test_converts_what_multi_storage_client_wrote(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
+    minio_root: str, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
 ) -> None:
     client = pytest.importorskip("multistorageclient", reason="pip install 'multi-storage-client[boto3]'")
     writer = pytest.importorskip("multistorageclient.contrib.torch")
-    root = in_minio(request, monkeypatch)
-    bucket = root.removeprefix("s3://").split("/")[0]
+    bucket = minio_root.removeprefix("s3://").split("/")[0]
     (tmp_path / "msc.json").write_text(
         json.dumps(
             {
@@ -71,9 +70,9 @@ def test_converts_what_multi_storage_client_wrote(
     value = state()
     made = writer.MultiStorageFileSystemWriter("msc://there/there/theirs")
     dcp.save(value, storage_writer=made, no_dist=True)
-    assert ".metadata" in names(f"{root}/theirs")
-    converted(f"{root}/theirs", f"{root}/ours")
-    assert_same(load(f"{root}/ours", value), value)
+    assert ".metadata" in names(f"{minio_root}/theirs")
+    converted(f"{minio_root}/theirs", f"{minio_root}/ours")
+    assert_same(load(f"{minio_root}/ours", value), value)
     # And by its own URLs, which fsspec then knows.
-    converted("msc://there/there/theirs", f"{root}/again")
-    assert_same(load(f"{root}/again", value), value)
+    converted("msc://there/there/theirs", f"{minio_root}/again")
+    assert_same(load(f"{minio_root}/again", value), value)

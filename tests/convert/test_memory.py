@@ -15,7 +15,7 @@ from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import in_minio, load
+from convert.conftest import load
 from dcp.states import assert_same, filled
 from kit.servers import S3Server
 from transfer.wrappers import CountingStore
@@ -64,18 +64,17 @@ def test_holds_no_tensor_beyond_the_budget_whole(tmp_path: Path, source: str, to
 
 
 def test_converts_into_a_bucket_in_parts_and_within_the_budget(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
+    minio_root: str, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
 ) -> None:
-    root = in_minio(request, monkeypatch)
     value = {"w": filled((6 << 20,), torch.float32)}
     torch.save(value, tmp_path / "a.pt")
     budget = 24 << 20
     options = TransferOptions(max_inflight_bytes=budget, connections=4)
-    plan = planned_in_bucket(tmp_path / "a.pt", f"{root}/ours", options, monkeypatch)
+    plan = planned_in_bucket(tmp_path / "a.pt", f"{minio_root}/ours", options, monkeypatch)
     done = run_conversion(plan)
     assert plan.place.store.calls["put_part"] == 5
     assert done.peak_bytes <= budget
-    assert_same(load(f"{root}/ours", value), value)
+    assert_same(load(f"{minio_root}/ours", value), value)
 
 
 def planned_in_bucket(source: Any, target: str, options: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> Any:

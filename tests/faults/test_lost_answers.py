@@ -14,7 +14,7 @@ import pytest
 from bucketpoint.errors import CredentialsError
 from faults.saves import Place
 from kit import CutRequest, ErrorInBody, ExpireCredentials, Fault, FaultProxy, Refuse, Reset, Script, always
-from kit.checkpoints import failure_of
+from kit.failures import failure_of
 from kit.tally import Tally
 from services import Server
 

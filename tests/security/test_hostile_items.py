@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint as bp
 from bucketpoint.dcp.loading.decode import fill_tensor
 from bucketpoint.errors import UnsafeDataError
-from kit.checkpoints import failure_of, saved
+from kit.checkpoints import saved
+from kit.failures import failure_of
+from kit.programs import run_program
 from security.corpus import archive, crashes, expanding_archives
 
 PROGRAM = """
@@ -85,12 +84,7 @@ def outcomes(samples: dict[str, bytes], folder: Path, kind: str) -> dict[str, li
     for number, (name, data) in enumerate(samples.items()):
         paths[name] = str(folder / f"{number}.data")
         Path(paths[name]).write_bytes(data)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(paths), str(folder), kind],
-        capture_output=True, text=True, env=env, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, f"the reader ended with {done.returncode}: {done.stderr[-1000:]}"
+    done = run_program(PROGRAM, json.dumps(paths), str(folder), kind)
     found: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -28,7 +28,8 @@ from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.record import MAX_RECORD_BYTES
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store
-from kit.checkpoints import failure_of, load, save
+from kit.checkpoints import load, save
+from kit.failures import failure_of
 
 GROWTH_BYTES = 64 << 20
 ELSEWHERE = [

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import resource
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from kit.checkpoints import saved
+from kit.programs import run_program
 from kit.tally import Tally
 from security.corpus import bombs, programs, refusal
 
@@ -101,14 +100,8 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, list[str], int, int]]]:
     """What became of each sample, in a process of its own: outcome, what ran, bytes allocated, bytes of the pickle."""
-    folder = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     place = tmp_path_factory.mktemp("corpus")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(place / "canary")],
-        capture_output=True, text=True, timeout=480, env=env, cwd=place,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_program(PROGRAM, str(place / "canary"), cwd=place)
     assert list(place.iterdir()) == []
     found: dict[str, Any] = json.loads(done.stdout)
     return found

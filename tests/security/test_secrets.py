@@ -18,7 +18,7 @@ from bucketpoint.location import Location
 from bucketpoint.stores import open_store, retry
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from kit.checkpoints import failure_of
+from kit.failures import failure_of
 from kit.servers import KMS_KEY, S3Server, free_port, s3_attempts
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean
 from stores.scripted import Answer, error, scripted

@@ -31,7 +31,7 @@ from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.http_store import HttpStore
 from bucketpoint.stores.registry import GCS_SCHEMES
 from bucketpoint.stores.s3 import S3Store
-from kit.checkpoints import failure_of
+from kit.failures import failure_of
 from kit.servers import s3_attempts
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(

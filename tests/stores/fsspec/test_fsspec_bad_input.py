@@ -36,7 +36,7 @@ from bucketpoint.stores import open_store
 from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.fsspec.services import driver_of
 from fsspec_backends import SERVED, Backend, backend
-from kit.checkpoints import failure_of
+from kit.failures import failure_of
 from kit.servers import free_port
 
 on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
@@ -104,9 +104,7 @@ class Azure(fsspec.AbstractFileSystem):  # type: ignore[misc]
         self.service_client = SimpleNamespace(_config=SimpleNamespace(retry_policy=self.policy))
 
 
-def test_tries_a_connection_to_azure_once_more_and_leaves_the_callers_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tries_a_connection_to_azure_once_more_and_leaves_the_callers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "az", Azure)
     store, _ = open_store("az://container/run")
     assert isinstance(store, FsspecStore)
