@@ -123,7 +123,6 @@ def test_names_a_data_object_that_is_missing(service: Service, whole: str) -> No
     assert isinstance(error, bp.CorruptDataError)
     assert "missing" in str(error)
     # In a folder's store the key is the path below the checkpoint's folder.
-    assert error.key is not None
     assert gone.endswith(error.key)
     assert error.key.endswith(".distcp")
 

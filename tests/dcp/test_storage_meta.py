@@ -42,7 +42,6 @@ def test_tells_the_id_of_a_save_before_within_and_after_it(tmp_path: Path) -> No
     after = writer.storage_meta()
     assert after == writer.storage_meta() == planner.told[-1] != before
     committed = bp.BucketReader(tmp_path).read_metadata()
-    assert committed.storage_meta is not None
     assert committed.storage_meta.save_id == after.save_id
     assert saved.state_dict_metadata["w"].size == (4,)
     assert uuid.UUID(after.save_id).version == 4

@@ -37,7 +37,6 @@ def test_says_in_a_commits_key_all_that_a_plan_needs(
 ) -> None:
     key = CommitKey(step, created / 1000, token, kind, "0123abcd", folder, {"model": size, "ema": 3, "other": 4})
     found = CommitKey.parse(key.name())
-    assert found is not None
     assert (found.step, found.token, found.kind, found.folder) == (step, token, kind, folder)
     assert found.created == pytest.approx(created / 1000, abs=0.0011)
     assert found.groups == {**({"model": size} if size else {}), "other": 7}

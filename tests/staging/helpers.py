@@ -70,7 +70,6 @@ class Upload(threading.Thread):
 
     def _save(self) -> None:
         staged, self._staged = self._staged, None
-        assert staged is not None
         staged.items()
         self.reads.set()
         self.go_on.wait(60)

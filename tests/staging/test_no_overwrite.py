@@ -71,7 +71,6 @@ class SlowUpload(threading.Thread):
 
     def _upload(self) -> None:
         staged, self._staged = self._staged, None
-        assert staged is not None
         time.sleep(self._save.begins_after_s)
         self._look("before it begins", {key: staged[key] for key in staged})
         if self._save.ends == "failed before it read":

@@ -223,7 +223,6 @@ def described_without_tokens(folder: Path) -> dict[str, Any]:
     }
     facts = extra(metadata)
     assert {parse_data_path(path) is not None for path in facts["objects"]} == {True}
-    assert metadata.storage_meta is not None
     assert metadata.storage_meta.checkpoint_id == facts["url"] == f"file://{folder}"
     assert str(metadata.storage_meta.save_id).endswith(f"-{facts['token']}")
     return {
@@ -241,7 +240,6 @@ def described_without_tokens(folder: Path) -> dict[str, Any]:
 
 def placed(path: str) -> tuple[int, str, int]:
     parsed = parse_data_path(path)
-    assert parsed is not None
     return parsed[1:]
 
 
@@ -263,7 +261,6 @@ def test_commits_metadata_that_a_planner_altered_as_it_is(tmp_path: Path) -> Non
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
         assert job.in_columns() == [True] * 2
         metadata = decode_metadata((tmp_path / str(save) / ".metadata").read_bytes())
-        assert metadata.planner_data is not None
         assert metadata.planner_data["saves"] == save
 
 
@@ -530,7 +527,6 @@ def test_unpacks_from_columns_what_was_packed(drawn: list[Any], transforms: list
             set_object_facts(info, size=facts[0], etag=facts[1])
         given.append(info)
     packed = pack(given)
-    assert packed is not None
     assert [vars(info) for info in unpack(crossed([packed])[0])] == [vars(info) for info in given]
     assert crossed([packed.layout])[0] == packed.layout
 

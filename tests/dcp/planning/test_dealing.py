@@ -247,7 +247,6 @@ def test_judges_what_does_not_fit_together_as_dcp_does(tensor: Any, fault: str, 
     at = mine[which % len(mine)]
     item = held[rank][at]
     data = item.tensor_data
-    assert data is not None
     offsets, extent = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     changed = {
         "overlap": ((max(0, offsets[0] - 1), *offsets[1:]), (extent[0] + 1, *extent[1:])),

@@ -251,7 +251,6 @@ def assert_one_shape(way: str, url: str, executor: AsyncCheckpointerType, **argu
     if executor is PROCESS or "foreign" in way:
         assert handle.progress is None
     else:
-        assert handle.progress is not None
         assert handle.progress.finished
         assert handle.progress.done_bytes == handle.progress.total_bytes > 200_000
     assert_holds(url, 1)

@@ -76,7 +76,6 @@ class Programs:
         )
 
     def run(self, output: Path, *arguments: str, ranks: int = 1) -> list[Ended]:
-        assert self._server.stdin is not None
         assert self._server.stdout is not None
         outputs = [f"{output}-{rank}" for rank in range(ranks)]
         self._server.stdin.write(json.dumps([arguments, outputs]) + "\n")

@@ -42,7 +42,6 @@ def test_counts_each_request_of_a_save_that_the_store_receives(minio: S3Server, 
         writer.close()
         received = proxy.counts.requests
     stats = handle.stats
-    assert stats is not None
     assert stats.requests["create_multipart"] == received["CreateMultipartUpload"] == 1
     assert stats.requests["put_part"] == received["UploadPart"] == 3
     assert stats.requests["complete_multipart"] == received["CompleteMultipartUpload"] == 1
@@ -62,7 +61,6 @@ def test_counts_retries_and_throttled_answers_of_a_save(minio: S3Server) -> None
         handle = bucketpoint.async_save({"weight": torch.ones(10)}, url, storage_writer=writer)
         handle.result()
     stats = handle.stats
-    assert stats is not None
     assert (stats.throttled, stats.retried) == (2, 1)
     # The data, `.metadata`, the record and the fence: three of the attempts were answered by the proxy.
     assert stats.requests["put"] == proxy.counts.requests["PutObject"]
@@ -76,7 +74,6 @@ def test_adds_up_the_seconds_of_a_save(tmp_path: Path) -> None:
     handle.result()
     elapsed = time.monotonic() - began
     stats = handle.stats
-    assert stats is not None
     assert [info.stats for info in told] == [stats]
     phases = (stats.staging_s, stats.planning_s, stats.upload_s, stats.waiting_s, stats.commit_s)
     assert min(phases) > 0
@@ -108,8 +105,6 @@ def test_says_that_a_save_waited_for_the_one_before(tmp_path: Path) -> None:
     gated.gate.set()
     first.result()
     second.result()
-    assert first.stats is not None
-    assert second.stats is not None
     assert first.stats.queued_s < queued <= second.stats.total_s
     assert second.stats.queued_s > 0.05
 
@@ -121,7 +116,6 @@ def test_counts_what_a_save_copies_apart_from_what_it_sends(tmp_path: Path) -> N
             {**state(4), "step": torch.tensor(step)}, str(tmp_path / f"step-{step}"), storage_writer=writer
         )
         handle.result()
-    assert handle.stats is not None
     # The item, and its frame.
     assert 4 * MIB < handle.stats.copied_bytes < 5 * MIB
     assert handle.stats.sent_bytes < MIB
@@ -130,7 +124,6 @@ def test_counts_what_a_save_copies_apart_from_what_it_sends(tmp_path: Path) -> N
 def test_keeps_figures_of_a_failed_save_as_far_as_it_came(tmp_path: Path) -> None:
     handle = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), planner=FailingPlanner("upload"))
     assert handle.exception() is not None
-    assert handle.stats is not None
     assert (handle.stats.upload_s, handle.stats.commit_s) == (0, 0)
     assert handle.stats.planning_s > 0
 
@@ -140,7 +133,6 @@ def test_leaves_figures_of_a_save_in_the_foreground_with_the_writer(tmp_path: Pa
     assert writer.stats is None
     dcp.save(state(1), checkpoint_id=str(tmp_path / "step-1"), storage_writer=writer, no_dist=True)
     stats = writer.stats
-    assert stats is not None
     assert stats.sent_bytes > MIB
     assert (stats.blocked_s, stats.staging_s, stats.staged_bytes) == (stats.total_s, 0, 0)
     assert min(stats.planning_s, stats.upload_s, stats.commit_s) > 0
@@ -150,7 +142,6 @@ def test_counts_no_request_after_a_save_or_a_load_as_theirs() -> None:
     url = "memory://bucket/run of test_stats/step-1"
     writer, reader = BucketWriter(), BucketReader(url)
     dcp.save(state(1), checkpoint_id=url, storage_writer=writer, no_dist=True)
-    assert writer.stats is not None
     saved = dict(writer.stats.requests)
     assert bucketpoint.latest_checkpoint("memory://bucket/run of test_stats") == url
     assert dict(writer.stats.requests) == saved
@@ -178,8 +169,6 @@ def test_leaves_requests_of_a_save_with_it_during_a_load_within() -> None:
     dcp.save(state(1), checkpoint_id=f"{run}/step-1", storage_writer=plain, no_dist=True)
     planner = LoadingPlanner(f"{run}/step-1")
     dcp.save(state(1), checkpoint_id=f"{run}/step-2", storage_writer=loading, planner=planner, no_dist=True)
-    assert plain.stats is not None
-    assert loading.stats is not None
     assert loading.stats.requests["put"] == plain.stats.requests["put"] > 0
 
 
@@ -249,7 +238,6 @@ def test_counts_bytes_and_requests_of_a_load(minio: S3Server) -> None:
         dcp.load({"weight": torch.zeros(12 * MIB // 4)}, storage_reader=reader, no_dist=True)
         received = proxy.counts.requests
     stats = reader.stats
-    assert stats is not None
     assert stats.read_bytes == 12 * MIB
     assert dict(stats.requests) == {"get": received["GetObject"]}
     assert min(stats.metadata_s, stats.planning_s, stats.read_s) > 0

@@ -202,7 +202,6 @@ def start(minio: S3Server, place: tuple[str, str], fault_proxy: MakeProxy) -> It
             start_new_session=True,
         )
         programs.append(program)
-        assert program.stdout is not None
         told = json.loads(program.stdout.readline())
         wait_until(lambda: open_uploads(minio, place), 60)
         return Started(program, told["helper"], told["fork"], proxy)

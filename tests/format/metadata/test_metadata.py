@@ -126,7 +126,6 @@ def test_pickles_equal_names_paths_and_sizes_once() -> None:
 def test_stores_a_path_as_checkpoint_id_as_text() -> None:
     data = encode_metadata(example(checkpoint_id=Path("/x/step-5")), bucketpoint=FACTS)
     meta = decode_metadata(data).storage_meta
-    assert meta is not None
     assert meta.checkpoint_id == str(Path("/x/step-5"))
     assert b"pathlib" not in data
 
@@ -158,7 +157,6 @@ def test_reads_paths_of_other_pythons_and_systems() -> None:
         for name in (b"PosixPath\n", b"WindowsPath\n"):
             changed = data.replace(b"cpathlib\nPurePosixPath\n", module + name)
             meta = decode_metadata(changed).storage_meta
-            assert meta is not None
             assert isinstance(meta.checkpoint_id, pathlib.PurePath)
 
 

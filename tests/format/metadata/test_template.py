@@ -115,7 +115,6 @@ def test_fills_the_template_of_an_earlier_save_with_what_a_pickle_of_objects_say
         for each in packed
     ]
     template = make_template(metadata, index_columns(indices), earlier)
-    assert template is not None
     end = end_of({"token": "é" * added, "created": 1.5, "objects": {"data/x": {"size": added, "etag": None}}})
     filled = template.fill(packed, end)
     assert filled is not None

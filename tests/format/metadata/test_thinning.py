@@ -83,7 +83,6 @@ def checkpoint(form: str, tensors: int, ranks: int, seed: int = 0) -> bytes:
         return encode_metadata(metadata, bucketpoint=facts, index=INDEX)
     packed = [pack(each) for each in infos]
     template = make_template(metadata, index_columns(indices), packed, indexed=True)  # type: ignore[arg-type]
-    assert template is not None
     filled = template.fill(packed, {"storage_meta": metadata.storage_meta, **extension(facts)}, INDEX)  # type: ignore[arg-type]
     assert filled is not None
     return filled
