@@ -1,4 +1,4 @@
-"""Ranks that stay up for the whole session."""
+"""Ranks that stay up for the whole session, for a module, or for a test that breaks them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ from dcp.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    with Ranks(4) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Ranks]:
+    """DCP starts a checkpoint process once in a process: the tests of a module share theirs."""
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Ranks]:
+    """Ranks that have no group but the default one."""
+    with Ranks(2) as ranks:
+        yield ranks

@@ -76,6 +76,12 @@ class Ranks:
                 failed, value, self._threads = answer
                 return failed, value
 
+    def __enter__(self) -> Ranks:  # noqa: PYI034 (Self needs Python 3.11)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()

@@ -52,16 +52,12 @@ def data_key(service: Service) -> str:
     return next(key for key in service.listed() if key.endswith(".distcp"))
 
 
-def test_names_a_bucket_that_is_not_there(service: Service) -> None:
-    url = replace(service, bucket="no-such-bucket-here").url("a")
-    assert isinstance(failing_save(url, service.options), errors.BucketNotFoundError)
-    assert isinstance(failing_load(url, service.options), errors.BucketNotFoundError)
-
-
-def test_names_an_unreachable_endpoint(service: Service) -> None:
+@pytest.mark.parametrize("fails", [failing_save, failing_load])
+def test_names_a_bucket_or_an_endpoint_that_is_not_there(service: Service, fails: Any) -> None:
+    no_bucket = replace(service, bucket="no-such-bucket-here").url("a")
+    assert isinstance(fails(no_bucket, service.options), errors.BucketNotFoundError)
     options = {**service.at(f"http://127.0.0.1:{free_port()}").options, **service.server.attempts(1)}
-    assert isinstance(failing_save(service.url("a"), options), errors.EndpointError)
-    assert isinstance(failing_load(service.url("a"), options), errors.EndpointError)
+    assert isinstance(fails(service.url("a"), options), errors.EndpointError)
 
 
 def test_names_wrong_credentials_without_the_secret(minio: S3Server) -> None:
@@ -81,27 +77,24 @@ def test_tells_an_anonymous_user_of_denied_access(minio: S3Server) -> None:
     assert isinstance(failing_load(f"s3://{bucket}/a", options), bp.AccessDeniedError)
 
 
-def test_tells_that_no_checkpoint_is_there(service: Service) -> None:
-    error = failing_load(service.url("run/step-9"), service.options)
-    assert type(error) is bp.CheckpointNotFoundError
-    assert "latest_checkpoint" in str(error)
-
-
-def test_tells_that_half_a_checkpoint_is_there(service: Service) -> None:
-    service.write("run/step-9/data/00/x.distcp", b"half")
-    error = failing_load(service.url("run/step-9"), service.options)
-    assert isinstance(error, errors.IncompleteCheckpointError)
-
-
-def test_says_in_read_metadata_alone_that_nothing_is_there(service: Service) -> None:
-    with pytest.raises(bp.CheckpointNotFoundError):
-        service.reader(service.url("nothing")).read_metadata()
-
-
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), b"\x80\x04" + b"x" * 100])
-def test_refuses_metadata_that_is_no_metadata(service: Service, content: bytes) -> None:
-    service.write("run/.metadata", content)
-    assert isinstance(failing_load(service.url("run"), service.options), bp.MetadataError)
+@pytest.mark.parametrize(
+    ("key", "content", "kind"),
+    [
+        ("nothing/here", b"", bp.CheckpointNotFoundError),
+        ("run/data/00/x.distcp", b"half", errors.IncompleteCheckpointError),
+        ("run/.metadata", b"", bp.MetadataError),
+        ("run/.metadata", b"no pickle", bp.MetadataError),
+        ("run/.metadata", pickle.dumps({"a": 1}), bp.MetadataError),
+        ("run/.metadata", b"\x80\x04" + b"x" * 100, bp.MetadataError),
+    ],
+)
+def test_names_what_is_no_checkpoint(service: Service, key: str, content: bytes, kind: type[Exception]) -> None:
+    service.write(key, content)
+    error = failing_load(service.url("run"), service.options)
+    assert type(error) is kind
+    assert ("latest_checkpoint" in str(error)) == (kind is bp.CheckpointNotFoundError)
+    with pytest.raises(kind):
+        service.reader(service.url("run")).read_metadata()
 
 
 def test_refuses_metadata_that_would_run_code_before_anything_runs(

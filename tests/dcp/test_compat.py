@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
 from dcp.states import assert_same, blank, filled, varied
 from kit.servers import S3Server
 from services import Service
-from transfer.wrappers import CountingStore
+from transfer.wrappers import CountingStore, wrap_stores
 
 pytestmark = pytest.mark.contract
 
@@ -49,16 +48,7 @@ class SlicePlanner(dcp.DefaultLoadPlanner):
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
-    made: list[CountingStore] = []
-    original = session.open_store
-
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        store, prefix = original(*args, **kwargs)
-        made.append(CountingStore(store))
-        return made[-1], prefix
-
-    monkeypatch.setattr(session, "open_store", opened)
-    return made
+    return wrap_stores(monkeypatch, CountingStore)
 
 
 def test_loads_ours_over_fsspec_by_fsspec_reader() -> None:

@@ -1,8 +1,7 @@
-"""Saves in the background never talk on a process group of the caller's, and many ranks never work each by itself."""
+"""Saves never talk on a process group of the caller's, and what one rank meets is told to all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from bucketpoint import BucketpointError, BucketWriter, CheckpointManager, Reten
 from bucketpoint.dcp import meshes
 from bucketpoint.retention import Keep
 from dcp import process_group_scenarios as scenarios
+from dcp import scenarios as save_and_load
 from dcp.ranks import Ranks
 from kit.kills import Job
+from services import Service
 
 pytestmark = pytest.mark.contract
-
-
-@pytest.fixture
-def fresh_ranks() -> Iterator[Ranks]:
-    """Ranks that have no group but the default one."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 given = pytest.mark.parametrize("given", ["the default group", "a group"])
@@ -194,3 +187,26 @@ def test_names_the_limit_of_open_files_before_ranks_connect(monkeypatch: pytest.
             meshes.group_beside(None)
     finally:
         dist.destroy_process_group()
+
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture
+def root(service: Service) -> str:
+    return service.url("run")
+
+
+def test_reads_a_save_without_collectives_on_as_many_ranks(
+    two_ranks: Ranks, four_ranks: Ranks, service: Service, root: str
+) -> None:
+    two_ranks.run(save_and_load.save_without_collectives, f"{root}/each", service.options)
+    names = {key.rsplit("/", 1)[-1] for key in service.listed()}
+    assert {"__0.metadata", "__1.metadata"} <= names
+    answers = four_ranks.run(save_and_load.load_fails_everywhere, f"{root}/each", service.options)
+    assert all("MismatchError" in kinds for kinds in answers)
+
+
+def test_raises_the_reason_on_every_rank_that_loads_nothing(two_ranks: Ranks, service: Service, root: str) -> None:
+    answers = two_ranks.run(save_and_load.load_fails_everywhere, f"{root}/nothing", service.options)
+    assert answers == [["CheckpointNotFoundError"] * 2] * 2

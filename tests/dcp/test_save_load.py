@@ -256,17 +256,3 @@ def test_writes_objects_of_its_own_for_each_save_without_storage_meta(tmp_path: 
         assert torch.equal(loaded["w"], torch.full((3,), fill))
         tokens.append({path.name for path in (tmp_path / "run" / "data").rglob("*.distcp")})
     assert tokens[0].isdisjoint(tokens[1])
-
-
-def test_names_nothing_of_ours_in_metadata_that_a_stock_unpickler_lacks(
-    writer: BucketWriter, service: Service, root: str
-) -> None:
-    dcp.save(varied(), checkpoint_id=f"{root}/m", storage_writer=writer, no_dist=True)
-    body = service.read("run/m/.metadata")
-
-    class Stock(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            assert not module.startswith("bucketpoint")
-            return super().find_class(module, name)
-
-    assert Stock(io.BytesIO(body)).load().state_dict_metadata

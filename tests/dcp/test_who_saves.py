@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import bucketpoint
 import bucketpoint as bp
+from bucketpoint import BucketWriter, CheckpointManager, StagingOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.wholeness import look_for_damage
 from bucketpoint.catalog.records import adopt
@@ -26,9 +28,28 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, IncompleteSaveError, RanksDisagreeError
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import Keep, RetentionPolicy
-from dcp import who_saves_scenarios as scenarios
 from dcp.ranks import Ranks
 from staging.helpers import held_copies
+
+
+def leaves_during_its_last_save(rank: int, world: int, root: str) -> list[str]:
+    """Begin saves by a manager and without one, destroy all groups before they are copied, and name their errors."""
+    sharded = distribute_tensor(torch.arange(64.0), init_device_mesh("cpu", (world,)), [Shard(0)])
+    state = {"model": {"w": torch.ones(8), "sharded": sharded}}
+    beside = StagingOptions(use_async_staging=True)
+    manager = CheckpointManager(root, policy=RetentionPolicy(Keep(latest=1)), staging=beside)
+    first = manager.save(1, state)
+    first.result()
+    writer = BucketWriter(staging=beside)
+    with held_copies():
+        second = manager.save(2, state)
+        handles = [second, bucketpoint.async_save(state, checkpoint_id=f"{root}-other/a", storage_writer=writer)]
+        dist.destroy_process_group()
+    errors = [type(handle.exception()).__name__ for handle in handles if handle is not None]
+    # The ranks go on with another test.
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}-store", world), rank=rank, world_size=world)
+    return errors
+
 
 KEEP = RetentionPolicy(Keep(latest=1))
 
@@ -106,7 +127,7 @@ def test_saves_a_part_that_was_said_to_be_one(half: dict[str, Any], tmp_path: Pa
 
 
 def test_keeps_the_checkpoint_before_a_save_whose_ranks_leave(two_ranks: Ranks, tmp_path: Path) -> None:
-    answers = two_ranks.run(scenarios.leaves_during_its_last_save, str(tmp_path / "run"))
+    answers = two_ranks.run(leaves_during_its_last_save, str(tmp_path / "run"))
     assert answers == [["RanksDisagreeError"] * 2] * 2
     assert sorted(path.parent.name for path in (tmp_path / "run").glob("*/.metadata")) == ["step-1"]
 

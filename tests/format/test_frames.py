@@ -14,19 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.storage_info import make_storage_info
 from bucketpoint.format.torch_zip import ALIGNMENT, frameable, tensor_frame
 from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
 from kit.checkpoints import saved
+from kit.metadata import tensor_entry
 
 pytestmark = pytest.mark.contract
 
@@ -124,9 +119,9 @@ def test_loads_files_assembled_from_frames_by_stock_filesystem_reader(tmp_path: 
     whole, entries, items = b"", {}, {}
     for name, tensor in state.items():
         frame = tensor_frame(tensor.dtype, tensor.shape)
-        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
-        entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, [chunk])
-        index = MetadataIndex(name, chunk.offsets, 0)
+        start = torch.Size([0] * tensor.dim())
+        entries[name] = tensor_entry(tensor.shape, [(start, tensor.shape)], tensor.dtype)
+        index = MetadataIndex(name, start, 0)
         items[index] = make_storage_info(
             "data/00/x.distcp", len(whole), frame.nbytes, payload_offset=frame.payload_offset,
             payload_nbytes=frame.payload_nbytes, crc32c=1, block_nbytes=frame.payload_nbytes,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging import Lease, StagedState, Stager, StagingOptions, current_lease, take_turn
@@ -324,6 +325,8 @@ def test_accepts_closing_twice_or_unused() -> None:
 
 def test_waits_in_synchronize_staging_for_the_copy_and_raises_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     stager = Stager(StagingOptions(use_async_staging=True))
+    assert isinstance(stager, AsyncStager)
+    assert stager.should_synchronize_after_execute
     stager.synchronize_staging()
     future = stager.stage(state(1, 1 << 20))
     stager.synchronize_staging()

@@ -11,6 +11,25 @@ from typing import Any
 from bucketpoint.errors import TransientStoreError
 
 
+def wrap_stores(patch: Any, make: Callable[[Any], Any], *, once: bool = False) -> list[Any]:
+    """Put `make(store)` around every store that writers and readers open from now on, or around the first, which all
+    get. Return the list to which each is added.
+    """
+    from bucketpoint.dcp import session
+
+    made: list[Any] = []
+    original = session.open_store
+
+    def opened(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        store, prefix = original(*args, **kwargs)
+        if not (once and made):
+            made.append(make(store))
+        return made[-1], prefix
+
+    patch.setattr(session, "open_store", opened)
+    return made
+
+
 class CountingStore:
     """Passes every call on and counts it by name; bytes of bodies are counted too."""
 

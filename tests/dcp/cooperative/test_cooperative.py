@@ -218,11 +218,8 @@ def test_names_the_failure_of_a_rank_and_not_the_ranks_that_were_done_before(fou
 
 
 def test_gives_up_a_load_whose_process_group_was_destroyed(url: str) -> None:
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         assert ranks.run(scenarios.give_up_without_a_process_group, url) == ["Plain: there is one rank"] * 2
-    finally:
-        ranks.close()
 
 
 @pytest.mark.contract
@@ -297,8 +294,7 @@ def test_finds_bytes_that_were_altered_on_every_rank(two_ranks: Ranks, url: str)
 @pytest.mark.parametrize("at", [0, 5])
 def test_raises_on_all_other_ranks_if_one_is_killed(url: str, at: int) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
-    ranks = Ranks(3)
-    try:
+    with Ranks(3) as ranks:
         for pipe in ranks._pipes:
             pipe.send((0, scenarios.one_rank_is_killed, (url, SHAPE, 1, at)))
         started = time.monotonic()
@@ -312,8 +308,6 @@ def test_raises_on_all_other_ranks_if_one_is_killed(url: str, at: int) -> None:
             texts.append(text)
         assert time.monotonic() - started < DIES_WITHIN_S
         assert all("rank 1 died, stopped, or did not answer" in text for text in texts)
-    finally:
-        ranks.close()
 
 
 def test_names_a_rank_known_to_be_lost_like_one_found_to_be(two_ranks: Ranks, url: str) -> None:
@@ -332,11 +326,8 @@ def test_tells_listeners_when_a_rank_leaves_and_cuts_off_those_who_wait_for_byte
 
 
 def test_cuts_off_the_third_rank_if_one_leaves_after_another_was_lost(url: str) -> None:
-    ranks = Ranks(3)
-    try:
+    with Ranks(3) as ranks:
         assert max(ranks.run(scenarios.one_rank_leaves_after_another_was_lost, url)) < DIES_WITHIN_S
-    finally:
-        ranks.close()
 
 
 @pytest.mark.parametrize("when", ["at the start", "in a read"])

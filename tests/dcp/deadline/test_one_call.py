@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
@@ -224,10 +222,3 @@ def test_raises_on_ranks_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Pat
             "the TCP store of the job does not answer" in answer.value[1] or "rank 0 does not answer" in answer.value[1]
         )
     assert what_lies_at(url) == OLD
-
-
-def test_loads_what_one_call_saved_by_stock_dcp(tmp_path: Path) -> None:
-    bp.save({"w": torch.arange(10.0)}, f"file://{tmp_path}/a")
-    target = {"w": torch.zeros(10)}
-    dcp.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert torch.equal(target["w"], torch.arange(10.0))

@@ -3,19 +3,101 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, CorruptDataError
+from bucketpoint.dcp import process_groups
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
+from bucketpoint.integrations.weights import Weights, WeightsOptions
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
-from dcp.loading import boxes_scenarios as scenarios
 from dcp.ranks import Ranks
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "rows": expected_tensor((512, 300)),
+        "columns": expected_tensor((400, 512)) + 1,
+        "norm": expected_tensor((700,)),
+        "fused": expected_tensor((600, 256)).bfloat16(),
+    }
+
+
+def _weights(world: int, url: str) -> Weights:
+    return Weights(WeightsOptions.of({"url": url, "prefix": "model."}), dist.new_group(list(range(world))))
+
+
+def load_newest(rank: int, world: int, url: str) -> int:
+    """Load as a rank of tensor parallelism does: rows of one tensor, columns of another, the whole of a third."""
+    rows, columns, norm, fused = torch.zeros(256, 300), torch.zeros(400, 256), torch.zeros(700), torch.zeros(300, 256)
+    with counted() as count, _weights(world, url).loading() as tensors:
+        # What one rank alone reads at once must not wait for the other.
+        early = tensors["norm"].sum().item() if rank else None
+        rows.copy_(tensors["rows"].narrow(0, rank * 256, 256))
+        columns.copy_(tensors["columns"].narrow(1, rank * 256, 256))
+        norm.copy_(tensors["norm"])
+        for number, part in enumerate(tensors["fused"].chunk(3)):
+            fused.narrow(0, number * 100, 100).copy_(part.narrow(0, rank * 100, 100))
+    state = {name: tensor + 2 for name, tensor in weights().items()}
+    assert torch.equal(rows, state["rows"][rank * 256 :][:256])
+    assert torch.equal(columns, state["columns"][:, rank * 256 :][:, :256])
+    assert torch.equal(norm, state["norm"])
+    thirds = [part[rank * 100 :][:100].float() for part in state["fused"].chunk(3)]
+    assert torch.equal(fused, torch.cat(thirds))
+    assert early in (None, state["norm"].sum().item())
+    return count.read
+
+
+def failed_load(rank: int, world: int, url: str, missing: bool) -> str:
+    """Return the error of a load; with `missing`, the first rank wants a tensor that is not there."""
+    copied: Any = "lm_head" if missing and not rank else "norm"
+    try:
+        with _weights(world, url).loading() as tensors:
+            torch.zeros(700).copy_(tensors[copied])
+    except Exception as error:  # noqa: BLE001 (compared by the test)
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def failed_load_while_connecting(rank: int, world: int, url: str) -> str:
+    """Return the error of `failed_load`; the first rank fails while the last one is still being connected."""
+    connect = process_groups.connect
+
+    def slowly(*args: Any) -> None:
+        # Raises when the first rank closes the connection.
+        process_groups.backend_of(connect(*args)).recv([torch.zeros(1)], 0, 5).wait()
+
+    if rank == world - 1:
+        process_groups.connect = slowly
+    try:
+        return failed_load(rank, world, url, False)
+    finally:
+        process_groups.connect = connect
+
+
+def load_without_an_address(rank: int, world: int, url: str) -> str:
+    """Return the error of a load in which the last rank has no address at which the others can reach it."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=4))
+
+    def connect(*args: Any) -> None:
+        raise RuntimeError("Unable to find address")
+
+    original = process_groups.connect
+    process_groups.connect = original if rank < world - 1 else connect
+    try:
+        with Weights(WeightsOptions.of({"url": url, "prefix": "model."}), group).loading():
+            return "loaded"
+    except Exception as error:  # noqa: BLE001 (compared by the test)
+        return str(error)
+    finally:
+        process_groups.connect = original
 
 
 @pytest.fixture
@@ -91,30 +173,30 @@ def test_raises_when_the_checkpoint_is_replaced_between_two_loads(url: str, chan
 
 
 def test_ranks_of_a_group_read_each_byte_of_the_newest_checkpoint_once(two_ranks: Ranks, tmp_path: Path) -> None:
-    run, state = f"file://{tmp_path}/run", scenarios.weights()
+    run, state = f"file://{tmp_path}/run", weights()
     for step in (1, 2):
         model = {name: tensor + step for name, tensor in state.items()}
         save(f"{run}/step-{step}", model=model, optimizer=torch.zeros(1000, 1000))
-    read = two_ranks.run(scenarios.load_newest, run)
+    read = two_ranks.run(load_newest, run)
     # One rank read a small tensor once more, at once.
     assert sum(read) <= 1.02 * sum(tensor.nbytes for tensor in state.values())
 
 
 def test_takes_no_rank_for_lost_if_another_cannot_be_reached(two_ranks: Ranks, url: str) -> None:
-    for error in two_ranks.run(scenarios.load_without_an_address, url):
+    for error in two_ranks.run(load_without_an_address, url):
         assert "Unable to find address" in error
         assert "died" not in error
 
 
 def test_fails_on_all_ranks_with_the_error_of_one(two_ranks: Ranks, tmp_path: Path, url: str) -> None:
     for call, args in (
-        (scenarios.failed_load, (f"file://{tmp_path}/other", False)),
-        (scenarios.failed_load_while_connecting, (f"file://{tmp_path}/other",)),
+        (failed_load, (f"file://{tmp_path}/other", False)),
+        (failed_load_while_connecting, (f"file://{tmp_path}/other",)),
     ):
         found = two_ranks.run(call, *args)
         assert all("CheckpointNotFoundError: There is no .metadata" in text for text in found), found
-    save(url, model=scenarios.weights())
-    own, other = two_ranks.run(scenarios.failed_load, url, True)
+    save(url, model=weights())
+    own, other = two_ranks.run(failed_load, url, True)
     assert own == "KeyError: 'lm_head'"
     assert "KeyError: 'lm_head'" in other
     assert "rank=0" in other

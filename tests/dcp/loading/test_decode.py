@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner
+from bucketpoint import BucketReader, LoadPlanner
 from bucketpoint.dcp.loading import decode
 from bucketpoint.dcp.loading.decode import FRAME_BYTES, decode_item, load_bytes
 from bucketpoint.dcp.planning.keys_planner import KeysPlanner
@@ -210,23 +210,6 @@ def test_refuses_to_load_a_bomb_in_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(dcp.CheckpointException) as caught, traced(16 * MIB):
         dcp.load({"w": value}, storage_reader=BucketReader(f"file://{tmp_path}"), no_dist=True)
     assert isinstance(caught.value.failures[0][0], kind)
-
-
-@pytest.mark.contract
-def test_loads_compressed_checkpoints_of_ours_and_of_torch(tmp_path: Path) -> None:
-    state = {"w": TENSOR, "zeros": torch.zeros(1000, 1000), "step": 5, "text": "x" * 5 * MIB}
-    ours, torchs = tmp_path / "ours", tmp_path / "torchs"
-    writers = (
-        BucketWriter(f"file://{ours}", _extensions=[ZStandard()]),
-        FileSystemWriter(torchs, _extensions=[ZStandard()]),
-    )
-    for folder, writer in zip((ours, torchs), writers, strict=True):
-        dcp.save(state, storage_writer=writer, no_dist=True)
-        target = {"w": torch.zeros(50_000), "zeros": torch.ones(1000, 1000), "step": 0, "text": ""}
-        dcp.load(target, storage_reader=BucketReader(f"file://{folder}"), no_dist=True)
-        assert torch.equal(target["w"], TENSOR)
-        assert not target["zeros"].any()
-        assert (target["step"], target["text"]) == (5, state["text"])
 
 
 class PlannerOfAnotherFormat(DefaultLoadPlanner):

@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.groups import GroupRule
@@ -27,7 +26,7 @@ from dcp.loading import index_scenarios
 from dcp.ranks import Ranks
 from dcp.test_compat import counted
 from services import Service
-from transfer.wrappers import CountingStore
+from transfer.wrappers import CountingStore, wrap_stores
 
 ITEMS, HEAD = 12, 600
 
@@ -148,8 +147,7 @@ def test_writes_the_index_before_the_commit_that_names_it(tmp_path: Path, monkey
                 raise TransientStoreError("gone")
             return self.inner.put(key, *args, **kwargs)
 
-    original = session.open_store
-    monkeypatch.setattr(session, "open_store", lambda *a, **k: (Watched(original(*a, **k)[0]), original(*a, **k)[1]))
+    wrap_stores(monkeypatch, Watched)
     with pytest.raises(dcp.CheckpointException):
         save(tmp_path)
     assert not (tmp_path / ".metadata").exists()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -106,62 +104,6 @@ def save_tensors_of_their_own(
     loaded = torch.zeros(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
     dcp.load({"w": loaded}, storage_reader=BucketReader(f"{root}/x", progress=False), no_dist=True)
     return failed, loaded, w
-
-
-class HeldStager:
-    """Hands the state over when it is told to."""
-
-    should_synchronize_after_execute = False
-
-    def __init__(self) -> None:
-        self._synchronize_after_execute = False
-        self.staged: Future[dict[str, Any]] = Future()
-
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        self.state = state_dict
-        return self.staged
-
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class TellsWhenItPlans(DefaultSavePlanner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = threading.Event()
-
-    def create_local_plan(self) -> dcp.SavePlan:
-        self.begun.set()
-        return super().create_local_plan()
-
-
-def save_elsewhere_while_a_save_begins(rank: int, world: int, root: str) -> list[tuple[float, float]]:
-    """The values of two saves by one writer, one of them begun on rank 0 before the other and on rank 1 after it."""
-    group = dist.new_group(backend="gloo") if world > 1 else None
-    writer, stager, planner = BucketWriter(f"{root}/first", progress=False), HeldStager(), TellsWhenItPlans()
-
-    def state(fill: float) -> dict[str, Any]:
-        return {"w": torch.full((5,), fill), f"only{rank}": torch.full((5,), fill)}
-
-    begun: Any = dcp.async_save(
-        state(1.0), storage_writer=writer, planner=planner, process_group=group, async_stager=stager
-    )
-    if world > 1 and rank == 0:
-        stager.staged.set_result(stager.state)
-        planner.begun.wait(60)
-    dcp.save(state(2.0), checkpoint_id=f"{root}/second", storage_writer=writer)
-    if not stager.staged.done():
-        stager.staged.set_result(stager.state)
-    begun.upload_completion.result(60)
-    found = []
-    for name in ("first", "second"):
-        loaded = state(0.0)
-        dcp.load(loaded, checkpoint_id=f"{root}/{name}", storage_reader=BucketReader(progress=False), no_dist=True)
-        found.append((loaded["w"][0].item(), loaded[f"only{rank}"][0].item()))
-    return found
 
 
 def load_into_zeros(url: str, reader: BucketReader, **options: Any) -> tuple[list[tuple[str, str]], list[float]]:

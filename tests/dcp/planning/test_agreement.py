@@ -134,15 +134,6 @@ def test_drops_a_kept_plan_of_dcps_for_a_tensor_that_was_converted_since(tmp_pat
     assert "torch.bfloat16 for an item planned as torch.float16" in failed[0][1]
 
 
-# -- the URL of a save ------------------------------------------------------------------------------------------------
-
-
-def test_saves_to_its_own_url_whatever_its_writer_saves_meanwhile(two_ranks: Ranks, tmp_path: Path) -> None:
-    own = [(1.0, 1.0), (2.0, 2.0)]
-    assert scenarios.save_elsewhere_while_a_save_begins(0, 1, f"file://{tmp_path}/alone") == own
-    assert two_ranks.run(scenarios.save_elsewhere_while_a_save_begins, f"file://{tmp_path}/two") == [own, own]
-
-
 # -- loads ------------------------------------------------------------------------------------------------------------
 
 

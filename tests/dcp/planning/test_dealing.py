@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.agreement import agree_on_tensors
@@ -30,6 +30,7 @@ from bucketpoint.dcp.planning.items import (
     packed_items,
 )
 from bucketpoint.errors import BucketpointError
+from kit.metadata import chunk_of
 
 pytestmark = pytest.mark.contract
 
@@ -46,8 +47,7 @@ def chunk_item(
     dtype: torch.dtype = torch.float32,
     hint: int | None = None,
 ) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(whole))
+    data = TensorWriteData(chunk_of((offsets, sizes)), TensorProperties(dtype=dtype), torch.Size(whole))
     return WriteItem(MetadataIndex(name, torch.Size(offsets), hint), kind, tensor_data=data)
 
 

@@ -14,17 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 import bucketpoint as bp
 from dcp.reshard_job import Box, PiecedTensor
+from kit.metadata import tensor_entry
 
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
@@ -47,15 +42,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def metadata_of(**tensors: tuple[tuple[int, ...], list[Box]]) -> Metadata:
-    entries = {
-        fqn: TensorStorageMetadata(
-            TensorProperties(dtype=torch.float32),
-            torch.Size(shape),
-            [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
-        )
-        for fqn, (shape, boxes) in tensors.items()
-    }
-    return Metadata(dict(entries))
+    return Metadata({fqn: tensor_entry(*tensor) for fqn, tensor in tensors.items()})
 
 
 def side_by_side(shape: tuple[int, ...], boxes: list[Box], gap: int = 0) -> torch.Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -21,23 +21,19 @@ from bucketpoint.format.index.view import Chunks, Entries, decode_index
 from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.storage_info import make_storage_info
 from format.index.test_index import rows, tensors
+from kit.metadata import chunk_of, tensor_entry
 
 pytestmark = pytest.mark.contract
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
-
-
 def saved(layouts: dict[str, tuple[tuple[int, ...], list[Box]]]) -> tuple[Metadata, Metadata]:
     """Metadata of tensors with these chunks: DCP's own, and as it comes out of an index."""
     entries, items = {}, {}
     for fqn, (shape, boxes) in layouts.items():
-        chunks = [chunk(box) for box in boxes]
-        entries[fqn] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
-        for number, each in enumerate(chunks):
+        entries[fqn] = tensor_entry(shape, boxes)
+        for number, each in enumerate(entries[fqn].chunks):
             items[MetadataIndex(fqn, each.offsets, number)] = make_storage_info("x", 0, 9, crc32c=1)
     metadata = Metadata(entries, {fqn: (fqn,) for fqn in entries}, items)
     encoded = encode_index(metadata, bucketpoint=extension({})["bucketpoint"])
@@ -80,14 +76,13 @@ def test_makes_the_items_of_dcps_own_planner(case: tuple[Any, Any], pairs: int, 
         patch.setattr(overlaps, "_PAIRS_AT_ONCE", pairs)
         patch.setattr(overlaps, "_MANY", many)
         wanted = [
-            WantedChunks(fqn, indexed.state_dict_metadata[fqn].chunks, [chunk(box) for box in boxes])
+            WantedChunks(fqn, indexed.state_dict_metadata[fqn].chunks, [chunk_of(box) for box in boxes])
             for fqn, boxes in local.items()
         ]
         found = read_items(wanted)
     for fqn, boxes in local.items():
         entry = stock.state_dict_metadata[fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        assert told(found[fqn]) == told(create_read_items_for_chunk_list(fqn, entry, [chunk(box) for box in boxes]))
+        assert told(found[fqn]) == told(create_read_items_for_chunk_list(fqn, entry, [chunk_of(box) for box in boxes]))
 
 
 def two() -> tuple[Metadata, Metadata]:

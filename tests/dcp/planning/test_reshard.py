@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,13 +19,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
-from bucketpoint.dcp import session
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.format.index import ref as index_ref
 from dcp import reshard_job as job
 from dcp.reshard_job import Box, Layout, OnMesh, Pieces, Plain
 from dcp.states import filled, same_bits
-from transfer.wrappers import StreamingStore
+from transfer.wrappers import StreamingStore, wrap_stores
 
 pytestmark = pytest.mark.contract
 
@@ -248,25 +245,16 @@ def jobs(draw: st.DrawFn) -> tuple[list[Case], int, int]:
     return draw(st.lists(cases(saving, loading), min_size=1, max_size=4)), saving, loading
 
 
-def streaming() -> Any:
-    """Let stores reply to ranged reads piece by piece, as buckets do."""
-    original = session.open_store
-
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        store, prefix = original(*args, **kwargs)
-        return StreamingStore(store), prefix
-
-    return mock.patch.object(session, "open_store", opened)
-
-
 def any_layout_is_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
-    with (
-        mock.patch("bucketpoint.dcp.saving.object_layout.plan_blocks", lambda nbytes, row: min(nbytes, pair["block"])),
-        mock.patch("bucketpoint.dcp.planning.balance.MIN_SLICE_BYTES", pair["slice"]),
-        mock.patch.object(index_ref, "INDEX_ITEMS", 1 if pair["index"] else 1 << 30),
-        mock.patch.object(index_ref, "HEAD_BYTES", 512),
-        streaming() if pair["streams"] else contextlib.nullcontext(),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        plan_blocks = "bucketpoint.dcp.saving.object_layout.plan_blocks"
+        patch.setattr(plan_blocks, lambda nbytes, row: min(nbytes, pair["block"]))
+        patch.setattr("bucketpoint.dcp.planning.balance.MIN_SLICE_BYTES", pair["slice"])
+        patch.setattr(index_ref, "INDEX_ITEMS", 1 if pair["index"] else 1 << 30)
+        patch.setattr(index_ref, "HEAD_BYTES", 512)
+        if pair["streams"]:
+            # Replies to ranged reads come piece by piece, as from buckets.
+            wrap_stores(patch, StreamingStore)
         check(*which, pair)
 
 

@@ -318,29 +318,6 @@ def shared_memory_crosses_without_a_copy(rank: int, world: int, root: str) -> li
     return found
 
 
-def private_memory_crosses_too(rank: int, world: int, root: str) -> None:
-    """Torch moves private memory for it, so that it is never staged into again."""
-    training = Training()
-    with Stager(StagingOptions(use_shared_memory=False)) as stager:
-        staged = _watch(stager)
-        kept = []
-        for step in range(3):
-            begun = dcp.async_save(
-                training.run(step),
-                checkpoint_id=f"{root}/private-{step}",
-                storage_writer=BucketWriter(),
-                async_stager=stager,
-                async_checkpointer_type=PROCESS,
-            )
-            kept.append(staged.pop()["model"]["w"])
-            training.spoil()
-            wait(begun)
-            assert stager.staged_bytes == 0
-        for step in range(3):
-            assert kept[step].unique().tolist() == [step]
-            assert_holds(f"{root}/private-{step}", step)
-
-
 def dtensors_cross_too(rank: int, world: int, root: str) -> None:
     """Of several in one arena all but the first begin within it, where torch's pickler takes a wrapper for a tensor."""
     mesh = init_device_mesh("cpu", (world,))
@@ -510,7 +487,7 @@ def _slow(**kwargs: Any) -> BucketWriter:
 
 def one_writer_overlaps(rank: int, world: int, root: str, staging: StagingOptions | None) -> None:
     """Saves begun without waiting for the futures, each rank late for another one."""
-    writer = _slow(staging=staging)
+    writer = _slow(staging=staging, cache_staged_state_dict=True)
     training = Training(rank, world)
     begun = []
     overlapped = 0
@@ -645,36 +622,6 @@ def a_foreign_writer_is_put_in_order(rank: int, world: int, root: str, staging: 
         for step, one in enumerate(begun):
             wait(one)
             assert_holds(f"{root}/{step}", step, world)
-
-
-def the_recipes(rank: int, world: int, root: str, options: dict[str, Any]) -> None:
-    """PyTorch's recipes for `async_save`, with the writer's name changed and nothing else, on a real server."""
-    training = Training(rank, world)
-    # Wait for the last checkpoint before the next one.
-    checkpoint_future = None
-    for step in range(3):
-        training.run(step)
-        if checkpoint_future is not None:
-            checkpoint_future.result()
-        writer = BucketWriter(storage_options=options)
-        state_dict = training.state
-        checkpoint_future = dcp.async_save(state_dict, storage_writer=writer, checkpoint_id=f"{root}/waits-{step}")
-        assert type(checkpoint_future) is Future
-        training.spoil()
-    checkpoint_future.result()
-    # One writer with a cached state dict.
-    writer = BucketWriter(cache_staged_state_dict=True, storage_options=options)
-    checkpoint_future = None
-    for step in range(3):
-        training.run(step)
-        if checkpoint_future is not None:
-            checkpoint_future.result()
-        checkpoint_future = dcp.async_save(training.state, storage_writer=writer, checkpoint_id=f"{root}/caches-{step}")
-        training.spoil()
-    checkpoint_future.result()
-    for kind in ("waits", "caches"):
-        for step in range(3):
-            assert_holds(f"{root}/{kind}-{step}", step, world, storage_options=options)
 
 
 def _upload(begun: Any) -> Future[Any]:

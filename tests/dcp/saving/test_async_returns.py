@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import staging as torch_staging
@@ -341,48 +340,7 @@ def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFile
     writer.close()
 
 
-# -- code written against DefaultStager -------------------------------------------------------------------------------
-
-
-# Torch 2.11 and 2.12 cannot use theirs a second time (KeyError: <class 'type'>, pytorch #183413).
-STAGERS = [Stager] if torch.__version__.startswith(("2.11.", "2.12.")) else [torch_staging.DefaultStager, Stager]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("kind", STAGERS)
-def test_works_with_code_written_for_torchs_stager(root: str, kind: Any, beside: bool) -> None:
-    options = torch_staging.StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=beside, use_non_blocking_copy=False
-    )
-    stager = kind(options)
-    training = Training()
-    for step in range(3):
-        begun = dcp.async_save(
-            training.run(step),
-            checkpoint_id=f"{root}/{step}",
-            storage_writer=BucketWriter(),
-            async_stager=stager,
-            no_dist=True,
-        )
-        if beside:
-            stager.synchronize_staging()
-        training.spoil()
-        assert isinstance(begun, AsyncSaveResponse if beside else Future)
-        wait(begun)
-    state = stager.stage(training.run(3))
-    staged = state.result(WAIT_S) if beside else state
-    training.spoil()
-    assert isinstance(staged, dict)
-    assert staged["model"]["w"].unique().tolist() == [3]
-    assert isinstance(stager, torch_staging.AsyncStager)
-    assert stager.should_synchronize_after_execute
-    del state, staged
-    stager.close()
-    for step in range(3):
-        assert_holds(f"{root}/{step}", step)
-
-
-# -- PyTorch's recipes ------------------------------------------------------------------------------------------------
+# -- priority -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")

@@ -18,31 +18,17 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
 from kit import FaultProxy
 from services import Service, in_parts
-from transfer.wrappers import CountingStore, FailingStore
+from transfer.wrappers import CountingStore, FailingStore, wrap_stores
 
 MIB = 1 << 20
 SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, connections=4, single_put_bytes=5 * MIB)
-Wrap = Callable[[Any], Any]
+Wrap = Callable[[Callable[[Any], Any]], list[Any]]
 
 
 @pytest.fixture
-def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Wrap], list[Any]]:
-    """Put a wrapper around every store that writers and readers open from now on; returns the list of them."""
-
-    def install(make: Wrap) -> list[Any]:
-        made: list[Any] = []
-        original = session.open_store
-
-        def opened(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-            store, prefix = original(*args, **kwargs)
-            if not made:
-                made.append(make(store))
-            return made[0], prefix
-
-        monkeypatch.setattr(session, "open_store", opened)
-        return made
-
-    return install
+def wrap(monkeypatch: pytest.MonkeyPatch) -> Wrap:
+    """Put a wrapper around the store that writers and readers open from now on; returns the list of it."""
+    return lambda make: wrap_stores(monkeypatch, make, once=True)
 
 
 def asked(proxy: FaultProxy) -> Counter[str]:
@@ -87,7 +73,7 @@ def test_adds_one_get_and_its_clean_up_for_an_overwrite(service: Service, proxy:
     assert loaded(service, service.url("a")) == 2.0
 
 
-def test_reads_only_the_metadata_and_its_ranges_in_a_load(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
+def test_reads_only_the_metadata_and_its_ranges_in_a_load(service: Service, wrap: Wrap) -> None:
     save(service, service.url("a"))
     stores = wrap(CountingStore)
     loaded(service, service.url("a"))
@@ -97,9 +83,7 @@ def test_reads_only_the_metadata_and_its_ranges_in_a_load(service: Service, wrap
 
 
 @pytest.mark.parametrize("first", [1.0, None], ids=["over an old one", "fresh"])
-def test_accepts_a_lost_answer_to_the_commit(
-    service: Service, first: float | None, wrap: Callable[[Wrap], list[Any]]
-) -> None:
+def test_accepts_a_lost_answer_to_the_commit(service: Service, first: float | None, wrap: Wrap) -> None:
     url = service.url("a")
     if first is not None:
         save(service, url, first)
@@ -118,9 +102,7 @@ def test_accepts_a_lost_answer_to_the_commit(
     assert loaded(service, url) == 2.0
 
 
-def test_reports_a_commit_by_another_job_in_between_and_leaves_it(
-    service: Service, wrap: Callable[[Wrap], list[Any]]
-) -> None:
+def test_reports_a_commit_by_another_job_in_between_and_leaves_it(service: Service, wrap: Wrap) -> None:
     url = service.url("a")
     save(service, url, 1.0)
 
@@ -147,9 +129,7 @@ def test_reports_a_commit_by_another_job_in_between_and_leaves_it(
     assert loaded(service, url) == 3.0
 
 
-def test_reports_overwrite_false_before_anything_is_uploaded(
-    service: Service, wrap: Callable[[Wrap], list[Any]]
-) -> None:
+def test_reports_overwrite_false_before_anything_is_uploaded(service: Service, wrap: Wrap) -> None:
     save(service, service.url("a"))
     stores = wrap(CountingStore)
     with pytest.raises(dcp.CheckpointException):
@@ -158,7 +138,7 @@ def test_reports_overwrite_false_before_anything_is_uploaded(
     assert loaded(service, service.url("a")) == 1.0
 
 
-def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
+def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap: Wrap) -> None:
     url = service.url("a")
     save(service, url, 1.0)
 
@@ -174,7 +154,7 @@ def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap:
 @in_parts
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
 def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
-    service: Service, operation: str, wrap: Callable[[Wrap], list[Any]], monkeypatch: pytest.MonkeyPatch
+    service: Service, operation: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = service.url("a")
     save(service, url, 1.0)
@@ -191,9 +171,7 @@ def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
     assert loaded(service, url) == 1.0
 
 
-def test_overwrites_without_the_right_to_delete(
-    service: Service, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overwrites_without_the_right_to_delete(service: Service, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
     url = service.url("a")
     save(service, url, 1.0)
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "delete", lambda: AccessDeniedError("no")))
@@ -202,9 +180,7 @@ def test_overwrites_without_the_right_to_delete(
     assert loaded(service, url) == 2.0
 
 
-def test_saves_without_a_record(
-    service: Service, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saves_without_a_record(service: Service, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
     class NoRecord(CountingStore):
         def put(self, key: str, body: Any, **kwargs: Any) -> Any:
             if key.endswith(".json"):
@@ -230,7 +206,7 @@ def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, capl
 
 @pytest.mark.parametrize("deleted_before", ["get", "put"])
 def test_commits_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile(
-    service: Service, deleted_before: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, deleted_before: str, wrap: Wrap
 ) -> None:
     """A pruner deletes the old one after the create-only PUT was refused, or after it was read to be replaced."""
     url = service.url("a")
@@ -258,7 +234,7 @@ def test_commits_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile(
     assert loaded(service, url) == 2.0
 
 
-def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
+def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, wrap: Wrap) -> None:
     url = service.url("a")
     save(service, url, 1.0)
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get", lambda: AccessDeniedError("no")))
@@ -268,9 +244,7 @@ def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, wrap: Cal
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["answered at once", "sent again"])
-def test_leaves_the_intent_of_a_commit_that_was_sent_again(
-    tmp_path: Path, wrap: Callable[[Wrap], list[Any]], lost: bool
-) -> None:
+def test_leaves_the_intent_of_a_commit_that_was_sent_again(tmp_path: Path, wrap: Wrap, lost: bool) -> None:
     """The first request may still arrive: a prune that finds the intent leaves the checkpoint alone."""
     catalog = open_catalog(str(tmp_path))
     first: list[str] = []

@@ -18,7 +18,7 @@ import bucketpoint.stores.retry as retry_module
 from bucketpoint import TransferOptions
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, TransientStoreError
 from dcp.saving.copied_saves import MIB, STORES, Refusing, Run, Watch, lora, nbytes, run_on
-from dcp.states import assert_same, blank, filled, varied
+from dcp.states import assert_same, blank, varied
 
 LITTLE = 0.03
 """Share of a state that a save of `lora` may send: what is trained is 0.6 %."""
@@ -201,43 +201,6 @@ def test_copies_every_kind_of_item_and_loads_it_back(run: Run, restarted: bool, 
     target = blank(varied())
     dcp.load(target, storage_reader=FileSystemReader(tmp_path / "fetched"), no_dist=True)
     assert_same(target, varied())
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"empty": torch.empty(0, 3), "other": torch.empty(0)},
-        {"scalar": torch.tensor(3.0), "empty": torch.empty(0)},
-        {"value": "only bytes", "other": [1, 2]},
-        {"transposed": filled((30, 40), torch.float32).t()},
-        {"sparse": torch.eye(20).to_sparse()},
-        {"half": filled((40,), torch.bfloat16), "eighth": filled((40,), torch.float8_e4m3fn)},
-        {},
-    ],
-    ids=["empty", "scalar", "bytes", "transposed", "sparse", "small dtypes", "nothing"],
-)
-def test_saves_a_state_of_one_kind_again_and_again(run: Run, state: dict[str, Any]) -> None:
-    writer = run.writer()
-    for step in (1, 2, 3):
-        run.save(state, step, writer if step < 3 else run.writer())
-        target = {name: torch.zeros_like(value) if torch.is_tensor(value) else None for name, value in state.items()}
-        if "sparse" in target:
-            target["sparse"] = torch.zeros(20, 20).to_sparse()
-        run_load(run, step, target)
-        for name, value in state.items():
-            if torch.is_tensor(value):
-                left, right = (each.to_dense().contiguous() for each in (target[name], value))
-                assert torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
-            else:
-                assert target[name] == value
-        assert run.verified(step).damage == []
-
-
-def run_load(run: Run, step: int, target: dict[str, Any]) -> None:
-    from bucketpoint import BucketReader
-
-    dcp.load(target, checkpoint_id=run.url(step), storage_reader=BucketReader(progress=False), no_dist=True)
 
 
 def test_limits_the_copies_under_way_on_a_rank_whatever_its_connections(

@@ -20,11 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -40,6 +38,7 @@ from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, 
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info
 from format.metadata.test_template import index_columns
+from kit.metadata import tensor_entry
 
 pytestmark = pytest.mark.contract
 
@@ -169,9 +168,7 @@ def metadatas(draw: Any) -> tuple[Metadata, dict[str, Any]]:
             continue
         dtype = draw(st.sampled_from(DTYPES))
         shape, chunks = draw(tensors())
-        properties = TensorProperties(dtype, requires_grad=draw(st.booleans()))
-        boxes = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in chunks]
-        entries[name] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
+        entries[name] = tensor_entry(shape, chunks, dtype, requires_grad=draw(st.booleans()))
         for number, (offset, size) in enumerate(chunks):
             hint = draw(st.sampled_from([number, None, 3]))
             wanted.append((MetadataIndex(name, torch.Size(offset), hint), math.prod(size) * dtype.itemsize))
@@ -290,10 +287,8 @@ def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:
     entries: dict[str, Any] = {"step": BytesStorageMetadata()}
     items: dict[Any, Any] = {}
     for number, name in enumerate(["model.a", "model.b", "optim.a"]):
-        shape, chunks = rows([8] * ranks, 4)
-        boxes = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in chunks]
-        entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), boxes)
-        for rank, box in enumerate(boxes):
+        entries[name] = tensor_entry(*rows([8] * ranks, 4))
+        for rank, box in enumerate(entries[name].chunks):
             items[MetadataIndex(name, box.offsets, rank)] = make_storage_info(
                 keys.data_path(TOKEN, rank, "model", 0), 500 * number, 500, payload_offset=64, payload_nbytes=128,
                 crc32c=rank + number, block_nbytes=64, table_offset=1500 + 8 * number,

@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.view import decode_index
@@ -25,16 +16,12 @@ from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.metadata.coverage import PARTIAL, lacking_ranks, uncovered
 from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.storage_info import make_storage_info
+from kit.metadata import tensor_entry
 
 Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
-def entry(size: Sequence[int], boxes: Boxes) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-    return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks)
-
-
-def metadata_of(**tensors: TensorStorageMetadata) -> Metadata:
+def metadata_of(**tensors: Any) -> Metadata:
     places: dict[MetadataIndex, Any] = {MetadataIndex("step"): make_storage_info("data/0.distcp", 0, 64, crc32c=1)}
     for name, one in tensors.items():
         for number, chunk in enumerate(one.chunks):
@@ -88,12 +75,12 @@ def entries_of(metadata: Metadata) -> list[Any]:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_takes_chunks_that_make_up_the_tensor(kind: str) -> None:
-    assert not any(told(metadata_of(w=entry(*WHOLE[kind]))))
+    assert not any(told(metadata_of(w=tensor_entry(*WHOLE[kind]))))
 
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_names_a_tensor_of_which_there_is_a_part_only(kind: str) -> None:
-    metadata = metadata_of(a=entry(*WHOLE["rows"]), w=entry(*PARTS[kind]))
+    metadata = metadata_of(a=tensor_entry(*WHOLE["rows"]), w=tensor_entry(*PARTS[kind]))
     assert {tuple(each) for each in told(metadata)} == {("w",)}
     assert not list(uncovered(metadata, {PARTIAL: True}))
 
@@ -104,5 +91,5 @@ def test_counts_the_ranks_that_have_a_value() -> None:
 
 
 def test_names_a_chunk_that_is_listed_twice() -> None:
-    metadata = metadata_of(w=entry([4], [([0], [2]), ([2], [2]), ([2], [2])]))
+    metadata = metadata_of(w=tensor_entry([4], [([0], [2]), ([2], [2]), ([2], [2])]))
     assert [name for name, _ in uncovered(metadata, {})] == ["w"]

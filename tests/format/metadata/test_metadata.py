@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -34,6 +33,7 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.storage_info import make_storage_info
+from kit.metadata import tensor_entry
 
 pytestmark = pytest.mark.contract
 
@@ -47,11 +47,7 @@ def example(chunks: int = 2, checkpoint_id: Any = "s3://bucket/run/step-5") -> M
     for number, dtype in enumerate([torch.bfloat16, torch.float32, torch.uint16, torch.float8_e4m3fn]):
         # Names are built anew each time, as when they come from other ranks.
         name = f"app.model.layers.{number}.weight"
-        entries[name] = TensorStorageMetadata(
-            TensorProperties(dtype),
-            torch.Size((chunks * 4, 3)),
-            [ChunkStorageMetadata(torch.Size((4 * n, 0)), torch.Size((4, 3))) for n in range(chunks)],
-        )
+        entries[name] = tensor_entry((chunks * 4, 3), [((4 * n, 0), (4, 3)) for n in range(chunks)], dtype)
         for n in range(chunks):
             items[MetadataIndex(f"app.model.layers.{number}.weight", torch.Size((4 * n, 0)), n)] = make_storage_info(
                 str(next(iter(OBJECTS))), 400 + n, 800, payload_offset=384, payload_nbytes=48, crc32c=n

@@ -28,6 +28,7 @@ from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.pickles import dcp_metadata
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.storage_info import make_storage_info
+from kit.metadata import chunk_of, tensor_entry
 
 U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
 # Number of the object, checksum, and if there is a table of block checksums.
@@ -78,10 +79,9 @@ def described(draw: Any, indices: list[str]) -> tuple[Metadata, list[MetadataInd
         boxes = {
             tuple(at for at, _ in box): tuple(size for _, size in box) for box in chunks[: len(indices) - len(found)]
         }
-        made = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes.items()]
-        properties = TensorProperties(dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])))
-        state[name] = TensorStorageMetadata(properties, torch.Size([size for _, size in chunks[0]]), made)
-        found += [MetadataIndex(name, chunk.offsets, at) for at, chunk in enumerate(made)]
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+        state[name] = tensor_entry([size for _, size in chunks[0]], boxes.items(), dtype)
+        found += [MetadataIndex(name, chunk.offsets, at) for at, chunk in enumerate(state[name].chunks)]
     return Metadata(state, {name: (name, 0, ("deep", number)) for number, name in enumerate(state)}), found
 
 
@@ -143,10 +143,10 @@ def test_makes_no_template_of_metadata_of_unusual_kinds() -> None:
 
     ranks: list[Any] = [[(0, 5, False)]]
     index = MetadataIndex("a", [0], 0)
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    chunk = chunk_of(([0], [1]))
     own = OwnChunk(torch.Size([0]), torch.Size([1]))
     plain = ChunkStorageMetadata((0,), (1,))  # type: ignore[arg-type]
-    marked = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    marked = chunk_of(([0], [1]))
     marked.more = 1  # type: ignore[attr-defined]
     for kind, has in ((chunk, True), (own, False), (plain, False), (marked, False)):
         state: dict[str, Any] = {"a": TensorStorageMetadata(TensorProperties(), torch.Size([1]), [kind])}

@@ -15,14 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import BytesStorageMetadata
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from bucketpoint.errors import BucketpointError, CheckpointDeletedError, MetadataError
 from bucketpoint.format import keys
@@ -36,6 +29,7 @@ from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.metadata.thinning import Outline
 from bucketpoint.format.storage_info import make_storage_info
 from format.metadata.test_template import index_columns
+from kit.metadata import tensor_entry
 
 TOKEN = "0123456789ab"
 INDEX = IndexRef(index_path(TOKEN), 1000, "0" * 64)
@@ -64,13 +58,11 @@ def checkpoint(form: str, tensors: int, ranks: int, seed: int = 0) -> bytes:
             continue
         rows = drawn.choice([1, 8, 300, 70000])
         # Shapes that occur first in what goes, and again in what stays.
-        boxes = [(torch.Size([rank * rows, 0]), torch.Size([rows, 4])) for rank in range(ranks)]
-        chunks = [ChunkStorageMetadata(*box) for box in boxes]
         dtype = drawn.choice([torch.float32, torch.bfloat16])
-        state[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size([ranks * rows, 4]), chunks)
-        for rank, (offset, _) in enumerate(boxes):
+        state[name] = tensor_entry([ranks * rows, 4], [([rank * rows, 0], [rows, 4]) for rank in range(ranks)], dtype)
+        for rank, chunk in enumerate(state[name].chunks):
             add(
-                rank, group, MetadataIndex(name, offset, rank), rows * 16 + 100,
+                rank, group, MetadataIndex(name, chunk.offsets, rank), rows * 16 + 100,
                 payload_offset=64, payload_nbytes=rows * 16,
             )  # fmt: skip
     facts = {"token": TOKEN, "step": 7, "metrics": {"loss": 1.5}, "world_size": ranks}

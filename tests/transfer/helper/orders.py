@@ -34,10 +34,12 @@ _EMPTY = Arena(0, shared=True)
 
 
 def view_of(arena: Arena, start: int, nbytes: int) -> memoryview:
-    """The arena's bytes as a save sends them."""
+    """The arena's bytes as a save sends them. The arena lives as long as they do."""
     if not nbytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(arena.memory.data_ptr() + start)).cast("B")
+    array: Any = (ctypes.c_ubyte * nbytes).from_address(arena.memory.data_ptr() + start)
+    array.arena = arena
+    return memoryview(array).cast("B")
 
 
 def upload_of(

@@ -24,7 +24,7 @@ from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, TransferOptions, upload_objects
 from bucketpoint.transfer.helper import process, start
-from bucketpoint.transfer.helper.process import UploadHelper
+from bucketpoint.transfer.helper.process import Upload, UploadHelper
 from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
 from kit.faults import Refuse, Rule, Script
 from kit.plugin import MakeProxy
@@ -56,6 +56,17 @@ def own_helper() -> Iterator[UploadHelper]:
     helper = UploadHelper()
     yield helper
     helper.close()
+
+
+def in_bucket(minio: S3Server, nbytes: int) -> tuple[str, Upload]:
+    """A new bucket, and an upload of an object of random bytes to it."""
+    bucket, arena = minio.make_bucket(), filled_arena(nbytes)
+    return bucket, upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
+
+
+def in_folder(folder: Path | str, nbytes: int = MIB) -> Upload:
+    arena = filled_arena(nbytes)
+    return upload_of(str(folder), [whole(arena)], arena)
 
 
 KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled", "empty"])
@@ -103,13 +114,11 @@ def test_sends_any_objects_as_threads_would_have(data: st.DataObject, helper: Up
 
 
 def test_counts_parts_progress_and_requests_here(helper: UploadHelper, minio: S3Server) -> None:
-    arena = filled_arena(12 * MIB)
-    bucket = minio.make_bucket()
-    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
+    _, work = in_bucket(minio, 12 * MIB)
     seen: list[Progress] = []
     counted, before = meter(seen.append), process_budget().counts["succeeded"]
     (done,) = helper.upload(work, counted)
-    assert done.info.size == counted.done_bytes == arena.nbytes
+    assert done.info.size == counted.done_bytes == 12 * MIB
     assert [each.done_bytes for each in seen] == sorted(each.done_bytes for each in seen)
     # CreateMultipartUpload, the parts, and CompleteMultipartUpload.
     assert counted.requests == process_budget().counts["succeeded"] - before == 1 + 3 + 1
@@ -118,21 +127,20 @@ def test_counts_parts_progress_and_requests_here(helper: UploadHelper, minio: S3
 def test_keeps_torch_and_secrets_out_of_the_process_its_arguments_and_environment(
     helper: UploadHelper, minio: S3Server
 ) -> None:
-    arena = filled_arena(MIB)
-    options = {**minio.options, "secret": minio.options["secret"]}
-    helper.upload(upload_of(minio.url(minio.make_bucket()), [whole(arena)], arena, storage_options=options), meter())
+    helper.upload(in_bucket(minio, MIB)[1], meter())
     process = Path(f"/proc/{helper.process_id}")
-    secret = options["secret"].encode()
-    assert secret not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    assert (
+        minio.options["secret"].encode() not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    )
     assert "libtorch" not in (process / "maps").read_text()
 
 
 def test_unmaps_the_memory_of_an_upload_after_it(helper: UploadHelper, tmp_path: Path) -> None:
-    arena = filled_arena(MIB)
-    helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
+    work = in_folder(tmp_path)
+    helper.upload(work, meter())
     wait_until(lambda: "bucketpoint-staging" not in Path(f"/proc/{helper.process_id}/maps").read_text())
     descriptors = os.listdir(f"/proc/{helper.process_id}/fd")
-    helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
+    helper.upload(work, meter())
     wait_until(lambda: len(os.listdir(f"/proc/{helper.process_id}/fd")) == len(descriptors))
 
 
@@ -177,18 +185,16 @@ def test_uses_variables_that_were_set_after_it_was_started(
 def test_takes_a_relative_path_as_the_trainers(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = filled_arena(MIB)
-    own_helper.upload(upload_of(str(tmp_path / "first"), [whole(arena)], arena), meter())
+    own_helper.upload(in_folder(tmp_path / "first"), meter())
     monkeypatch.chdir(tmp_path)
-    own_helper.upload(upload_of("second", [whole(arena)], arena), meter())
-    assert (tmp_path / "second" / "a" / "whole").stat().st_size == arena.nbytes
+    own_helper.upload(in_folder("second"), meter())
+    assert (tmp_path / "second" / "a" / "whole").stat().st_size == MIB
 
 
 def test_refuses_options_that_mean_nothing_elsewhere_before_anything_is_sent(
     helper: UploadHelper, tmp_path: Path
 ) -> None:
-    arena = filled_arena(MIB)
-    work = upload_of(str(tmp_path), [whole(arena)], arena)
+    work = in_folder(tmp_path)
     of_this_program = replace(work.config, storage_options=b"ca_module_of_the_program\nA\n.")
     with pytest.raises(HelperUnavailableError, match="made again"):
         helper.upload(replace(work, config=of_this_program), meter())
@@ -239,10 +245,9 @@ def test_takes_a_folder_that_another_rank_makes_meanwhile_for_the_same_store(
 
 
 def test_ignores_a_default_timeout_of_the_program_in_the_channel(own_helper: UploadHelper, tmp_path: Path) -> None:
-    arena = filled_arena(MIB)
     socket.setdefaulttimeout(0.05)
     try:
-        own_helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
+        own_helper.upload(in_folder(tmp_path), meter())
     finally:
         socket.setdefaulttimeout(None)
 
@@ -272,8 +277,7 @@ def test_refuses_an_order_that_cannot_be_read_and_keeps_the_process(helper: Uplo
 
 
 def test_keeps_no_memory_of_the_trainer_for_refused_orders(helper: UploadHelper, tmp_path: Path) -> None:
-    arena = filled_arena(MIB)
-    work = upload_of(str(tmp_path), [whole(arena)], arena)
+    work = in_folder(tmp_path)
     helper.upload(work, meter())
     for _ in range(3):
         with pytest.raises(HelperUnavailableError):
@@ -317,8 +321,7 @@ def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_repeats_in_another_process_an_upload_whose_process_was_killed_or_stopped(
     own_helper: UploadHelper, minio: S3Server, caplog: pytest.LogCaptureFixture, end: Callable[[int], None]
 ) -> None:
-    arena = filled_arena(22 * MIB)
-    bucket = minio.make_bucket()
+    bucket, work = in_bucket(minio, 22 * MIB)
     ended: list[int] = []
     seen: list[int] = []
 
@@ -329,13 +332,12 @@ def test_repeats_in_another_process_an_upload_whose_process_was_killed_or_stoppe
             end(ended[0])
 
     counted = meter(end_once)
-    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     (done,) = own_helper.upload(work, counted)
     assert has_ended(ended[0])
     assert own_helper.process_id != ended[0]
     assert end is stop or "was killed by SIGKILL" in caplog.text
-    assert work.store.get("a/whole")[0] == bytes(view_of(arena, 0, arena.nbytes))
-    assert done.info.size == arena.nbytes == counted.done_bytes
+    assert work.store.get("a/whole")[0] == bytes(work.sources[0].segments[0].data)
+    assert done.info.size == 22 * MIB == counted.done_bytes
     assert seen == sorted(seen)
     assert minio.open_uploads(bucket, "a/whole") == []
 
@@ -343,9 +345,7 @@ def test_repeats_in_another_process_an_upload_whose_process_was_killed_or_stoppe
 def test_aborts_an_upload_that_reached_the_store_after_its_process_was_killed(
     own_helper: UploadHelper, minio: S3Server
 ) -> None:
-    arena = filled_arena(22 * MIB)
-    bucket = minio.make_bucket()
-    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
+    bucket, work = in_bucket(minio, 22 * MIB)
     killed: list[int] = []
     late: list[str] = []
 
@@ -378,8 +378,7 @@ def test_replaces_a_process_that_takes_no_order(own_helper: UploadHelper, tmp_pa
 def test_raises_after_two_deaths_during_one_upload_and_leaves_no_upload(
     own_helper: UploadHelper, minio: S3Server
 ) -> None:
-    arena = filled_arena(22 * MIB)
-    bucket = minio.make_bucket()
+    bucket, work = in_bucket(minio, 22 * MIB)
     killed: set[int] = set()
 
     class Killing(Meter):
@@ -389,14 +388,13 @@ def test_raises_after_two_deaths_during_one_upload_and_leaves_no_upload(
                 killed.add(process)
                 os.kill(process, signal.SIGKILL)
 
-    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     with pytest.raises(HelperProcessError, match="SIGKILL"):
         own_helper.upload(work, Killing("save", "x", 0, None))
     assert len(killed) == 2
     assert minio.open_uploads(bucket, "a/whole") == []
     # The next upload gets a third process.
     (done,) = own_helper.upload(work, meter())
-    assert done.info.size == arena.nbytes
+    assert done.info.size == 22 * MIB
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "in vain, as it is stopped"])
@@ -405,8 +403,7 @@ def test_ends_the_upload_by_an_error_on_this_side_and_leaves_none_open(
 ) -> None:
     if stopped:
         monkeypatch.setattr(start, "END_S", 0.2)
-    arena = filled_arena(22 * MIB)
-    bucket = minio.make_bucket()
+    bucket, work = in_bucket(minio, 22 * MIB)
 
     def fail(progress: Progress) -> None:
         if progress.done_bytes:
@@ -417,7 +414,6 @@ def test_ends_the_upload_by_an_error_on_this_side_and_leaves_none_open(
     own_helper.upload(upload_of(minio.url(bucket), [], storage_options=minio.options), meter())
     process = own_helper.process_id
     assert process is not None
-    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     with pytest.raises(ZeroDivisionError):
         own_helper.upload(work, meter(fail))
     assert has_ended(process)

@@ -1,36 +1,73 @@
-"""Asynchronous saves through DCP's checkpoint process: shared memory, failures, and a process that has died."""
+"""Asynchronous saves on real ranks: in order however they overlap, and through DCP's checkpoint process."""
 
 from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
 
-from bucketpoint import BucketpointError, BucketWriter, Stager
+from bucketpoint import BucketpointError, BucketWriter, Stager, StagingOptions
 from dcp.ranks import Ranks
 from dcp.saving import async_scenarios as scenarios
 
 pytestmark = pytest.mark.contract
 
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[Ranks]:
-    """DCP starts a checkpoint process once in a process: these tests share theirs."""
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
+POLICIES = {
+    "wait": None,
+    "double_buffer": StagingOptions(when_busy="double_buffer"),
+    "beside training": StagingOptions(use_async_staging=True),
+    "double_buffer beside training": StagingOptions(use_async_staging=True, when_busy="double_buffer"),
+}
 
 
 @pytest.fixture
 def rank_to_break() -> Iterator[Ranks]:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_holds_in_each_save_of_one_writer_what_it_was_given(two_ranks: Ranks, tmp_path: Any, policy: str) -> None:
+    two_ranks.run(scenarios.one_writer_overlaps, str(tmp_path), POLICIES[policy])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "policy"),
+    [
+        (scenarios.two_writers_overlap, "wait"),
+        (scenarios.two_writers_overlap, "beside training"),
+        (scenarios.a_foreign_writer_is_put_in_order, "wait"),
+        (scenarios.a_foreign_writer_is_put_in_order, "double_buffer"),
+        (scenarios.a_writer_for_each_step, None),
+        (scenarios.plans_are_made_once_for_a_writer, None),
+        (scenarios.a_save_waits_for_the_asynchronous_one, None),
+        (scenarios.a_load_waits_for_the_asynchronous_save, None),
+    ],
+)
+def test_orders_saves_and_loads_that_overlap(
+    two_ranks: Ranks, tmp_path: Any, scenario: Callable[..., None], policy: str | None
+) -> None:
+    two_ranks.run(scenario, str(tmp_path), *([POLICIES[policy]] if policy else []))
+
+
+# -- through a checkpoint process -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        scenarios.handles_of_a_checkpoint_process,
+        scenarios.dtensors_cross_too,
+        scenarios.what_cannot_be_pickled_is_named,
+    ],
+)
+def test_saves_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any, scenario: Callable[..., None]) -> None:
+    one_rank.run(scenario, str(tmp_path))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -54,10 +91,6 @@ def test_leaves_a_staged_state_in_place_when_it_is_pickled() -> None:
         del staged
 
 
-def test_saves_private_memory_and_never_stages_into_it_again(one_rank: Ranks, tmp_path: Any) -> None:
-    one_rank.run(scenarios.private_memory_crosses_too, str(tmp_path))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's own on Linux only")
 def test_lowers_the_priority_of_uploads_in_the_checkpoint_process_only(one_rank: Ranks, tmp_path: Any) -> None:
     here, thread, process = one_rank.run(scenarios.uploads_stand_back, str(tmp_path))[0]
@@ -66,18 +99,6 @@ def test_lowers_the_priority_of_uploads_in_the_checkpoint_process_only(one_rank:
 
 def test_uploads_in_no_other_process_beside_the_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
     assert one_rank.run(scenarios.no_helper_beside_a_checkpoint_process, str(tmp_path)) == [[None, None]]
-
-
-def test_saves_dtensors_in_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
-    one_rank.run(scenarios.dtensors_cross_too, str(tmp_path))
-
-
-def test_returns_alike_handles_by_every_way_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
-    one_rank.run(scenarios.handles_of_a_checkpoint_process, str(tmp_path))
-
-
-def test_names_an_object_that_cannot_be_pickled_by_its_key(one_rank: Ranks, tmp_path: Any) -> None:
-    one_rank.run(scenarios.what_cannot_be_pickled_is_named, str(tmp_path))
 
 
 @pytest.mark.parametrize("where", ["plan", "upload"])
