@@ -98,7 +98,12 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "test_recognises_and_passes_minio": ("nothing said",),
     "test_returns_all_memory_by_close": ("wait-1-sync-private", "double_buffer-2-async-shared"),
     "test_holds_in_each_save_of_one_writer_what_it_was_given": ("wait", "double_buffer beside training"),
-    "test_saves_all_under_planners_that_look_into_plans_or_alter_them": ("SavePlanner", "AddsItem"),
+    "test_saves_all_under_planners_that_look_into_plans_or_alter_them": (
+        "SavePlanner",
+        "AddsItem",
+        "Trimming",
+        "DefaultSavePlanner",
+    ),
     "test_loads_a_model_under_any_other_parallelism": ("hsdp",),
     "test_names_each_right_that_is_missing": ("s3:PutObject-put-fail", "s3:DeleteObject-delete-warn"),
     "test_tries_what_a_role_may_do_and_leaves_the_bucket_as_before": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ def saves_leave_the_group_alone(rank: int, world: int, root: str, given: str) ->
     return seen, kept()
 
 
+def talk_until(done: Callable[[], bool], world: int, group: Any = None) -> int:
+    """Training's collectives of some size, until the upload is done on all ranks. Return their number."""
+    going, said = torch.ones(1), 0
+    while going.item():
+        gradient = torch.ones(65_696)
+        dist.all_reduce(gradient, group=group)
+        assert gradient.unique().tolist() == [world]
+        going.fill_(not done())
+        dist.all_reduce(going, group=group)
+        said += 2
+    return said
+
+
 def training_talks_during_a_slow_upload(rank: int, world: int, root: str, given: str) -> int:
     """Training's collectives of some size on the group that saves are asked for on, for as long as the upload takes."""
     group = dist.new_group() if given == "a group" else None
@@ -64,14 +78,7 @@ def training_talks_during_a_slow_upload(rank: int, world: int, root: str, given:
             training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, process_group=group
         )
         training.spoil()
-        going = torch.ones(1)
-        while going.item():
-            gradient = torch.ones(65_696)
-            dist.all_reduce(gradient, group=group)
-            assert gradient.unique().tolist() == [world]
-            reduced += 1
-            going.fill_(not handle.done())
-            dist.all_reduce(going, group=group)
+        reduced += talk_until(handle.done, world, group) // 2
         handle.result()
         assert_holds(f"{root}/{step}", step, world)
     writer.close()
@@ -296,15 +303,7 @@ def stock_save_beside_training(rank: int, world: int, root: str, stages: str) ->
         saving = dcp.async_save(
             training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, async_stager=stager
         )
-        done = getattr(saving, "upload_completion", saving)
-        going, said = torch.ones(1), 0
-        while going.item():
-            gradient = torch.ones(65_696)
-            dist.all_reduce(gradient)
-            assert gradient.unique().tolist() == [world]
-            going.fill_(not done.done())
-            dist.all_reduce(going)
-            said += 2
+        said = talk_until(getattr(saving, "upload_completion", saving).done, world)
         wait(saving)
         assert messages() - before == said
         assert_holds(f"{root}/{step}", step, world)

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 DTYPES = [
     torch.float32,
@@ -115,3 +116,10 @@ def assert_same(loaded: Any, saved: Any) -> None:
             assert same_bits(left[name], right[name].resolve_conj()), name
         else:
             assert left[name] == right[name], name
+
+
+def assert_loads(state: dict[str, Any], reader: Any, url: str | None = None) -> None:
+    """Load a checkpoint into a state with other content, in this process alone, and compare."""
+    target = blank(state)
+    dcp.load(target, checkpoint_id=url, storage_reader=reader, no_dist=True)
+    assert_same(target, state)

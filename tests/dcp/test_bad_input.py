@@ -92,9 +92,10 @@ def test_names_what_is_no_checkpoint(service: Service, key: str, content: bytes,
     service.write(key, content)
     error = failing_load(service.url("run"), service.options)
     assert type(error) is kind
-    assert ("latest_checkpoint" in str(error)) == (kind is bp.CheckpointNotFoundError)
-    with pytest.raises(kind):
-        service.reader(service.url("run")).read_metadata()
+    if kind is bp.CheckpointNotFoundError:
+        assert "latest_checkpoint" in str(error)
+        with pytest.raises(kind):
+            service.reader(service.url("run")).read_metadata()
 
 
 def test_refuses_metadata_that_would_run_code_before_anything_runs(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
-from dcp.states import assert_same, blank, filled, varied
+from dcp.states import assert_loads, filled, varied
 from kit.servers import S3Server
 from services import Service
 from transfer.wrappers import CountingStore, wrap_stores
@@ -54,11 +54,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
 def test_loads_ours_over_fsspec_by_fsspec_reader() -> None:
     url, state = "memory://compat/ours", varied()
     dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
-    target = blank(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(target, storage_reader=FsspecReader(url), no_dist=True)
-    assert_same(target, state)
+        assert_loads(state, FsspecReader(url))
 
 
 def test_loads_what_fsspec_writer_wrote() -> None:
@@ -66,9 +64,7 @@ def test_loads_what_fsspec_writer_wrote() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=FsspecWriter(url), no_dist=True)
-    target = blank(state)
-    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(), no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, BucketReader(), url)
 
 
 def test_loads_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +77,7 @@ def test_loads_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypatc
     config = S3ClientConfig(force_path_style=True)
     writer = connector.S3StorageWriter(region=s3.region, path=url, s3client_config=config)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    target = blank(state)
-    dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=s3.options), no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, S3Reader(storage_options=s3.options), url)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +153,7 @@ def golden_state() -> dict[str, Any]:
 @pytest.mark.parametrize("reader", [BucketReader, FileSystemReader], ids=["our reader", "this torch's own reader"])
 def test_reads_a_checkpoint_saved_under_another_torch(version: str, reader: Callable[[str], Any]) -> None:
     saved = golden_state()
-    target = blank(saved)
-    dcp.load(target, storage_reader=reader(str(GOLDEN / f"torch-{version}")), no_dist=True)
-    assert_same(target, saved)
+    assert_loads(saved, reader(str(GOLDEN / f"torch-{version}")))
 
 
 def test_takes_the_schemes_of_the_class_in_validate_checkpoint_id() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 
 from bucketpoint import BucketReader, BucketWriter, CorruptDataError, UnsafeDataError, latest_checkpoint
 from bucketpoint.format.metadata.plain import read_record
-from dcp.states import DTYPES, assert_same, blank, filled, same_bits, varied  # noqa: F401
+from dcp.states import DTYPES, assert_loads, assert_same, blank, filled, same_bits, varied  # noqa: F401
 from services import Service
 
 pytestmark = pytest.mark.contract
@@ -49,13 +49,9 @@ def test_loads_a_whole_training_state_by_our_reader_and_the_stock_one(
 ) -> None:
     state = varied()
     dcp.save(state, checkpoint_id=f"{root}/step-1", storage_writer=writer, no_dist=True)
-    target = blank(state)
-    dcp.load(target, checkpoint_id=f"{root}/step-1", storage_reader=reader, no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, reader, f"{root}/step-1")
     download(service, tmp_path, "run/step-1")
-    target = blank(state)
-    dcp.load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, FileSystemReader(tmp_path))
 
 
 def test_loads_what_the_stock_writer_wrote(reader: BucketReader, service: Service, root: str, tmp_path: Any) -> None:
@@ -63,9 +59,7 @@ def test_loads_what_the_stock_writer_wrote(reader: BucketReader, service: Servic
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
     for path in tmp_path.iterdir():
         service.write(f"run/stock/{path.name}", path.read_bytes())
-    target = blank(state)
-    dcp.load(target, checkpoint_id=f"{root}/stock", storage_reader=reader, no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, reader, f"{root}/stock")
 
 
 @pytest.mark.parametrize("name", ["with space", "br[ack]ets", "st*ar", "a+b#c%d", "ünï/中"])
@@ -133,22 +127,16 @@ def test_applies_a_transform_both_ways(service: Service, root: str, tmp_path: An
     state = varied()
     ours = service.writer(_extensions=[ZStandard()])
     dcp.save(state, checkpoint_id=f"{root}/z", storage_writer=ours, no_dist=True)
-    target = blank(state)
-    dcp.load(target, checkpoint_id=f"{root}/z", storage_reader=service.reader(), no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, service.reader(), f"{root}/z")
 
     download(service, tmp_path, "run/z")
-    target = blank(state)
-    dcp.load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, FileSystemReader(tmp_path))
 
     stock = tmp_path / "stock"
     dcp.save(state, storage_writer=FileSystemWriter(stock, _extensions=[ZStandard()]), no_dist=True)
     for path in stock.iterdir():
         service.write(f"run/zs/{path.name}", path.read_bytes())
-    target = blank(state)
-    dcp.load(target, checkpoint_id=f"{root}/zs", storage_reader=service.reader(), no_dist=True)
-    assert_same(target, state)
+    assert_loads(state, service.reader(), f"{root}/zs")
 
 
 def test_lets_a_transform_close_the_stream_that_it_wraps_twice(tmp_path: Any) -> None:

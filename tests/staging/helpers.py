@@ -9,7 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from bucketpoint.staging import StagedState, Stager, StagingOptions, stager
+
+both_kinds = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+sync_and_async = pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 
 
 def finished(staged: StagedState | Future[StagedState]) -> StagedState:

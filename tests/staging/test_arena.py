@@ -20,10 +20,9 @@ from bucketpoint.errors import StagingError
 from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Ordering
-from staging.helpers import finished, memory_of
+from staging.helpers import both_kinds, finished, memory_of, sync_and_async
 
 MIB = 1 << 20
-both_kinds = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 
 
 @dataclass
@@ -175,7 +174,7 @@ def test_leaves_no_registration_behind_a_stager_that_nobody_closed(driver: Drive
 
 
 @pytest.mark.filterwarnings("always")
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@sync_and_async
 def test_warns_once_of_a_driver_that_refuses_and_asks_it_no_more(
     driver: Driver, from_cuda: None, beside: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -214,7 +213,7 @@ def test_pins_no_state_of_the_processors(driver: Driver) -> None:
     assert not driver.calls
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@sync_and_async
 def test_sets_the_callers_device_before_the_driver_is_asked(
     driver: Driver, from_cuda: None, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:

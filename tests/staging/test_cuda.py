@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from bucketpoint.staging import Stager, StagingOptions
-from staging.helpers import Upload, finished, memory_of
+from staging.helpers import Upload, both_kinds, finished, memory_of, sync_and_async
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 
-sync_and_async = pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
-both_kinds = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 pinned_or_not = pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 
 LONG_CYCLES = 200_000_000

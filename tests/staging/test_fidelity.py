@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from bucketpoint.errors import StagingError
 from bucketpoint.staging import Stager, StagingOptions
-from staging.helpers import finished, staged_copy
+from staging.helpers import both_kinds, finished, staged_copy, sync_and_async
 
 pytestmark = pytest.mark.contract
 
@@ -508,7 +508,7 @@ class Stubborn:
     ],
     ids=["object", "lock", "meta", "nested"],
 )
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@sync_and_async
 def test_refuses_at_once_what_cannot_be_copied(value: Any, said: str, beside: bool) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside))
     with pytest.raises(StagingError, match=said) as caught:
@@ -535,8 +535,8 @@ def test_refuses_a_state_that_contains_itself() -> None:
 # -- the caller's modes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@sync_and_async
+@both_kinds
 def test_allows_later_writes_to_what_is_staged_in_inference_mode(shared: bool, beside: bool) -> None:
     with torch.inference_mode():
         source = torch.ones(3) + 1
@@ -547,7 +547,7 @@ def test_allows_later_writes_to_what_is_staged_in_inference_mode(shared: bool, b
     assert copied["s"].to_dense().tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@both_kinds
 def test_uses_memory_made_in_inference_mode_outside_of_it(shared: bool) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared))
     with torch.inference_mode():
@@ -556,7 +556,7 @@ def test_uses_memory_made_in_inference_mode_outside_of_it(shared: bool) -> None:
     assert finished(stager.stage({"w": torch.ones(3)}))["w"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@both_kinds
 @pytest.mark.parametrize("mode", [functools.partial(torch.device, "meta"), torch.enable_grad], ids=["device", "grad"])
 def test_ignores_the_callers_default_device_and_grad_mode(shared: bool, mode: Any) -> None:
     source = torch.arange(20.0).reshape(4, 5).requires_grad_()

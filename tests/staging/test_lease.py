@@ -19,9 +19,8 @@ from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging import Lease, StagedState, Stager, StagingOptions, current_lease, take_turn
 from bucketpoint.staging import pool as pool_module
 from bucketpoint.staging import stager as stager_module
-from staging.helpers import Beside, Upload, finished, memory_of
+from staging.helpers import Beside, Upload, both_kinds, finished, memory_of, sync_and_async
 
-sync_and_async = pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 waiting = pytest.mark.parametrize("when_busy", ["wait", "double_buffer", "error"])
 
 
@@ -214,7 +213,7 @@ def test_begins_no_save_by_reading_the_copy_by_key() -> None:
 
 
 @sync_and_async
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@both_kinds
 def test_keeps_nothing_of_the_source_alive_by_the_copy(shared: bool, beside: bool) -> None:
     source = torch.ones(64)
     gone = weakref.ref(source)

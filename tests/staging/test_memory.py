@@ -12,15 +12,12 @@ import pytest
 import torch
 
 from bucketpoint.staging import Stager, StagingOptions
-from staging.helpers import Upload, finished
+from staging.helpers import Upload, both_kinds, finished, sync_and_async
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-both_kinds = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-sync_and_async = pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
 
 
 def resident() -> int:

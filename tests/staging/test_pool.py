@@ -20,7 +20,7 @@ from bucketpoint.errors import BucketpointError, StagingError
 from bucketpoint.staging import Stager, StagingOptions, as_staging_options
 from bucketpoint.staging import pool as pool_module
 from bucketpoint.staging.arena import Arena
-from staging.helpers import Beside, Upload, finished, memory_of
+from staging.helpers import Beside, Upload, both_kinds, finished, memory_of, sync_and_async
 
 KIB = 1 << 10
 
@@ -46,8 +46,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- reuse ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@sync_and_async
+@both_kinds
 def test_reuses_the_memory_of_the_last_save_for_states_made_afresh(shared: bool, beside: bool, made: list[int]) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
     kept: list[Any] = []

@@ -45,6 +45,18 @@ def streaming_store(content: bytes = CONTENT) -> StreamingStore:
     return StreamingStore(store)
 
 
+def alter_replies(store: StreamingStore, alter: Callable[[StreamedReply, int], None]) -> None:
+    """Call `alter` with each reply to come, and its number."""
+    opened = store.open_range
+
+    def open_range(*args: Any, **kwargs: Any) -> StreamedReply:
+        reply = opened(*args, **kwargs)
+        alter(reply, len(store.replies))
+        return reply
+
+    store.open_range = open_range  # type: ignore[method-assign]
+
+
 def column(size: int, nbytes: int, deliver: Callable[[int, memoryview], None], *, gap: int = 0) -> list[Extent]:
     """Extents of `size` bytes, each with a checksum, as the bands of a column slice are."""
 
@@ -98,15 +110,12 @@ def test_reads_each_request_by_itself_without_streams(monkeypatch: pytest.Monkey
 
 def test_requests_only_the_rest_again_after_a_break() -> None:
     store, order = streaming_store(), list[int]()
-    opened = store.open_range
 
-    def breaking(*args: Any, **kwargs: Any) -> StreamedReply:
-        reply = opened(*args, **kwargs)
-        if len(store.replies) <= 2:
+    def break_twice(reply: StreamedReply, number: int) -> None:
+        if number <= 2:
             reply.breaks_at = 3 * MIB + 5
-        return reply
 
-    store.open_range = breaking  # type: ignore[method-assign]
+    alter_replies(store, break_twice)
     options = TransferOptions(part_bytes=10 * MIB, connections=1, max_inflight_bytes=2 * MIB)
     _, meter = run(store, column(MIB, 10 * MIB, lambda start, view: order.append(start)), options)
     assert order == list(range(0, 10 * MIB, MIB))
@@ -121,14 +130,7 @@ def test_requests_only_the_rest_again_after_a_break() -> None:
 
 def test_gives_up_a_reply_that_always_breaks_off() -> None:
     store = streaming_store()
-    opened = store.open_range
-
-    def breaking(*args: Any, **kwargs: Any) -> StreamedReply:
-        reply = opened(*args, **kwargs)
-        reply.breaks_at = 0
-        return reply
-
-    store.open_range = breaking  # type: ignore[method-assign]
+    alter_replies(store, lambda reply, number: setattr(reply, "breaks_at", 0))
     options = TransferOptions(part_bytes=10 * MIB, connections=1, max_inflight_bytes=2 * MIB, read_attempts=3)
     with pytest.raises(TransientStoreError, match="broke off"):
         run(store, column(MIB, 10 * MIB, lambda start, view: None), options)
@@ -139,15 +141,12 @@ def test_gives_up_a_reply_that_always_breaks_off() -> None:
 @pytest.mark.parametrize("times", [1, 2])
 def test_requests_damaged_bytes_once_more_and_never_delivers_them(times: int) -> None:
     store, taken = streaming_store(), dict[int, bytes]()
-    opened = store.open_range
 
-    def damaging(*args: Any, **kwargs: Any) -> StreamedReply:
-        reply = opened(*args, **kwargs)
-        if len(store.replies) <= times:
+    def damage(reply: StreamedReply, number: int) -> None:
+        if number <= times:
             reply.data[4 * MIB + 7 - reply.start] ^= 1
-        return reply
 
-    store.open_range = damaging  # type: ignore[method-assign]
+    alter_replies(store, damage)
     options = TransferOptions(part_bytes=10 * MIB, connections=1, max_inflight_bytes=MIB)
     extents = column(MIB, 10 * MIB, lambda start, view: taken.update({start: bytes(view)}))
     if times == 2:

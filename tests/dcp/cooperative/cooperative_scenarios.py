@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.dcp.cooperative import peers as exchanges
@@ -93,6 +93,16 @@ def failed_load(reader: BucketReader, shape: Sequence[int], url: str | None = No
     raise AssertionError("a load that must fail reported success")
 
 
+def together(**options: Any) -> BucketReader:
+    return BucketReader(cooperative="group", **options)
+
+
+def load_counted(state: dict[str, Any], reader: BucketReader, url: str, planner: Any = None) -> Counted:
+    with counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=planner)
+    return count
+
+
 def save(rank: int, world: int, url: str) -> None:
     dcp.save(scenarios.sharded_state(world, fill=True), checkpoint_id=url, storage_writer=BucketWriter())
 
@@ -100,14 +110,9 @@ def save(rank: int, world: int, url: str) -> None:
 def load(rank: int, world: int, url: str, planner: str, options: TransferOptions | None, mode: str) -> dict[str, Any]:
     state = scenarios.sharded_state(world, fill=False)
     reader = BucketReader(transfer=options, cooperative=mode)
-    with counted() as count:
-        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=PLANNERS[planner]())
+    count = load_counted(state, reader, url, PLANNERS[planner]())
     scenarios.assert_state(state)
-    return {
-        "read": count.read,
-        "gets": count.gets,
-        "explain": reader.explain(),
-    }
+    return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
 
 
 def expected_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -119,14 +124,14 @@ def load_replicas(
 ) -> dict[str, Any]:
     """Plain tensors on every rank, as DDP has them, of the saved dtype or another."""
     state = {name: torch.zeros(*shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
-    reader, pools = BucketReader(transfer=options, cooperative="group"), []
+    pools = []
 
     def pool(*args: Any, **kwargs: Any) -> BufferPool:
         pools.append(BufferPool(*args, **kwargs))
         return pools[-1]
 
-    with counted() as count, mock.patch.object(rounds, "BufferPool", pool):
-        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    with mock.patch.object(rounds, "BufferPool", pool):
+        count = load_counted(state, together(transfer=options), url)
     for name, shape in shapes.items():
         assert torch.equal(state[name], expected_tensor(shape).to(getattr(torch, dtype))), name
     return {"read": count.read, "peak": sum(pool.peak_bytes for pool in pools)}
@@ -135,8 +140,7 @@ def load_replicas(
 def load_on_device(rank: int, world: int, url: str, shape: Sequence[int], device: str) -> int:
     """One tensor on the device, and one in host memory."""
     state = {"there": torch.zeros(*shape, device=device), "host": torch.zeros(*shape)}
-    with counted() as count:
-        dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
+    count = load_counted(state, together(transfer=SMALL), url)
     assert all(torch.equal(tensor.cpu(), expected_tensor(shape)) for tensor in state.values())
     return count.read
 
@@ -148,10 +152,8 @@ def load_placed(rank: int, world: int, url: str, shape: Sequence[int], layout: s
     else:
         mesh, placements = init_device_mesh("cpu", (world,)), [Shard(int(layout))]
     state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(*shape), mesh, placements)}
-    reader = BucketReader(cooperative="group")
-    with counted() as count:
-        dcp.load(state, checkpoint_id=url, storage_reader=reader)
-    assert isinstance(state["w"], DTensor)
+    reader = together()
+    count = load_counted(state, reader, url)
     assert torch.equal(state["w"].full_tensor(), expected_tensor(shape))
     return {"read": count.read, "explain": reader.explain()}
 
@@ -166,9 +168,7 @@ def load_boxes(rank: int, world: int, url: str, shape: Sequence[int], boxes: Any
     box = boxes[rank]
     state = {"w": torch.full(box[1], -1.0)} if box is not None else {}
     planner = SlicePlanner(*box) if box is not None else DefaultLoadPlanner()
-    with counted() as count:
-        reader = BucketReader(transfer=options, cooperative="group")
-        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=planner)
+    count = load_counted(state, together(transfer=options), url, planner)
     if box is not None:
         index = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
         assert torch.equal(state["w"], expected_tensor(shape)[index])
@@ -186,7 +186,7 @@ def load_mixed(rank: int, world: int, url: str) -> Any:
         "strided": torch.zeros(200, 400)[:, ::2],
         "none": torch.zeros(0, 5),
     }
-    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
+    dcp.load(state, checkpoint_id=url, storage_reader=together(transfer=SMALL))
     assert torch.equal(tied, expected_tensor((300, 300)))
     assert torch.equal(state["strided"], expected_tensor((200, 200)))
     return state["step"], state["config"]["name"]
@@ -210,7 +210,7 @@ def load_tied_on_the_first_rank(rank: int, world: int, url: str, shape: Sequence
     if rank == 0:
         state["two"] = state["one"]
     options = TransferOptions(part_bytes=64 << 10, connections=16, max_inflight_bytes=1 << 20)
-    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=options, cooperative="group"))
+    dcp.load(state, checkpoint_id=url, storage_reader=together(transfer=options))
     return [value for tensor in state.values() for value in tensor.unique().tolist()]
 
 
@@ -220,7 +220,7 @@ def load_every_second(rank: int, world: int, url: str, count: int) -> int:
     reads: list[int] = []
     options = TransferOptions(coalesce_gap_bytes=2000, free_gap_bytes=2000)
     with reads_go_through(reads.append):
-        dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=options, cooperative="group"))
+        dcp.load(state, checkpoint_id=url, storage_reader=together(transfer=options))
     assert all(torch.equal(tensor, torch.full((1000,), float(name[1:]))) for name, tensor in state.items())
     return len(reads)
 
@@ -229,8 +229,8 @@ def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: s
     """As if every `per_node` ranks were on a machine of their own."""
     state = {"w": torch.zeros(*shape)}
     reader = BucketReader(cooperative=mode)
-    with mock.patch.dict(os.environ, GROUP_RANK=str(rank // per_node)), counted() as count:
-        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    with mock.patch.dict(os.environ, GROUP_RANK=str(rank // per_node)):
+        count = load_counted(state, reader, url)
     assert torch.equal(state["w"], expected_tensor(shape))
     return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
 
@@ -239,16 +239,14 @@ def load_in_groups(rank: int, world: int, url: str, shape: Sequence[int]) -> int
     """Two groups whose ranks are not counted as the job's are: 0 and 2, 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     state = {"w": torch.zeros(*shape)}
-    reader = BucketReader(cooperative="group", process_group=groups[rank % 2])
-    with counted() as count:
-        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    count = load_counted(state, together(process_group=groups[rank % 2]), url)
     assert torch.equal(state["w"], expected_tensor(shape))
     return count.read
 
 
 def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
     group = dist.new_group([0, 1])
-    return failed_load(BucketReader(cooperative="group", process_group=group), shape, url)
+    return failed_load(together(process_group=group), shape, url)
 
 
 def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str]) -> Any:
@@ -258,7 +256,7 @@ def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], 
 
 def load_nothing(rank: int, world: int, url: str) -> list[tuple[str, int]]:
     with counted() as count:
-        found = failed_load(BucketReader(cooperative="group"), (3,), url)
+        found = failed_load(together(), (3,), url)
         return [(kind, count.gets) for kind, _ in found.values()]
 
 
@@ -269,7 +267,7 @@ def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], faili
 
     started = time.monotonic()
     with reads_go_through(deny):
-        reader = BucketReader(transfer=SMALL, cooperative="group")
+        reader = together(transfer=SMALL)
         found = failed_load(reader, shape, url)
     took = time.monotonic() - started
     # The same ranks and the same reader load well afterwards.
@@ -305,7 +303,7 @@ def one_planner_fails_at(
     if rank == 1:
         setattr(planner, step, mock.Mock(side_effect=ValueError(f"no such {step}")))
     started = time.monotonic()
-    reader = BucketReader(cooperative="group")
+    reader = together()
     try:
         with mock.patch.object(exchanges, "ARRIVE_WITHIN", timedelta(seconds=within_s)):
             dcp.load(
@@ -354,7 +352,7 @@ def one_rank_gives_up(rank: int, world: int, url: str, shape: Sequence[int], how
 
 
 def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
-    return failed_load(BucketReader(transfer=SMALL, cooperative="group"), shape, url)
+    return failed_load(together(transfer=SMALL), shape, url)
 
 
 def read_without_dcp(reader: BucketReader, rank: int, shape: Sequence[int], name: str = "w") -> None:
@@ -405,7 +403,7 @@ def one_rank_stands_still(rank: int, world: int, url: str, shape: Sequence[int],
 
 def load_from_a_bucket(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
     state = scenarios.sharded_state(world, fill=False)
-    reader = BucketReader(storage_options=options, cooperative="group")
+    reader = together(storage_options=options)
     dcp.load(state, checkpoint_id=url, storage_reader=reader)
     scenarios.assert_state(state)
     assert reader.explain().startswith("Cooperative")

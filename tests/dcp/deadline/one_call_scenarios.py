@@ -138,22 +138,22 @@ def fail_beside_a_stalled_store(rank: int, world: int, url: str, options: dict[s
     )
 
 
-def save_by(rank: int, world: int, url: str, deadline_s: float, options: dict[str, Any]) -> Told | None:
-    return told(lambda: bp.save(state(rank, 2.0), url, deadline_s=deadline_s, storage_options=options))
+def call_by(rank: int, world: int, url: str, loads: bool, deadline_s: float, options: dict[str, Any]) -> Told | None:
+    by = bp.load if loads else bp.save
+    return told(lambda: by(state(rank, 2.0), url, deadline_s=deadline_s, storage_options=options))
 
 
-def load_by(rank: int, world: int, url: str, deadline_s: float, options: dict[str, Any]) -> Told | None:
-    return told(lambda: bp.load(state(rank, 0.0), url, deadline_s=deadline_s, storage_options=options))
+def call(rank: int, url: str, loads: bool, action: Callable[[], None] | None, deadline_s: float) -> Told | None:
+    """A save or a load in the middle of which this rank does something."""
+    if loads:
+        return told(lambda: bp.load(state(rank, 0.0), url, planner=ReadsAt(action), deadline_s=deadline_s))
+    return told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=deadline_s))
 
 
 def stall_until_the_others_raised(rank: int, world: int, url: str, folder: str, loads: bool) -> Told | None:
     """Rank 1 stands still in the middle of its items; it goes on once rank 0 has raised."""
     raised = Path(folder, "raised")
-    action = (lambda: until_there(raised)) if rank == 1 else None
-    if loads:
-        error = told(lambda: bp.load(state(rank, 0.0), url, planner=ReadsAt(action), deadline_s=8))
-    else:
-        error = told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=8))
+    error = call(rank, url, loads, (lambda: until_there(raised)) if rank == 1 else None, 8)
     if rank == 0:
         raised.touch()
     return error
@@ -224,11 +224,7 @@ def lose_the_last(
 ) -> Told | None:
     """The last rank sends itself a signal in the middle of its items. Rank 0 lets a stopped one go on in the end."""
     lost = world - 1
-    action = (lambda: os.kill(os.getpid(), number)) if rank == lost else None
-    if loads:
-        error = told(lambda: bp.load(state(rank, 0.0), url, planner=ReadsAt(action), deadline_s=deadline_s))
-    else:
-        error = told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=deadline_s))
+    error = call(rank, url, loads, (lambda: os.kill(os.getpid(), number)) if rank == lost else None, deadline_s)
     folder = Path(url.removeprefix("file://")).parent
     Path(folder, f"raised-{rank}").touch()
     if rank == 0 and number == signal.SIGSTOP:
@@ -243,5 +239,4 @@ def lose_the_host_of_the_store(rank: int, world: int, url: str, port: int, numbe
     """As without torchrun: the job's store is in rank 0, and goes with it."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    action = (lambda: os.kill(os.getpid(), number)) if rank == 0 else None
-    return told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=10))
+    return call(rank, url, False, (lambda: os.kill(os.getpid(), number)) if rank == 0 else None, 10)

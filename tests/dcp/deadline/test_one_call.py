@@ -103,8 +103,7 @@ def test_raises_on_all_ranks_by_the_deadline_if_a_store_stalls_one(
     saved(url, storage_options=service.options)
     kind, keys = ("GetObject", "*/data/*") if loads else ("PutObject", "*-1-model-*")
     proxy.play(always(Stall(scenarios.HANGS_S), kinds=[kind], keys=keys))
-    call = scenarios.load_by if loads else scenarios.save_by
-    errors = two_ranks.run(call, url, 8.0, service.at(proxy.url).options)
+    errors = two_ranks.run(scenarios.call_by, url, loads, 8.0, service.at(proxy.url).options)
     doing = "was reading its items" if loads else "was uploading its items"
     for error in errors:
         assert f"was not complete after 8 s: rank {0 if loads else 1} {doing}" in error[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 import bucketpoint as bp
-from dcp.reshard_job import Box, PiecedTensor
+from dcp.reshard_job import Box
 from kit.metadata import tensor_entry
 
 
@@ -64,22 +64,6 @@ def described(
     told.local_offsets = tuple(local_offsets)
     told.local_sizes = tuple(sizes for _, sizes in boxes)
     return local
-
-
-class Watched(bp.LoadPlanner):
-    """Keeps what was planned, and what was handed over."""
-
-    items: list[ReadItem]
-    committed: Counter[str]
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        plan = super().finish_plan(new_plan)
-        self.items, self.committed = list(plan.items), Counter()
-        return plan
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.committed[read_item.dest_index.fqn] += 1
-        super().commit_tensor(read_item, tensor)
 
 
 def planned(planner: bp.LoadPlanner, state: dict[str, Any], metadata: Metadata) -> list[ReadItem]:
@@ -133,33 +117,6 @@ def test_narrows_every_item_to_its_place_in_its_chunk(
         assert torch.equal(box(target, start, sizes), box(source, offsets, sizes))
         box(target, start, sizes).zero_()
     assert not target.any(), "something was written between the chunks"
-
-
-def pieced(whole: torch.Tensor, parts: tuple[int, ...]) -> PiecedTensor:
-    boxes = grid(tuple(whole.shape), parts)
-    return PiecedTensor(whole.shape, whole.dtype, {offsets: box(whole, offsets, sizes) for offsets, sizes in boxes})
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize(("saved", "items"), [((4, 4), 16), ((4, 1), 8), ((1, 1), 4), ((2, 2), 4)])
-def test_reads_four_chunks_of_a_tensor_from_those_of_another_mesh(
-    saved: tuple[int, int], items: int, tmp_path: Path
-) -> None:
-    source = {"w": numbered((16, 24)), "uneven": -numbered((13, 7))}
-    state = {"m": {name: pieced(value, saved) for name, value in source.items()}}
-    dcp.save(state, storage_writer=bp.BucketWriter(tmp_path.as_uri()), no_dist=True)
-    boxes = {name: grid(tuple(value.shape), (2, 2)) for name, value in source.items()}
-    targets: dict[str, Any] = {
-        name: side_by_side(tuple(value.shape), boxes[name], gap=1) for name, value in source.items()
-    }
-    planner, reader = Watched(), bp.BucketReader(tmp_path.as_uri())
-    dcp.load({"m": targets}, storage_reader=reader, planner=planner, no_dist=True)
-    assert Counter(item.dest_index.fqn for item in planner.items)["m.w"] == items
-    assert planner.committed == Counter(item.dest_index.fqn for item in planner.items)
-    assert not planner.pending
-    for name, target in targets.items():
-        for start, (offsets, sizes) in zip(target.local_offsets, boxes[name], strict=True):
-            assert torch.equal(box(target, start, sizes), box(source[name], offsets, sizes)), name
 
 
 @pytest.mark.contract

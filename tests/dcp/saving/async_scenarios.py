@@ -219,6 +219,16 @@ WAYS = (
 )
 
 
+def begin(state: Any, url: str, writer: Any = None, *, by: Callable[..., Any] = dcp.async_save, **given: Any) -> Any:
+    """Begin a save by our writer, if no other one is given."""
+    return by(state, checkpoint_id=url, storage_writer=writer or BucketWriter(), **given)
+
+
+def begin_alone(*args: Any, **given: Any) -> Any:
+    """The same without other ranks."""
+    return begin(*args, **given, no_dist=True)
+
+
 def way_to_save(way: str, url: str) -> dict[str, Any]:
     """The arguments of `async_save`."""
     given: dict[str, Any] = {"checkpoint_id": url}
@@ -300,10 +310,9 @@ def shared_memory_crosses_without_a_copy(rank: int, world: int, root: str) -> li
         staged = _watch(stager)
         for step in range(3):
             note = f"{root}/mapped-{step}.json"
-            begun = dcp.async_save(
+            begun = begin(
                 Training().run(step),
-                checkpoint_id=f"{root}/mapped-{step}",
-                storage_writer=BucketWriter(),
+                f"{root}/mapped-{step}",
                 async_stager=stager,
                 planner=MappingPlanner(note),
                 async_checkpointer_type=PROCESS,
@@ -330,7 +339,7 @@ def dtensors_cross_too(rank: int, world: int, root: str) -> None:
     with contextlib.closing(BucketWriter()) as writer:
         for step in range(2):
             url = f"{root}/dtensors-{step}"
-            wait(dcp.async_save(state(True), checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
+            wait(begin(state(True), url, writer, async_checkpointer_type=PROCESS))
             loaded = state(False)
             dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader())
             for layer in loaded["layers"]:
@@ -345,7 +354,7 @@ def no_helper_beside_a_checkpoint_process(rank: int, world: int, root: str) -> A
         for step in range(2):
             url = f"{root}/alone-{step}"
             state = Training().run(step)
-            wait(dcp.async_save(state, checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
+            wait(begin(state, url, writer, async_checkpointer_type=PROCESS))
             found.append(writer.uploads.process_id)
             assert Path(url, ".metadata").exists()
     return found
@@ -355,16 +364,14 @@ def what_cannot_be_pickled_is_named(rank: int, world: int, root: str) -> None:
     writer = BucketWriter()
     training = Training()
     state = {**training.run(1), "app": {"hooks": [1, lambda: None]}}
-    plain = dcp.async_save(state, checkpoint_id=f"{root}/no", storage_writer=writer, async_checkpointer_type=PROCESS)
-    handle = bucketpoint.async_save(
-        state, checkpoint_id=f"{root}/no", storage_writer=writer, async_checkpointer_type=PROCESS
-    )
+    plain = begin(state, f"{root}/no", writer, async_checkpointer_type=PROCESS)
+    handle = begin(state, f"{root}/no", writer, async_checkpointer_type=PROCESS, by=bucketpoint.async_save)
     for error in (error_of(plain), error_of(handle)):
         assert isinstance(error, CheckpointProcessError), repr(error)
         assert error.key == "app.hooks.1"
         assert "function" in str(error)
     url = f"{root}/yes"
-    wait(dcp.async_save(training.state, checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
+    wait(begin(training.state, url, writer, async_checkpointer_type=PROCESS))
     assert_holds(url, 1)
     writer.close()
 
@@ -373,22 +380,16 @@ def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> No
     from torch.distributed.checkpoint import _async_process_executor as executor
 
     training = Training()
-    wait(
-        dcp.async_save(
-            training.run(1),
-            checkpoint_id=f"{root}/before",
-            storage_writer=BucketWriter(),
-            async_checkpointer_type=PROCESS,
-        )
-    )
+    wait(begin(training.run(1), f"{root}/before", async_checkpointer_type=PROCESS))
     assert_holds(f"{root}/before", 1)
     process = executor._CHECKPOINT_PROCESS._save_process
     mark = Path(root, "stuck")
-    handle = bucketpoint.async_save(
+    handle = begin(
         training.run(2),
-        checkpoint_id=f"{root}/killed",
-        storage_writer=BucketWriter(fs=StuckFileSystem(str(mark))),
+        f"{root}/killed",
+        BucketWriter(fs=StuckFileSystem(str(mark))),
         async_checkpointer_type=PROCESS,
+        by=bucketpoint.async_save,
     )
     _until(mark.exists)
     assert not handle.done()
@@ -396,13 +397,13 @@ def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> No
     _assert_names(handle.exception(WAIT_S), process.pid, f"{root}/killed")
     writer = BucketWriter()
     later = [
-        save(training.run(3), checkpoint_id=f"{root}/after", storage_writer=writer, async_checkpointer_type=PROCESS)
+        begin(training.run(3), f"{root}/after", writer, async_checkpointer_type=PROCESS, by=save)
         for save in (dcp.async_save, bucketpoint.async_save, dcp.async_save)
     ]
     for begun in later:
         _assert_names(error_of(begun), process.pid, None if begun is not later[1] else f"{root}/after")
     assert not Path(root, "after", ".metadata").exists()
-    wait(dcp.async_save(training.run(4), checkpoint_id=f"{root}/thread", storage_writer=writer))
+    wait(begin(training.run(4), f"{root}/thread", writer))
     assert_holds(f"{root}/thread", 4)
 
 
@@ -413,7 +414,7 @@ def uploads_stand_back(rank: int, world: int, root: str) -> list[int]:
     dcp.save(Training().run(1), checkpoint_id=f"{root}/1", storage_writer=writers[0])
     for writer, kind in zip(writers[1:], (AsyncCheckpointerType.THREAD, PROCESS), strict=True):
         url = f"{root}/{kind.name}"
-        wait(dcp.async_save(Training().run(1), checkpoint_id=url, storage_writer=writer, async_checkpointer_type=kind))
+        wait(begin(Training().run(1), url, writer, async_checkpointer_type=kind))
     return [int(mark.read_text()) for mark in marks]
 
 
@@ -492,14 +493,7 @@ def one_writer_overlaps(rank: int, world: int, root: str, staging: StagingOption
     begun = []
     overlapped = 0
     for step in range(3):
-        begun.append(
-            dcp.async_save(
-                training.run(step),
-                checkpoint_id=f"{root}/{step}",
-                storage_writer=writer,
-                planner=LatePlanner(rank=(step + 1) % world),
-            )
-        )
+        begun.append(begin(training.run(step), f"{root}/{step}", writer, planner=LatePlanner(rank=(step + 1) % world)))
         if isinstance(begun[-1], AsyncSaveResponse):
             begun[-1].staging_completion.result(WAIT_S)
         training.spoil()
@@ -520,11 +514,8 @@ def two_writers_overlap(rank: int, world: int, root: str, staging: StagingOption
     for step in range(2):
         for number, (name, writer) in enumerate(writers.items()):
             url = f"{root}/{step}/{name}"
-            begun[url] = dcp.async_save(
-                training[name].run(2 * step + number),
-                checkpoint_id=url,
-                storage_writer=writer,
-                planner=LatePlanner(rank=(number + 1) % world),
+            begun[url] = begin(
+                training[name].run(2 * step + number), url, writer, planner=LatePlanner(rank=(number + 1) % world)
             )
             if isinstance(begun[url], AsyncSaveResponse):
                 begun[url].staging_completion.result(WAIT_S)
@@ -540,16 +531,11 @@ def a_writer_for_each_step(rank: int, world: int, root: str) -> None:
     """The recipe that keeps nothing: neither writers nor futures."""
     training = Training(rank, world)
     for step in range(3):
-        dcp.async_save(
-            training.run(step),
-            checkpoint_id=f"{root}/{step}",
-            storage_writer=_slow(),
-            planner=LatePlanner(rank=(step + 1) % world),
-        )
+        begin(training.run(step), f"{root}/{step}", _slow(), planner=LatePlanner(rank=(step + 1) % world))
         training.spoil()
     assert not Path(root, "2", ".metadata").exists()
     # What comes last is known to end last.
-    wait(dcp.async_save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=_slow()))
+    wait(begin(training.run(3), f"{root}/3", _slow()))
     for step in range(4):
         assert_holds(f"{root}/{step}", step, world)
 
@@ -568,7 +554,7 @@ def plans_are_made_once_for_a_writer(rank: int, world: int, root: str) -> None:
         for step in range(6):
             if step > 2 and rank == 0:
                 writer = BucketWriter()
-            begun = bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer)
+            begun = begin(training.run(step), f"{root}/{step}", writer, by=bucketpoint.async_save)
             training.spoil()
             wait(begun)
     assert planned == ([0, 3, 4, 5] if rank == 0 else [])
@@ -579,14 +565,12 @@ def plans_are_made_once_for_a_writer(rank: int, world: int, root: str) -> None:
 def a_save_waits_for_the_asynchronous_one(rank: int, world: int, root: str) -> None:
     training = Training(rank, world)
     writer = _slow()
-    begun = dcp.async_save(
-        training.run(1), checkpoint_id=f"{root}/1", storage_writer=writer, planner=LatePlanner(rank=1)
-    )
+    begun = begin(training.run(1), f"{root}/1", writer, planner=LatePlanner(rank=1))
     assert not begun.done()
     dcp.save(training.run(2), checkpoint_id=f"{root}/2", storage_writer=writer, planner=LatePlanner(rank=0))
     dcp.save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=BucketWriter())
     wait(begun)
-    wait(dcp.async_save(training.run(4), checkpoint_id=f"{root}/4", storage_writer=writer))
+    wait(begin(training.run(4), f"{root}/4", writer))
     for step in range(1, 5):
         assert_holds(f"{root}/{step}", step, world)
 
@@ -594,9 +578,7 @@ def a_save_waits_for_the_asynchronous_one(rank: int, world: int, root: str) -> N
 def a_load_waits_for_the_asynchronous_save(rank: int, world: int, root: str) -> None:
     training = Training(rank, world)
     dcp.save(training.run(5), checkpoint_id=f"{root}/5", storage_writer=BucketWriter())
-    begun = dcp.async_save(
-        training.run(6), checkpoint_id=f"{root}/6", storage_writer=_slow(), planner=LatePlanner(rank=1)
-    )
+    begun = begin(training.run(6), f"{root}/6", _slow(), planner=LatePlanner(rank=1))
     assert not begun.done()
     dcp.load(training.state, checkpoint_id=f"{root}/5", storage_reader=BucketReader())
     assert training.state["step"] == 5
@@ -610,12 +592,13 @@ def a_foreign_writer_is_put_in_order(rank: int, world: int, root: str, staging: 
     with Stager(staging) as stager:
         for step in range(3):
             begun.append(
-                bucketpoint.async_save(
+                begin(
                     training.run(step),
-                    checkpoint_id=f"{root}/{step}",
-                    storage_writer=FileSystemWriter(f"{root}/{step}"),
+                    f"{root}/{step}",
+                    FileSystemWriter(f"{root}/{step}"),
                     async_stager=stager,
                     planner=LatePlanner(rank=(step + 1) % world),
+                    by=bucketpoint.async_save,
                 )
             )
             training.spoil()

@@ -35,6 +35,7 @@ from dcp.saving.async_scenarios import (
     assert_errors_of_ours,
     assert_holds,
     assert_one_shape,
+    begin_alone,
     error_of,
     wait,
 )
@@ -115,17 +116,13 @@ def test_fails_both_futures_and_the_handle_if_a_copy_beside_training_fails(
     training = Training()
     with monkeypatch.context() as patch:
         patch.setattr(stager_module, "run_copies", fail_to_copy)
-        begun = dcp.async_save(
-            training.run(1), checkpoint_id=root, storage_writer=writer, async_stager=stager, no_dist=True
-        )
-        handle = bucketpoint.async_save(
-            training.state, checkpoint_id=root, storage_writer=writer, async_stager=stager, no_dist=True
-        )
+        begun = begin_alone(training.run(1), root, writer, async_stager=stager)
+        handle = begin_alone(training.state, root, writer, async_stager=stager, by=bucketpoint.async_save)
         for future in (begun.staging_completion, begun.upload_completion, handle.staged, handle):
             with pytest.raises(StagingError, match="illegal memory access"):
                 future.result(WAIT_S)
     assert not Path(root, ".metadata").exists()
-    wait(dcp.async_save(training.run(2), checkpoint_id=root, storage_writer=writer, async_stager=stager, no_dist=True))
+    wait(begin_alone(training.run(2), root, writer, async_stager=stager))
     assert_holds(root, 2)
 
 
@@ -133,7 +130,7 @@ def test_raises_from_async_save_if_a_copy_fails_before_it_returns(root: str, mon
     monkeypatch.setattr(stager_module, "run_copies", fail_to_copy)
     for save in (dcp.async_save, bucketpoint.async_save):
         with pytest.raises(StagingError, match="illegal memory access"):
-            save(Training().state, checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True)
+            begin_alone(Training().state, root, by=save)
 
 
 # -- bucketpoint.async_save -------------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ def test_distinguishes_staged_from_committed_in_a_handle(
     writer = BucketWriter(fs=gated, staging=staging)
     if staging is None:
         copies.set()
-    handle = bucketpoint.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True)
+    handle = begin_alone(Training().run(1), root, writer, by=bucketpoint.async_save)
     assert handle.staged.done() == (staging is None)
     assert "running" in repr(handle)
     copies.set()
@@ -190,7 +187,7 @@ def test_shows_the_uploads_progress(root: str) -> None:
             return super().pipe_file(*args, **kwargs)
 
     writer = BucketWriter(fs=Held(), progress=note)
-    begun.append(bucketpoint.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True))
+    begun.append(begin_alone(Training().run(1), root, writer, by=bucketpoint.async_save))
     assert begun[0].progress is None
     ready.set()
     begun[0].result(WAIT_S)
@@ -210,17 +207,11 @@ def test_returns_the_memory_of_a_failed_save_although_its_error_is_kept(root: st
     writer = BucketWriter(staging=StagingOptions(when_busy="error"))
     kept = []
     for step in range(3):
-        begun = save(
-            Training().run(step),
-            checkpoint_id=root,
-            storage_writer=writer,
-            planner=FailingPlanner(where),
-            no_dist=True,
-        )
+        begun = begin_alone(Training().run(step), root, writer, planner=FailingPlanner(where), by=save)
         kept.append((begun, error_of(begun)))
         assert kept[-1][1] is not None
     held = writer._own_stager().staged_bytes
-    wait(save(Training().run(3), checkpoint_id=root, storage_writer=writer, no_dist=True))
+    wait(begin_alone(Training().run(3), root, writer, by=save))
     assert_holds(root, 3)
     assert writer._own_stager().staged_bytes == held
     del kept
@@ -239,20 +230,10 @@ def test_returns_the_memory_of_a_save_that_fails_before_the_state_is_read(root: 
     kept = []
     with Stager(StagingOptions(unread_timeout_s=0.5)) as stager:
         for step in range(2):
-            begun = save(
-                Training().run(step),
-                checkpoint_id=root,
-                storage_writer=UnreachableWriter(root),
-                async_stager=stager,
-                no_dist=True,
-            )
+            begun = begin_alone(Training().run(step), root, UnreachableWriter(root), async_stager=stager, by=save)
             kept.append((begun, error_of(begun)))
             assert "the file server is down" in str(kept[-1][1])
-        wait(
-            save(
-                Training().run(2), checkpoint_id=root, storage_writer=BucketWriter(), async_stager=stager, no_dist=True
-            )
-        )
+        wait(begin_alone(Training().run(2), root, async_stager=stager, by=save))
         assert_holds(root, 2)
     assert stager.staged_bytes == 0
 
@@ -272,7 +253,7 @@ def test_logs_a_failed_save_although_its_future_is_dropped(
     dcp.save(Training().run(1), checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True)
     writer = BucketWriter(overwrite=overwrite)
     with caplog.at_level(logging.ERROR, "bucketpoint"):
-        save(Training().run(2), checkpoint_id=root, storage_writer=writer, planner=planner, no_dist=True)
+        begin_alone(Training().run(2), root, writer, planner=planner, by=save)
         writer.close()
     told = [record for record in caplog.records if record.name.startswith("bucketpoint")]
     assert [record.levelno for record in told] == [logging.ERROR]
@@ -286,15 +267,15 @@ def test_logs_a_failed_save_although_its_future_is_dropped(
 @either_save
 def test_refuses_a_save_that_would_overlap_by_policy(root: str, gated: GatedFileSystem, save: Any) -> None:
     writer = BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))
-    first = save(Training().run(1), checkpoint_id=f"{root}/first", storage_writer=writer, no_dist=True)
+    first = begin_alone(Training().run(1), f"{root}/first", writer, by=save)
     assert gated.arrived.wait(WAIT_S)
     for other in (writer, BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))):
         with pytest.raises(StagingOverlapError, match=f"{root}/first") as caught:
-            save(Training().run(2), checkpoint_id=f"{root}/second", storage_writer=other, no_dist=True)
+            begin_alone(Training().run(2), f"{root}/second", other, by=save)
         assert not caught.value.remedy.startswith("None")
     gated.gate.set()
     wait(first)
-    wait(save(Training().run(3), checkpoint_id=f"{root}/third", storage_writer=writer, no_dist=True))
+    wait(begin_alone(Training().run(3), f"{root}/third", writer, by=save))
     assert_holds(f"{root}/first", 1)
     assert_holds(f"{root}/third", 3)
     assert not Path(root, "second").exists()
@@ -305,14 +286,14 @@ def test_refuses_a_save_that_would_overlap_by_policy(root: str, gated: GatedFile
 
 def test_sends_a_writer_without_its_staging_memory(root: str, gated: GatedFileSystem) -> None:
     writer = BucketWriter(staging=BESIDE)
-    wait(dcp.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True))
+    wait(begin_alone(Training().run(1), root, writer))
     assert writer._own_stager().staged_bytes > 0
     sent = pickle.dumps(writer)
     assert len(sent) < 4000
     arrived = pickle.loads(sent)
     assert arrived._stager is None
     assert arrived.staging == BESIDE
-    begun = dcp.async_save(Training().run(2), checkpoint_id=root, storage_writer=arrived, no_dist=True)
+    begun = begin_alone(Training().run(2), root, arrived)
     assert isinstance(begun, AsyncSaveResponse)
     wait(begun)
     assert_holds(root, 2)
@@ -320,7 +301,7 @@ def test_sends_a_writer_without_its_staging_memory(root: str, gated: GatedFileSy
 
 def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFileSystem) -> None:
     writer = BucketWriter(fs=gated)
-    handle = bucketpoint.async_save(Training().run(1), checkpoint_id=f"{root}/1", storage_writer=writer, no_dist=True)
+    handle = begin_alone(Training().run(1), f"{root}/1", writer, by=bucketpoint.async_save)
     stager = writer._own_stager()
     assert gated.arrived.wait(WAIT_S)
     closing = threading.Thread(target=writer.close)
@@ -333,7 +314,7 @@ def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFile
     assert not closing.is_alive()
     assert handle.done()
     assert stager.staged_bytes == 0
-    wait(dcp.async_save(Training().run(2), checkpoint_id=f"{root}/2", storage_writer=writer, no_dist=True))
+    wait(begin_alone(Training().run(2), f"{root}/2", writer))
     for step in (1, 2):
         assert_holds(f"{root}/{step}", step)
     writer.close()
@@ -358,7 +339,7 @@ def test_lowers_the_priority_of_threads_beside_training_only_if_told_to(root: st
     writer = BucketWriter(transfer=TransferOptions(background="thread", background_nice=nice))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "put", put)
-        dcp.async_save(Training().state, checkpoint_id=f"{root}/a", storage_writer=writer, no_dist=True).result(WAIT_S)
+        begin_alone(Training().state, f"{root}/a", writer).result(WAIT_S)
         # This process may have been started with a higher one.
         assert set(niceness) == {max(own, nice or own)}
         niceness.clear()

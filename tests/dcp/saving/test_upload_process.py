@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer, StagingOptions, TransferOptions
 from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.saving import uploads
 from bucketpoint.dcp.saving.uploads import LEAST_BYTES
 from bucketpoint.errors import CheckpointNotFoundError, EndpointError, HelperProcessError, HelperUnavailableError
@@ -302,3 +303,38 @@ def test_commits_though_the_program_ends_during_the_upload(
     assert started.program.wait(60) == status
     assert_saved(minio, place)
     wait_for_end(started.helper)
+
+
+PROGRAM = Path(__file__).resolve().with_name("places_program.py")
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+SMALL_SHM = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+"""A mount namespace of its own, in which /dev/shm has the size that a container has by default."""
+
+
+def ends(command: list[str], text: str | None = None) -> list[dict[str, object]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=180, env=env)
+    assert done.returncode == 0, done.stderr
+    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: str(said["rank"]))
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("how", ["torchrun", "spawn", "notebook", "small shm"])
+def test_uploads_by_a_process_that_ends_however_training_was_started(how: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/step-1"
+    python = [sys.executable, "-W", "ignore"]
+    if how == "torchrun":
+        said = ends([*python, *TORCHRUN, str(PROGRAM), url, how])
+    elif how == "notebook":
+        said = ends([*python, "-", url, how], PROGRAM.read_text())
+    elif how == "small shm":
+        if subprocess.run([*SMALL_SHM, "true"], capture_output=True).returncode:
+            pytest.skip("this system lets no user make a mount namespace")
+        script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+        said = ends([*SMALL_SHM, script, "sh", *python, str(PROGRAM), url, how])
+    else:
+        said = ends([*python, str(PROGRAM), url, how])
+    ranks = 2 if how in ("torchrun", "spawn") else 1
+    assert said == [{"rank": rank, "helper": True, "ended": True} for rank in range(ranks)]
+    assert verify(open_checkpoint(url)).ok
