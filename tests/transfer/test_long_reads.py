@@ -99,6 +99,15 @@ def test_spreads_few_requests_over_the_connections() -> None:
     assert store.calls["open_range"] == 4
 
 
+@pytest.mark.parametrize(("connections", "requests"), [(8, 40), (2, 20), (1, 10)])
+def test_reads_several_parts_at_once_if_each_connection_has_many_reads(connections: int, requests: int) -> None:
+    store, taken = streaming_store(), dict[int, bytes]()
+    options = TransferOptions(part_bytes=MIB, connections=connections)
+    run(store, column(256 * KIB, len(CONTENT), lambda start, view: taken.update({start: bytes(view)})), options)
+    assert store.calls["open_range"] == requests
+    assert b"".join(taken[start] for start in sorted(taken)) == CONTENT
+
+
 def test_reads_each_request_by_itself_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     options = TransferOptions(part_bytes=10 * MIB, connections=4, max_inflight_bytes=8 * MIB)
     extents = column(2 * MIB, len(CONTENT), lambda start, view: None)

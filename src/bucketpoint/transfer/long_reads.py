@@ -35,6 +35,13 @@ LEAST_S = 5.0
 MEDIANS = 4.0
 """The limit on a store's silence in medians of the recent waits, so that reads of a slow store are not cut off."""
 
+LONGEST_PARTS = 4
+"""Parts in one read of a large load. A request to S3 holds the interpreter's lock for 2 to 4 ms, at 32 MiB a part as
+long as the bytes do."""
+
+FEWEST_READS = 8
+"""Reads of a connection, below which none is longer than a part: the last ones end at different times."""
+
 _RECENT = 128
 
 _SKIPPED_BYTES = 64 << 10
@@ -100,10 +107,12 @@ class LongRead:
 def join_requests(requests: Sequence[Request], options: TransferOptions) -> list[LongRead]:
     """Join requests to long reads, the largest first.
 
-    A read is no larger than a part, and if the requests are few, no larger than a connection's share of them.
+    A read is no larger than a part, and if the requests are few, no larger than a connection's share of them; if they
+    are many, it is several parts long.
     """
     share = sum(request.nbytes for request in requests) // options.connections
     most = min(options.part_bytes, max(share, SMALLEST_USEFUL_PART))
+    most = max(most, min(LONGEST_PARTS * options.part_bytes, share // FEWEST_READS))
     reads: list[LongRead] = []
     wanted = 0
     for request in sorted(requests, key=lambda request: (request.key, request.start, request.stop)):

@@ -18,7 +18,8 @@ class TransferOptions:
     """Sizes, parallelism and limits of the transfers of a save or a load. Sizes are in bytes.
 
     Attributes:
-        part_bytes: target size of one upload part, which may come out up to half larger, and of one ranged read.
+        part_bytes: target size of one upload part, which may come out up to half larger, and of one ranged read, of
+            which a large load joins up to four.
             32 MiB: at a first-byte latency of 60 ms and 90 MB/s per connection, a part spends 85 % of its
             time moving bytes, and a 10 TB save costs 0.3 million requests instead of 1.2 million (at 8 MiB).
         connections: requests in flight at once, per save or load. 24: a store that gives each connection 25 to 90 MB/s
