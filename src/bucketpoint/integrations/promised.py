@@ -3,15 +3,21 @@
 A view of a promised tensor is a promised tensor. A copy of one into a tensor with memory is noted, and all noted boxes
 are read together. Two rules keep the values right:
 
-1. Any other operation on a promised tensor reads the whole saved tensor first, and uses it from then on.
+1. Any other operation on a promised tensor reads the whole saved tensor first, and uses it from then on. Operations
+   that make the tensor itself a view of other elements, such as `t_()`, are refused.
 2. Any operation but a view on elements that wait for a noted copy makes all noted copies happen first, as does a
-   function that reaches their memory without an operation.
+   function that reaches their memory without an operation, and the start of another thread. Copies into memory that
+   was reached so, as by `numpy()`, are made at once.
+
+What a program does to memory with an address that it asked for before the copy, or by `numpy()` before the block, is
+not seen.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.boxes import SavedBox
-from bucketpoint.integrations.strided_views import box_of, in_rounds, overlap
+from bucketpoint.integrations.strided_views import Regions, box_of, in_rounds, is_plain_view, overlap
 
 _aten = torch.ops.aten
 
@@ -31,9 +38,14 @@ ranks reach; and `failure`, the error that ended this rank's program instead."""
 
 _READ_MEMORY = {
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "is_shared"),
-    *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "__cuda_array_interface__", "resize_"),
+    *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "resize_"),
 }
 """Methods of tensors that reach their memory without an operation that a dispatch mode sees."""
+
+_SHARE_MEMORY = {"numpy", "__array__", "__dlpack__", "__get__"}
+"""Those of them whose results reach the memory later, too. Loaders ask for addresses only to compare them."""
+
+_HAND_WORK_OVER = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
 
 
 class Promised(torch.Tensor):
@@ -67,6 +79,7 @@ class Promised(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        _refuse_other_memory(func, args)
         if _reaches_memory(func):
             args, kwargs = _with_real((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -106,7 +119,9 @@ class Promises:
         self.used: set[str] = set()
         self._load = load
         self._notes: list[SavedBox] = []
-        self._waiting: dict[Any, list[torch.Tensor]] = {}
+        self._waiting = Regions()
+        self._shared = Regions()
+        self._failure: Exception | None = None
         self._written: dict[Any, dict[Any, int]] = {}
         self._thread: int | None = None
         self._lock = threading.RLock()
@@ -121,7 +136,7 @@ class Promises:
         """Note the copies that this thread makes in the block, and make them at its end."""
         self._thread = threading.get_ident()
         try:
-            with _WatchMemory(self), _Watch(self):
+            with self._watching_threads(), _WatchMemory(self), _Watch(self):
                 yield
         except GeneratorExit:
             # A generator held the block, and its consumer has left the rest of the tensors.
@@ -143,14 +158,49 @@ class Promises:
             self._waiting.clear()
             *early, final = in_rounds(notes)
             try:
+                if last and self._failure is not None:
+                    # The program has caught it, and went on.
+                    raise self._failure
                 for boxes in early:
-                    self._load(boxes)
+                    self._load_now(boxes)
             except Exception as error:
                 if last:
                     self._fail(error)
                 raise
-            if final or last:
-                self._load(final, last=last)
+            if last:
+                self._load(final, last=True)
+            elif final:
+                self._load_now(final)
+
+    def _load_now(self, boxes: list[SavedBox]) -> None:
+        """Read boxes, and keep the error: a program that catches it must not end with parameters that lack values."""
+        try:
+            self._load(boxes)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    @contextmanager
+    def _watching_threads(self) -> Iterator[None]:
+        """Make the noted copies when this thread starts another, or passes work to a pool: modes watch one thread."""
+        own = threading.get_ident()
+        originals = [(owner, name, getattr(owner, name)) for owner, name in _HAND_WORK_OVER]
+
+        def settling(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == own and self._notes:
+                    self.read_noted()
+                return original(*args, **kwargs)
+
+            return call
+
+        try:
+            for owner, name, original in originals:
+                setattr(owner, name, settling(original))
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
 
     def _fail(self, error: Exception) -> None:
         """End the last load with this rank's error on all ranks, which wait for each other there."""
@@ -162,6 +212,9 @@ class Promises:
         with self._lock, torch._C.DisableTorchFunction():
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             promises = [leaf for leaf in leaves if isinstance(leaf, Promised)]
+            makes_view = torch.Tag.inplace_view in getattr(func, "tags", ())
+            if makes_view and isinstance(args[0], Promised):
+                raise _refusal(args[0], func.overloadpacket.__name__)
             if len(promises) == 1:
                 result = self._without_reading(func, promises[0], leaves, args, kwargs)
                 if result is not NotImplemented:
@@ -169,7 +222,7 @@ class Promises:
             if promises:
                 args, kwargs = _with_real((args, kwargs))
             if not getattr(func, "is_view", False):
-                self.settle(leaves, whole=torch.Tag.inplace_view in getattr(func, "tags", ()))
+                self.settle(leaves, whole=makes_view)
                 self._note_all_written(func._schema.arguments, args, kwargs)
             return func(*args, **kwargs)
 
@@ -200,17 +253,24 @@ class Promises:
         if not self._waiting:
             return
         for tensor in tensors:
-            waiting = self._waiting.get(_place(tensor), ())
-            if any(whole or overlap(tensor, target) for target in waiting):
+            if _place(tensor) is not None and any(
+                whole or overlap(tensor, target) for target in self._waiting.find(tensor, whole=whole)
+            ):
                 self.read_noted()
                 return
+
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make copies into the memory of these tensors at once from now on, as others reach it without operations."""
+        for tensor in tensors:
+            if _place(tensor) is not None:
+                self._shared.add(tensor, None, whole=True)
 
     def _without_reading(self, func: Any, promise: Promised, leaves: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Return the result of a view, or of a copy that can be noted; otherwise NotImplemented."""
         saved = promise.saved
         if getattr(func, "is_view", False) and len(leaves) == 1:
             views = func(*tree_map_only(Promised, lambda leaf: leaf.meta, args), **kwargs)
-            if not all(_is_plain_view(view, saved.meta) for view in tree_leaves(views)):
+            if not all(is_plain_view(view, saved.meta) for view in tree_leaves(views)):
                 return NotImplemented
             return tree_map_only(torch.Tensor, lambda view: Promised(saved, view), views)
         if saved.real is not None:
@@ -227,7 +287,8 @@ class Promises:
             return target
         place = _place(target)
         repeated = any(not stride and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True))
-        if place is None or repeated or target.is_conj() or target.is_neg() or target.is_quantized:
+        odd = place is None or repeated or target.is_conj() or target.is_neg() or target.is_quantized
+        if odd or any(True for _ in self._shared.find(target)):
             return NotImplemented
         try:
             source = promise.meta.expand(target.shape)
@@ -240,7 +301,7 @@ class Promises:
         self._note_written(target)
         if target.numel():
             self._notes.append(box)
-            self._waiting.setdefault(place, []).append(target.detach())
+            self._waiting.add(target, box.target)
         return target
 
     def read(self, saved: _Saved) -> torch.Tensor:
@@ -249,7 +310,7 @@ class Promises:
             if saved.real is None:
                 real = torch.empty(saved.meta.shape, dtype=saved.meta.dtype, device="cpu")
                 self.used.add(saved.key)
-                self._load([SavedBox(saved.key, (0,) * real.dim(), real)])
+                self._load_now([SavedBox(saved.key, (0,) * real.dim(), real)])
                 saved.real = real.to(saved.device)
             return saved.real
 
@@ -281,6 +342,7 @@ class _WatchMemory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        _refuse_other_memory(func, args)
         if name == "__set__":
             # `param.data = promise` gives the parameter the memory of the promise.
             args = (args[0], *_with_real(args[1:]))
@@ -289,7 +351,23 @@ class _WatchMemory(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 self._promises.settle(tensors, whole=True)
+                if name in _SHARE_MEMORY:
+                    self._promises.share(tensors)
         return func(*args, **kwargs)
+
+
+def _refuse_other_memory(func: Any, args: Any) -> None:
+    """Raise an error if a function gives a promised tensor other elements."""
+    if args and isinstance(args[0], Promised) and func in (torch.Tensor.resize_, torch.Tensor.data.__set__):
+        raise _refusal(args[0], "resize_" if func is torch.Tensor.resize_ else "data =")
+
+
+def _refusal(promise: Promised, name: str) -> BucketpointError:
+    return BucketpointError(
+        f"{name} changes which elements a tensor is, which a tensor that is not read yet cannot follow",
+        key=promise.saved.key,
+        remedy="Use an operation that returns another tensor, as t() for t_()",
+    )
 
 
 def _reaches_memory(func: Any) -> bool:
@@ -301,7 +379,7 @@ def _reaches_memory(func: Any) -> bool:
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         return packet._qualified_op_name.partition("::")[0] not in ("aten", "prim", "prims")
-    return getattr(func, "__name__", "") in _READ_MEMORY
+    return getattr(func, "__name__", "") in _READ_MEMORY or func == torch.Tensor.__cuda_array_interface__.__get__
 
 
 def _with_real(values: Any) -> Any:
@@ -322,11 +400,6 @@ def _is_composite(func: Any) -> bool:
     """Return True for an operation that torch has as a sum of others. Only inference mode passes such ones."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch.is_inference_mode_enabled() and hasattr(func, "decompose") and func.has_kernel_for_dispatch_key(key)
-
-
-def _is_plain_view(view: torch.Tensor, whole: torch.Tensor) -> bool:
-    same = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
-    return same and view.dtype == whole.dtype and not view.is_conj() and not view.is_neg()
 
 
 def _keeps(promise: Promised, kwargs: Any) -> bool:

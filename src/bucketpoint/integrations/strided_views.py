@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -45,6 +46,12 @@ def box_of(key: str, whole: torch.Tensor, source: torch.Tensor, target: torch.Te
     return SavedBox(key, tuple(offsets), target.as_strided(lengths, strides, target.storage_offset()))
 
 
+def is_plain_view(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return True if the elements of a view are those of the whole tensor, with their values."""
+    same = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return same and view.dtype == whole.dtype and not view.is_conj() and not view.is_neg()
+
+
 def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int]]:
     """Return size, stride in the source and stride in the target of each axis, the largest stride in the source first.
 
@@ -58,6 +65,46 @@ def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, 
         else:
             joined.append((size, step, stride))
     return joined
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+_CELL = 2 << 20
+"""Bytes of the cells of addresses that `Regions` looks up: few for a large tensor, few small tensors in each."""
+
+
+class Regions:
+    """Values that belong to regions of memory. Regions are found by address, as two storages may share memory."""
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[torch.device, int], list[tuple[int, int, Any]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._cells)
+
+    def add(self, tensor: torch.Tensor, value: Any, *, whole: bool = False) -> None:
+        """Add a value for the memory that a tensor spans, or the whole memory behind it."""
+        start, stop = _reach(tensor, whole)
+        for cell in range(start // _CELL, -(-stop // _CELL)):
+            self._cells.setdefault((tensor.device, cell), []).append((start, stop, value))
+
+    def find(self, tensor: torch.Tensor, *, whole: bool = False) -> Iterator[Any]:
+        """Yield the values of regions that meet the tensor's, some of them several times."""
+        start, stop = _reach(tensor, whole)
+        for cell in range(start // _CELL, -(-stop // _CELL)):
+            for low, high, value in self._cells.get((tensor.device, cell), ()):
+                if low < stop and start < high:
+                    yield value
+
+    def clear(self) -> None:
+        self._cells.clear()
+
+
+def _reach(tensor: torch.Tensor, whole: bool) -> tuple[int, int]:
+    if whole:
+        memory = tensor.untyped_storage()
+        return memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+    return _span(tensor) if tensor.numel() else (0, 0)
 
 
 # -- copies that overlap ----------------------------------------------------------------------------------------------
@@ -113,9 +160,12 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if stop <= low or high <= start:
         return False
     itemsize = one.element_size()
-    sizes = [
-        {step: size for size, step in zip(view.shape, view.stride(), strict=True) if size > 1} for view in (one, other)
+    # Axes along which a view moves in memory: an expanded axis, of stride 0, does not.
+    axes = [
+        [(step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1 and step]
+        for view in (one, other)
     ]
+    sizes = [dict(rows) for rows in axes]
     steps = sorted({1, *sizes[0], *sizes[1]}, reverse=True)
     nested = not any(step % below for step, below in pairwise(steps))
     if other.element_size() != itemsize or not nested:
@@ -123,9 +173,9 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     # Every address is one cell of a grid with these steps, and each view a box there, if it stays within its cells.
     begin = min(one.data_ptr(), other.data_ptr())
     boxes = []
-    for view, size in zip((one, other), sizes, strict=True):
+    for view, rows, size in zip((one, other), axes, sizes, strict=True):
         at, odd = divmod(view.data_ptr() - begin, itemsize)
-        if odd or len(size) != sum(extent > 1 for extent in view.shape):
+        if odd or len(size) != len(rows):
             return True
         box = []
         for place, step in enumerate(steps):
