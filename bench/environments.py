@@ -19,6 +19,7 @@ CACHE = ROOT / ".cache"
 # Besides torch. The last four are for bucketpoint itself; over s3fs, the newest boto3 that gets on with its botocore.
 PACKAGES = {
     "s3fs": ["numpy", "s3fs", "boto3", "awscrt", "pyyaml", "xxhash"],
+    "runai": ["numpy", "safetensors", "runai-model-streamer[s3]", "boto3", "awscrt", "pyyaml", "xxhash"],
     "gcsfs": ["numpy", "gcsfs", "google-cloud-storage", "boto3", "awscrt", "pyyaml", "xxhash"],
 }
 S5CMD_ENV = CACHE / "bench-s5cmd"

@@ -11,6 +11,7 @@ from bench.contenders import CONTENDERS
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
 from bench.ranks import report as ranks_report
 from bench.retention import report as retention_report
+from bench.serving import report as serving_report
 from bench.staging import report as staging_report
 from bench.stalls import report as stalls_report
 from bench.start_up import report as start_up_report
@@ -27,6 +28,7 @@ PARTS: dict[str, Any] = {
     "stores": stores_report,
     "start-up": start_up_report,
     "unchanged": unchanged_report,
+    "serving": serving_report,
 }
 """Sections of parts that are measured by themselves, in the order in which they are shown."""
 

@@ -10,6 +10,7 @@
     python bench/run.py --only stores       other stores, and any filesystem, beside others over the same library
     python bench/run.py --only start-up     CPU time of commands before their first request
     python bench/run.py --only unchanged    what copies of unchanged bytes save, and what looking for them costs
+    python bench/run.py --only serving      a model's weights into an engine's parameters
     python bench/run.py --report            all thresholds, and the report, from the raw figures that are there
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
@@ -45,6 +46,7 @@ from bench.proxy_process import RunningProxy  # noqa: E402
 from bench.ranks import measure as ranks  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
 from bench.retention import measure as retention  # noqa: E402
+from bench.serving import measure as serving  # noqa: E402
 from bench.staging import measure as staging  # noqa: E402
 from bench.stalls import measure as stalls  # noqa: E402
 from bench.start_up import measure as start_up  # noqa: E402
@@ -69,6 +71,7 @@ PARTS = {
     "stores": stores.measure,
     "start-up": start_up.measure,
     "unchanged": unchanged.measure,
+    "serving": serving.measure,
 }
 """Among the operations of `--only`: the parts of the benchmark in modules of their own."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -102,6 +103,7 @@ def ours(url: str, **config: Any) -> dict[str, Any]:
         ("llama", 2, "float32"),
         ("qwen2", 2, "bfloat16"),
         ("mixtral", 2, "bfloat16"),
+        pytest.param("llama", 4, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_gives_every_parameter_as_the_exported_model_does(tmp_path: Path, kind: str, world: int, dtype: str) -> None:
@@ -117,30 +119,36 @@ def test_gives_every_parameter_as_the_exported_model_does(tmp_path: Path, kind: 
     assert sum(result["read"] for result in loaded) <= 1.02 * sum(tensor.nbytes for tensor in weights.values())
 
 
-def test_loads_weights_again_into_layers_that_pack_them_meanwhile(tmp_path: Path) -> None:
-    url = checkpoint(tmp_path / "run", exported(tmp_path / "exported", "llama"))
+def test_loads_weights_again_and_refuses_to_leave_older_ones_among_them(tmp_path: Path) -> None:
+    """Linear layers pack their weights meanwhile, and sleep of level 2 drops all of them."""
+    weights = exported(tmp_path / "exported", "llama")
+    url = checkpoint(tmp_path / "run", weights)
+    checkpoint(tmp_path / "later", {name: tensor for name, tensor in weights.items() if "1.self_attn.k_p" not in name})
     model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
-    (loaded,) = run(1, tmp_path / "ours", reload=True, **ours(url), **model)
-    first, again = loaded["parameters"]["first"], loaded["parameters"]["again"]
-    assert len(first) == 8
+    reload = {f"{tmp_path}/later/step-7": f"{tmp_path}/run/step-8"}
+    (loaded,) = run(1, tmp_path / "ours", reload=reload, **ours(url), **model)
+    first, again, error = loaded["parameters"].values()
+    assert len(first) == 8 + 7
     assert [name for name in first if not torch.equal(first[name], again[name])] == []
+    assert re.search(r"MismatchError: .* lacks model\.layers\.1\.self_attn\.k_proj\.weight", error)
 
 
 def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path) -> None:
     weights = exported(tmp_path / "exported", "llama")
-    model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
-    lacking = {name: tensor for name, tensor in weights.items() if not name.endswith("0.mlp.down_proj.weight")}
-    url = checkpoint(tmp_path / "lacking", lacking)
-    with pytest.raises(AssertionError, match=r"lacks model\.layers\.0\.mlp\.down_proj\.weight .*1\.mlp\.down_proj"):
-        run(1, tmp_path / "one", **ours(url), **model)
-    without_keys = {name: tensor for name, tensor in weights.items() if "1.self_attn.k_proj" not in name}
-    url = checkpoint(tmp_path / "without-keys", without_keys)
-    with pytest.raises(AssertionError, match=r"lacks model\.layers\.1\.self_attn\.qkv_proj\.weight of"):
-        run(1, tmp_path / "part", **ours(url), **model)
-    url = checkpoint(tmp_path / "surplus", {**weights, "model.layers.0.mlp.down_projection.weight": torch.ones(2)})
-    with pytest.raises(AssertionError, match=r"refuses .*nearest names of the model are .*0\.mlp\.down_proj\.weight"):
-        run(1, tmp_path / "two", **ours(url), **model)
-    url = checkpoint(tmp_path / "damaged", weights)
+
+    def without(part: str) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in weights.items() if part not in name}
+
+    cases = {
+        "lacking": (without("0.mlp.down_proj"), r"lacks model\.layers\.0\.mlp\.down_proj\.weight .*1\.mlp\.down_proj"),
+        "part": (without("1.self_attn.k_proj"), r"lacks model\.layers\.1\.self_attn\.qkv_proj\.weight of"),
+        "surplus": (
+            {**weights, "model.layers.0.mlp.down_projection.weight": torch.ones(2)},
+            r"refuses .*nearest names of the model are .*0\.mlp\.down_proj\.weight",
+        ),
+        "damaged": (weights, r"CorruptDataError.*lm_head\.weight"),
+    }
+    configs = [{"url": checkpoint(tmp_path / case, state), "prefix": "model."} for case, (state, _) in cases.items()]
     for path in (tmp_path / "damaged").rglob("*.distcp"):
         data, times = bytearray(path.read_bytes()), path.stat()
         at = bytes(data).find(weights["lm_head.weight"].view(torch.uint8).numpy().tobytes())
@@ -148,10 +156,12 @@ def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path)
             data[at + 9] ^= 1
             path.write_bytes(data)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(AssertionError, match=r"CorruptDataError.*lm_head\.weight"):
-        run(1, tmp_path / "three", **ours(url), **model)
-    with pytest.raises(AssertionError, match="Did you mean 'prefix'"):
-        run(1, tmp_path / "four", **ours(url, prefx="model."), **model)
+    configs.append({"url": configs[0]["url"], "prefx": "model."})
+    model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
+    (result,) = run(1, tmp_path / "ours", refused=configs, **ours(configs[0]["url"]), **model)
+    expected = [*(text for _, text in cases.values()), "Did you mean 'prefix'"]
+    for text, error in zip(expected, result["parameters"]["errors"], strict=True):
+        assert re.search(text, error), error
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ Arguments: a JSON object with `model`, `out`, and arguments of vLLM's `EngineArg
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -32,14 +33,34 @@ def count_reads() -> None:
 
 
 def outputs(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what each linear layer makes of ones. On a CPU it multiplies by a packed copy of its weight."""
+    """Return what each linear layer makes of ones, and the other weights. On a CPU it multiplies by a packed copy."""
     from vllm.model_executor.layers.linear import LinearBase
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
-    return {name: layer(torch.ones(1, layer.input_size))[0].clone() for name, layer in layers.items()}
+    linear = {name: layer(torch.ones(1, layer.input_size))[0].clone() for name, layer in layers.items()}
+    rest = model.named_parameters()
+    return linear | {name: p.detach().clone() for name, p in rest if name.rpartition(".")[0] not in layers}
 
 
-def parameters(arguments: dict[str, Any], place: str, reload: bool) -> dict[str, Any]:
+def errors(config: Any, configs: list[dict[str, Any]]) -> list[str]:
+    """Return the error of a load with each configuration of the loader."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    results = []
+    for extra in configs:
+        load_config = dataclasses.replace(config.load_config, model_loader_extra_config=extra)
+        with torch.device("cpu"):
+            try:
+                get_model_loader(load_config).load_model(config, config.model_config)
+            except Exception as error:  # noqa: BLE001 (is the result)
+                results.append(f"{type(error).__name__}: {error}")
+            else:
+                results.append("")
+        config.compilation_config.static_forward_context.clear()
+    return results
+
+
+def parameters(arguments: dict[str, Any], place: str, reload: dict[str, str], refused: Any) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -52,12 +73,24 @@ def parameters(arguments: dict[str, Any], place: str, reload: bool) -> dict[str,
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"file://{place}", local_rank=rank, backend="gloo")
         initialize_model_parallel(world)
+        if refused:
+            return {"errors": errors(config, refused)}
         if reload:
             with torch.device("cpu"):
                 model = get_model_loader(config.load_config).load_model(config, config.model_config)
             first = outputs(model)
+            for parameter in model.parameters():
+                # As sleep of level 2, which vLLM has on GPUs only.
+                parameter.data.fill_(torch.nan)
             reload_weights(config, model, None, None, is_checkpoint_format=True)
-            return {"first": first, "again": outputs(model)}
+            again, error = outputs(model), ""
+            for came in reload.items():
+                os.rename(*came)
+            try:
+                reload_weights(config, model, None, None, is_checkpoint_format=True)
+            except Exception as caught:  # noqa: BLE001 (is the result)
+                error = f"{type(caught).__name__}: {caught}"
+            return {"first": first, "again": again, "error": error}
         # Without the last step of `load_model`, in which layers of a CPU replace their parameters by packed ones.
         loader = get_model_loader(config.load_config)
         with set_default_torch_dtype(config.model_config.dtype):
@@ -92,5 +125,5 @@ if __name__ == "__main__":
     else:
         count_reads()
         place = arguments.pop("place")
-        result = parameters(arguments, place, arguments.pop("reload", False))
+        result = parameters(arguments, place, arguments.pop("reload", {}), arguments.pop("refused", []))
         torch.save({"parameters": result, "read": read_bytes}, out)

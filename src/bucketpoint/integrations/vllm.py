@@ -25,6 +25,8 @@ from bucketpoint.integrations.weights import Weights, WeightsOptions
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_AT_MOST = 5
+_LOADED = "_bucketpoint_loaded"
+"""Attribute of a model that this loader has filled: the names of the tensors."""
 
 
 class BucketpointLoader(BaseModelLoader):
@@ -65,11 +67,19 @@ class BucketpointLoader(BaseModelLoader):
             raise
         except Exception as error:
             raise _misfit(error, passed[0], lacking, names, parameters, self._options.url) from error
+        setattr(model, _LOADED, frozenset(names))
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of the checkpoint by name, which is how vLLM loads a model again."""
-        with self._weights().loading() as tensors:
-            yield from _with_tied(tensors, model_config).items()
+        """Yield the weights of the checkpoint by name, which is how vLLM loads a model again.
+
+        Raises:
+            MismatchError: the checkpoint lacks names that the model was loaded from. vLLM would keep older weights.
+        """
+        with self._weights().loading() as promised:
+            tensors = _with_tied(promised, model_config)
+            if lacking := sorted(getattr(model, _LOADED, frozenset()) - tensors.keys()):
+                raise _misfit(KeyError(lacking[0]), "", lacking, list(tensors), [], self._options.url)
+            yield from tensors.items()
 
     def _weights(self) -> Weights:
         group = get_world_group().cpu_group if torch.distributed.is_initialized() else None

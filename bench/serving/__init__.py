@@ -1,0 +1,1 @@
+"""The part `serving` of the benchmark."""
