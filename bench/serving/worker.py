@@ -152,7 +152,8 @@ class Contender:
     """`load(model, url)`; the modules are imported before the fork."""
 
     load: Callable[[Model, str], None]
-    modules: Sequence[str] = ("bucketpoint.integrations.weights", "awscrt")
+    # An engine has imported torch._dynamo, which torch does in the first use of a dispatch mode.
+    modules: Sequence[str] = ("bucketpoint.integrations.weights", "awscrt", "torch._dynamo")
 
 
 CONTENDERS = {

@@ -69,8 +69,12 @@ class BoxReader(BucketReader):
             reader = copy.copy(self)
             reader._cooperation = None
         state, copies = _state_of(boxes, metadata)
-        # A default device or dtype of the caller, as engines set while they make a model, is not ours.
-        with torch.device("cpu"), errors_of_dcp(self.url, "The load", ranks_of(process_group) if not alone else ()):
+        # A default device of the caller, which engines set while they make a model, is not ours. Without modes of
+        # functions there is none, and none of the calls below pays for one.
+        with (
+            torch._C.DisableTorchFunction(),
+            errors_of_dcp(self.url, "The load", ranks_of(process_group) if not alone else ()),
+        ):
             dcp.load(
                 state,
                 storage_reader=reader,
