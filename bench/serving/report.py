@@ -53,7 +53,7 @@ def verdicts(part: dict[str, Any]) -> Iterator[Verdict]:
     for op, lists in LISTS.items():
         for kind, most in (("GetObject", MAX_GETS), ("ListObjects", lists)):
             found = results.counted(OURS, op)
-            count = found and found["requests"]["kinds"].get(kind, 0)
+            count = found["requests"]["kinds"].get(kind, 0) if found else None
             measured, holds = ("not measured", None) if count is None else (str(count), count <= most)
             yield Verdict(f"weights for vLLM from the URL of a {op}, {kind}", f"<= {most}", measured, holds)
     for world in WORLDS:

@@ -261,9 +261,8 @@ class Promises:
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make copies into the memory of these tensors at once from now on, as others reach it without operations."""
-        for tensor in tensors:
-            if _place(tensor) is not None:
-                self._shared.add(tensor, None, whole=True)
+        for tensor in filter(_place, tensors):
+            self._shared.add(tensor, None, whole=True)
 
     def _without_reading(self, func: Any, promise: Promised, leaves: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Return the result of a view, or of a copy that can be noted; otherwise NotImplemented."""
@@ -358,7 +357,8 @@ class _WatchMemory(TorchFunctionMode):
 
 def _refuse_other_memory(func: Any, args: Any) -> None:
     """Raise an error if a function gives a promised tensor other elements."""
-    if args and isinstance(args[0], Promised) and func in (torch.Tensor.resize_, torch.Tensor.data.__set__):
+    others = (torch.Tensor.resize_, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+    if args and isinstance(args[0], Promised) and func in others:
         raise _refusal(args[0], "resize_" if func is torch.Tensor.resize_ else "data =")
 
 
