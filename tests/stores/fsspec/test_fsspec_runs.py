@@ -44,7 +44,9 @@ def found(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
 
 
 def state(value: int) -> dict[str, Any]:
-    return {"large": torch.full((LARGE,), value, dtype=torch.uint8), "small": torch.ones(100) * value, "value": value}
+    large, small = torch.full((LARGE,), value, dtype=torch.uint8), torch.ones(100) * value
+    # The `.metadata` of different values have different sizes.
+    return {"large": large, "small": small, "value": value, "text": "x" * (300 if value % 2 else 10)}
 
 
 def save(fs: Any, url: str, value: int, **settings: Any) -> None:

@@ -5,6 +5,7 @@ It succeeds only if there is no commit, or exactly the one that was found when t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from bucketpoint.errors import (
     CommitConflictError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    StoreError,
 )
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
@@ -290,7 +292,7 @@ def _conflict(request: Commit) -> CommitConflictError:
 
 def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
     """Commit to a store without conditional writes: read, write, and read again. Two jobs at once may still collide."""
-    replaced = None
+    replaced, there = None, b""
     try:
         there, info = _metadata_at(request.store, key)
         if not is_marker(there):
@@ -298,13 +300,19 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     except ObjectNotFoundError:
         pass
     request.ensure_alive()
-    info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
+    try:
+        info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
+    except StoreError:
+        # If another job's commit came right after this one, the store finds that one in place of what it wrote.
+        with contextlib.suppress(ObjectNotFoundError):
+            _check_ours(request, key, data, there)
+        raise
     _check_ours(request, key, data)
     return info, replaced
 
 
-def _check_ours(request: Commit, key: str, data: bytes) -> None:
-    if _metadata_at(request.store, key)[0] != data:
+def _check_ours(request: Commit, key: str, *ours: bytes) -> None:
+    if _metadata_at(request.store, key)[0] not in ours:
         raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
 
 

@@ -162,7 +162,7 @@ class FsspecStore:
                 reply = self.driver.create(*target, crc32c)
             else:
                 reply = self.driver.write(*target, crc32c)
-            return self._written(key, len(data), reply, crc32c, looked=conditional and not native)
+            return self._written(key, len(data), reply, crc32c, looked=looks)
 
     @_given_up
     def put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None:
