@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from bucketpoint.retention import RetentionPolicy
     from bucketpoint.staging.options import StagingOptions
     from bucketpoint.staging.stager import Stager
+    from bucketpoint.stores.node_copy import NodeCopy
     from bucketpoint.transfer.options import TransferOptions
     from bucketpoint.transfer.progress import Progress
 
@@ -64,6 +65,7 @@ __all__ = [
     "LoadStats",
     "MetadataError",
     "MismatchError",
+    "NodeCopy",
     "PolicyError",
     "Progress",
     "RanksDisagreeError",
@@ -93,8 +95,8 @@ _MODULES = {name: module for module, *names in map(str.split, (
     "dcp.planning.save_planner SavePlanner", "dcp.reader BucketReader", "dcp.stats LoadStats SaveStats",
     "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer", "dcp.saving.commit_info CommitInfo",
     "dcp.writer BucketWriter", "manager CheckpointManager", "retention RetentionPolicy",
-    "staging.options StagingOptions", "staging.stager Stager", "transfer.options TransferOptions",
-    "transfer.progress Progress",
+    "stores.node_copy NodeCopy", "staging.options StagingOptions", "staging.stager Stager",
+    "transfer.options TransferOptions", "transfer.progress Progress",
 )) for name in names}  # fmt: skip
 """Modules of the names that are imported on first use."""
 

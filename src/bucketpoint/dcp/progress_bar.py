@@ -124,4 +124,5 @@ def _leave_display() -> None:
 def describe(logger: logging.Logger, level: int, verb: str, url: str | None, meter: Meter, started: float) -> None:
     """Log the bytes moved, the seconds, and the number of requests of a transfer."""
     amount, seconds = meter.done_bytes / 1e6, time.monotonic() - started
-    logger.log(level, "%s %s: %.1f MB in %.2f s, %d data requests", verb, url, amount, seconds, meter.requests)
+    node = f", {meter.node_bytes / 1e6:.1f} MB of them from the node's copy" if meter.node_bytes else ""
+    logger.log(level, "%s %s: %.1f MB in %.2f s%s, %d data requests", verb, url, amount, seconds, node, meter.requests)

@@ -106,6 +106,7 @@ class LoadStats:
         read_s: seconds of the reads of data, with decoding and checksums.
         total_s: seconds from the beginning to the end of the reads.
         read_bytes: bytes of data objects that this rank received from the store.
+        node_bytes: bytes of data objects that this rank read from the node's copy.
         requests, retried, throttled: as for `SaveStats`.
     """
 
@@ -115,6 +116,7 @@ class LoadStats:
     read_s: float
     total_s: float
     read_bytes: int
+    node_bytes: int = 0
     requests: Mapping[str, int] = field(default_factory=dict)
     retried: int = 0
     throttled: int = 0

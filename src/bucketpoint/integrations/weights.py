@@ -25,6 +25,8 @@ from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.promised import Promised, Promises
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
+from bucketpoint.stores.node_copy import NodeCopy
+from bucketpoint.transfer import TransferOptions
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` before all."""
@@ -42,6 +44,7 @@ class WeightsOptions:
             number; or as `package.module:name` a function that takes the saved tensors by name and returns the
             engine's. Names that the file lacks stay the same, and null leaves a tensor out.
         storage_options, cooperative: as for `BucketReader`.
+        node_copy: folder of the node that its servers share, with a limit on its bytes: `/local_nvme/ckpt:200GB`.
     """
 
     url: str
@@ -50,6 +53,7 @@ class WeightsOptions:
     names: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     cooperative: str = "node"
+    node_copy: str | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WeightsOptions:
@@ -91,11 +95,13 @@ class Weights:
             CorruptDataError: bytes differ from those that were saved; or the checkpoint was replaced meanwhile.
         """
         options, group = self.options, self._group
+        transfer = None if options.node_copy is None else TransferOptions(node_copy=NodeCopy.parse(options.node_copy))
         url = self._on_first_rank(lambda: _url_of(options))
         alone = group is None
         reader = BoxReader(
             url,
             storage_options=options.storage_options,
+            transfer=transfer,
             cooperative="off" if alone else options.cooperative,
             process_group=group,
             # The engine has kernels for quantized weights.

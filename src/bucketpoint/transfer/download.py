@@ -42,6 +42,7 @@ class Extent:
 
     Attributes:
         blocks: expected checksums that cover the extent from the first byte on; empty for none.
+        check: function that raises CorruptDataError if these bytes, which have no blocks, are not those written.
         part_of: for an extent without blocks, the common checksum of several extents, this one included. A mismatch is
             raised for the extent that arrives last.
         direct: memory of the caller that receives the bytes from `direct_start` on. The extent's bytes before and after
@@ -62,6 +63,7 @@ class Extent:
     label: str = ""
     etag: str | None = None
     part_of: Whole | None = None
+    check: Callable[[memoryview], object] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +149,12 @@ def is_worth_reading(gap: int, span: int, wanted: int, options: TransferOptions)
 
 
 def deliver(
-    url: str, request: Request, lease: memoryview, read: Callable[[list[memoryview]], None], options: TransferOptions
+    url: str,
+    request: Request,
+    lease: memoryview,
+    read: Callable[[list[memoryview]], None],
+    options: TransferOptions,
+    verified: Callable[[list[memoryview]], None] = lambda buffers: None,
 ) -> None:
     """Receive, verify and deliver the bytes of a request.
 
@@ -155,6 +162,7 @@ def deliver(
         url: URL of the store, for errors.
         lease: as much leased memory as the request needs, or more.
         read: function that fills the buffers with the request's bytes. Called again after transient failures or damage.
+        verified: called with the same buffers before the bytes are delivered.
     """
     buffers, pieces = _lay_out(request, lease)
 
@@ -164,6 +172,7 @@ def deliver(
             _verify(url, extent, views)
 
     retry_transient(attempt, attempts=options.read_attempts)
+    verified(buffers)
     _hand_over(request, pieces)
 
 
@@ -312,6 +321,8 @@ def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
     whole = extent.part_of
     if whole is not None and whole.add(extent.start, extent.nbytes, crc_of(views, None)):
         _compare(url, extent, f"its {whole.nbytes} bytes", whole.total(), whole.crc32c)
+    if extent.check is not None:
+        extent.check(views[0])
     stretches = cut(views, [block.nbytes for block in extent.blocks])
     position = extent.start
     for block, stretch in zip(extent.blocks, stretches, strict=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import statistics
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from bucketpoint.stores.pace import silent_for
 from bucketpoint.stores.retry import RetryPolicy, run
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
+from bucketpoint.transfer.node_bytes import NodeBytes
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.parts import SMALLEST_USEFUL_PART
 from bucketpoint.transfer.progress import Meter
@@ -54,10 +56,19 @@ def fetch(
     """Run all requests in parallel: every extent is verified and delivered, or the first error is raised."""
     streams = store.capabilities.streams_ranges
     reads = join_requests(requests, options) if streams else [LongRead([request]) for request in requests]
-    stalls = StallLimits()
+    stalls, node = (
+        StallLimits(),
+        None if options.node_copy is None else NodeBytes(options.node_copy, store, options, meter),
+    )
+    if node is not None and reads:
+        # Processes of a node that load the same begin at different places, and read each other's bytes.
+        first = random.randrange(len(reads))
+        reads = reads[first:] + reads[:first]
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for read in reads:
-            group.start(lambda read=read: fetch_long(store, read, options, pool, meter, stalls))  # type: ignore[misc]
+            group.start(lambda read=read: fetch_long(store, read, options, pool, meter, stalls, node))  # type: ignore[misc]
+        if node is not None:
+            group.start(node.look)
 
 
 class StallLimits:
@@ -134,7 +145,13 @@ def _follows(read: LongRead, request: Request, wanted: int, most: int, options: 
 
 
 def fetch_long(
-    store: Store, read: LongRead, options: TransferOptions, pool: BufferPool, meter: Meter, stalls: StallLimits
+    store: Store,
+    read: LongRead,
+    options: TransferOptions,
+    pool: BufferPool,
+    meter: Meter,
+    stalls: StallLimits,
+    node: NodeBytes | None = None,
 ) -> None:
     """Run the requests of a read on the current thread: receive, verify and deliver the bytes of each in turn.
 
@@ -146,13 +163,22 @@ def fetch_long(
         # As in an upload, the lease also counts the client's copy, and its pages for that copy are never touched.
         most = copied = min(most, options.lease_bytes)
     with pool.lease(read.leased + copied) as lease:
-        reception = _Reception(store, read, lease[:_SKIPPED_BYTES], most, options, meter, stalls)
-        try:
-            for request in read.requests:
-                deliver(store.url, request, lease, functools.partial(reception.receive, request), options)
-                meter.add(request.nbytes, requests=0)
-        finally:
-            reception.drop()
+
+        def receive(requests: list[Request]) -> None:
+            long = LongRead(requests)
+            reception = _Reception(store, long, lease[:_SKIPPED_BYTES], most, options, meter, stalls)
+            try:
+                for request in requests:
+                    kept = (lambda buffers: None) if node is None else functools.partial(node.keep, request)
+                    deliver(store.url, request, lease, functools.partial(reception.receive, request), options, kept)
+                    meter.add(request.nbytes, requests=0)
+            finally:
+                reception.drop()
+
+        if node is None:
+            receive(read.requests)
+        else:
+            node.deliver_or(receive, read.requests, lease)
 
 
 class _Reception:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.node_copy import NodeCopy
 from bucketpoint.stores.retry import READ_ATTEMPTS
 
 MIB = 1 << 20
@@ -43,6 +44,9 @@ class TransferOptions:
         background_nice: niceness of uploads beside training. None: 19, the highest, for a process, so that
             uploads take longer and training steps do not if every core is busy; 0 for threads of the trainer: a thread
             with a higher niceness is taken off its core while it holds the interpreter's lock that training waits for.
+        node_copy: folder of the node in which saves keep a copy of what they send, and loads look before the bucket.
+            By default the one that `BUCKETPOINT_NODE_COPY` names (`/local_nvme/ckpt:200GB`), if any. See
+            docs/restart.md.
 
     Raises:
         BucketpointError: a setting is out of its range.
@@ -60,6 +64,7 @@ class TransferOptions:
     nice: int = 0
     background: Background = "auto"
     background_nice: int | None = None
+    node_copy: NodeCopy | None = field(default_factory=NodeCopy.of_environment)
 
     def __post_init__(self) -> None:
         for name in (

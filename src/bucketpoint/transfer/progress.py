@@ -40,6 +40,7 @@ class Meter:
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.requests = 0
+        self.node_bytes = 0
         self._repeated = 0
 
     def expect(self, nbytes: int) -> None:
@@ -51,8 +52,10 @@ class Meter:
         with self._lock:
             self._repeated = self.done_bytes
 
-    def add(self, nbytes: int, *, requests: int = 1) -> None:
+    def add(self, nbytes: int, *, requests: int = 1, from_node: int = 0) -> None:
+        """Count bytes that have been moved, and requests. `from_node`: those of the bytes from the node's copy."""
         with self._lock:
+            self.node_bytes += from_node
             again = min(nbytes, self._repeated)
             self._repeated -= again
             self.done_bytes += nbytes - again

@@ -159,10 +159,17 @@ class Cooperation:
     def _agree(
         self, exchange: Peers, requests: list[Request], numbers: dict[str, int], options: TransferOptions
     ) -> Schedule | None:
-        """Agree on a schedule. Return None, on all members, if no two of them need the same bytes."""
+        """Agree on a schedule. Return None, on all members, if no two of them need the same bytes, or all share them
+        through the node's copy.
+        """
         # The caller may have set another default device, which is common when a model is built.
         with torch.device("cpu"):
-            most = min(map(int, exchange.gather(torch.tensor([options.max_inflight_bytes]))))
+            shares = self._mode == "node" and options.node_copy is not None
+            offers = exchange.gather(torch.tensor([options.max_inflight_bytes, shares]))
+            if all(int(offer[1]) for offer in offers):
+                self.explanation = f"Plain: the {exchange.size} ranks share the node's copy"
+                return None
+            most = min(int(offer[0]) for offer in offers)
             table = [(numbers[own.key], own.start, own.stop) for own in requests]
             overlaps = Overlaps(exchange.gather(torch.tensor(table, dtype=torch.int64).reshape(-1, 3)))
             self.explanation = _explain(exchange.size, overlaps)

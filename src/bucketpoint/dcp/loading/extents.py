@@ -42,7 +42,9 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
     """
     # Chunks of other writers are known only now, and are received in place too.
     planned = _apart(_read_first(plan.resolve(items), plan.needs_probe, _probe, read_now))
-    planned = _read_first(planned, PlannedItem.needs_table, functools.partial(_table, url=url), read_now)
+    # Bytes of the node's copy are verified before it is known whether others must be read, so each range alone.
+    needs_table = functools.partial(PlannedItem.needs_table, alone=plan.options.node_copy is not None)
+    planned = _read_first(planned, needs_table, functools.partial(_table, url=url), read_now, checked=True)
     return [extent for item in planned for extent in plan.extents(item)]
 
 
@@ -51,11 +53,14 @@ def _read_first(
     needed: Callable[[PlannedItem], bool],
     read: Callable[[PlannedItem], tuple[int, int, Callable[[memoryview], Complete]]],
     read_now: ReadNow,
+    *,
+    checked: bool = False,
 ) -> list[PlannedItem]:
     """Complete items by what one small read for each saved chunk finds, however many items are parts of it.
 
     Args:
         read: returns the range of the read, and the function that makes of its bytes one that completes an item.
+        checked: that function raises CorruptDataError for other bytes than those written.
     """
     wanted = {item.place: item for item in items if needed(item)}
     if not wanted:
@@ -69,7 +74,8 @@ def _read_first(
             assert view is not None
             found[item.place] = understand(view)
 
-        return Extent(item.key, start, start + nbytes, deliver, label=item.fqn, etag=item.etag)
+        check = understand if checked else None
+        return Extent(item.key, start, start + nbytes, deliver, label=item.fqn, etag=item.etag, check=check)
 
     read_now(map(extent, wanted.values()))
     return [found[item.place](item) if item.place in found else item for item in items]

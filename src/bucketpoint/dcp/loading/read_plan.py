@@ -68,14 +68,14 @@ class PlannedItem:
                 target = target.narrow(axis, at - origin, size)
         return target
 
-    def needs_table(self) -> bool:
+    def needs_table(self, *, alone: bool = False) -> bool:
         """True if the table of block checksums must be read first: only part of the item is wanted.
 
-        A whole item is verified by the one checksum in the metadata.
+        A whole item is verified by the one checksum in the metadata, unless each range must be verified `alone`.
         """
         if self.chunk is None or self.target is None or not self.target.numel():
             return False
-        return self.info.table_nbytes > 0 and tuple(self.read.lengths) != self.chunk.shape
+        return self.info.table_nbytes > 0 and (alone or tuple(self.read.lengths) != self.chunk.shape)
 
 
 @dataclass(frozen=True)

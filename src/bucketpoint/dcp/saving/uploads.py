@@ -20,6 +20,7 @@ from bucketpoint.location import Location
 from bucketpoint.staging import Lease
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, TransferOptions, Uploaded, upload_objects
+from bucketpoint.transfer.node_bytes import keep_uploaded
 
 if TYPE_CHECKING:
     from bucketpoint.transfer.helper.process import UploadHelper
@@ -105,7 +106,9 @@ class Uploads:
                 meter.begin_again()
         options = self.options(lease)
         pool = BufferPool(options.max_inflight_bytes)
-        return upload_objects(store, sources, options, pool=pool, meter=meter)
+        uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
+        keep_uploaded(store, sources, uploaded, options)
+        return uploaded
 
     def _wants_process(self, staged_bytes: int) -> bool:
         """Return True if a process is to upload a save of this size beside training."""

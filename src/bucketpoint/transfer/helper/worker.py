@@ -44,6 +44,7 @@ from bucketpoint.transfer.helper.messages import (
     Wanted,
 )
 from bucketpoint.transfer.helper.start import LEFT_TO_TRAINER
+from bucketpoint.transfer.node_bytes import keep_uploaded
 from bucketpoint.transfer.parts import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
@@ -132,7 +133,7 @@ class _Reporter(Meter):
         super().__init__("save", "", 0, None)
         self._channel = channel
 
-    def add(self, nbytes: int, *, requests: int = 1) -> None:
+    def add(self, nbytes: int, *, requests: int = 1, from_node: int = 0) -> None:
         super().add(nbytes, requests=requests)
         self._channel.send(Moved(nbytes, requests))
 
@@ -245,10 +246,10 @@ class _Job:
             for number, (key, segments) in enumerate(self._objects)
         ]
 
-        def acknowledged(number: int, uploaded: Uploaded) -> None:
+        def acknowledged(number: int, _: Uploaded) -> None:
             self._open.pop(sources[number].key, None)
 
-        return upload_objects(
+        uploaded = upload_objects(
             store,
             sources,
             order.options,
@@ -257,6 +258,8 @@ class _Job:
             begun=self._begun,
             acknowledged=acknowledged,
         )
+        keep_uploaded(store, sources, uploaded, order.options)
+        return uploaded
 
     def _begun(self, key: str, upload_id: str) -> None:
         self._open[key] = upload_id

@@ -1,0 +1,368 @@
+"""A node's own copy of data objects: a folder that the processes of a node share, within a budget of bytes.
+
+    used                   bytes of the files below, roughly; locked while a process reserves some
+    looked                 its time is that of the last look for objects that the bucket no longer has
+    <place>-<object>/      hashes of the checkpoint's place, and of the object's key and ETag
+        about              JSON: store, key, ETag; bytes of it are locked while a process reads these from the bucket
+        <start>-<stop>     these bytes of the object
+
+A file gets its name once it is complete, and never changes. Its readers verify its bytes by the checksums in the
+checkpoint's metadata. No failure of the folder is an error: the bucket has all bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import random
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from bucketpoint.errors import BucketpointError, ObjectNotFoundError
+from bucketpoint.stores import retry
+from bucketpoint.stores.base import Buffers, Store
+from bucketpoint.stores.cancellation import current_cut
+from bucketpoint.stores.local_folders import NEW, TEMPORARY, open_file, remove
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "BUCKETPOINT_NODE_COPY"
+
+CLAIM_S = 60.0
+"""Longest wait for a process that reads the same bytes from the bucket: it may be suspended."""
+
+LOOK_S = 60.0
+"""Seconds between two looks of a node for objects that the bucket no longer has, of `LOOKED_AT` objects at most."""
+LOOKED_AT = 32
+_LOOK_DEADLINE_S = 10.0
+
+_ABANDONED_S = 600.0
+"""Age at which an incomplete file is deleted: its writer was killed."""
+
+_DIRECT_BYTES = 1 << 20
+"""Size of writes that bypass the page cache, for a tenth of the CPU time, and of the smallest file written so."""
+
+_POLL_S = 0.05
+_USED, _LOOKED, _ABOUT = "used", "looked", "about"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_NOTE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_OBJECT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
+_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
+_SETTING = re.compile(r"(/.*):([0-9]+)([KMGT]?)B?")
+
+_logged: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class NodeCopy:
+    """A folder of the node for copies of data objects: of what saves send and loads read, for later loads.
+
+    All processes of the job on the node share it. It is made with mode 0700, and not used if it is a link, has another
+    owner, or gives others rights.
+
+    Attributes:
+        path: absolute path: on a disk of the node, or below /dev/shm, in memory.
+        max_bytes: limit on the bytes of its files. Objects of the oldest checkpoint are deleted first, but none of the
+            checkpoint that is being copied, so that two checkpoints should fit.
+
+    Raises:
+        BucketpointError: the path is not absolute, or the limit is not positive.
+    """
+
+    path: str
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        if not os.path.isabs(self.path) or self.max_bytes < 1:
+            raise BucketpointError(f"NodeCopy needs an absolute path and a limit, not {self.path!r}, {self.max_bytes}")
+
+    @classmethod
+    def parse(cls, text: str) -> NodeCopy:
+        """Return the copy that a text such as `/local_nvme/ckpt:200GB` describes."""
+        match = _SETTING.fullmatch(text)
+        if match is None:
+            raise BucketpointError(f"{text!r} is no folder with a limit", remedy="Write it as /local_nvme/ckpt:200GB")
+        return cls(match[1], int(match[2]) * 1000 ** " KMGT".index(match[3] or " "))
+
+    @classmethod
+    def of_environment(cls) -> NodeCopy | None:
+        """Return the copy that `BUCKETPOINT_NODE_COPY` describes; None if the variable is not set."""
+        text = os.environ.get(VARIABLE)
+        return cls.parse(text) if text else None
+
+
+@dataclass(frozen=True)
+class CopiedObject:
+    """An object of a store, by the store's identity, its key and its ETag."""
+
+    store: str
+    key: str
+    etag: str
+
+    @property
+    def folder(self) -> str:
+        # Keys of a checkpoint differ in the last three segments: see format.md.
+        place = _digest(self.store, *self.key.split("/")[:-3])
+        return f"{place[:16]}-{_digest(self.store, self.key, self.etag)[:32]}"
+
+
+class NodeFolder:
+    """The folder of a `NodeCopy`. Any thread and process may use it; nothing stays open between calls."""
+
+    def __init__(self, copy: NodeCopy) -> None:
+        self._path = copy.path
+        self._max_bytes = copy.max_bytes
+        self._failed = False
+
+    def cover(self, of: CopiedObject, start: int, stop: int) -> list[tuple[int, int, str | None]]:
+        """Cut bytes `[start, stop)` into stretches, each with the name of the file that has it, or None."""
+        ranges: list[tuple[int, int]] = []
+        with self._quietly("read"), self._found(of) as folder:
+            matches = map(_RANGE.fullmatch, os.listdir(folder))
+            ranges = sorted((int(match[1]), int(match[2])) for match in matches if match)
+        stretches: list[tuple[int, int, str | None]] = []
+        while start < stop:
+            low, high = max(
+                ((low, high) for low, high in ranges if low <= start), key=lambda each: each[1], default=(0, 0)
+            )
+            name = f"{low}-{high}" if high > start else None
+            end = min(high if name else min((low for low, _ in ranges if low > start), default=stop), stop)
+            stretches.append((start, end, name))
+            start = end
+        return stretches
+
+    def read(self, of: CopiedObject, name: str, start: int, buffers: Buffers) -> None:
+        """Read bytes of the object from `start` on out of a file. Raises OSError."""
+        with self._root() as root, _opened(of.folder, root) as folder:
+            fd = open_file(name, folder)
+        with open(fd, "rb", buffering=0) as file:
+            file.seek(start - int(name.partition("-")[0]))
+            for view in buffers:
+                while len(view):
+                    count = file.readinto(view)
+                    if not count:
+                        raise OSError(errno.EIO, "a file is shorter than its name states", name)
+                    view = view[count:]
+
+    def put(self, of: CopiedObject, start: int, views: Iterable[memoryview], nbytes: int) -> None:
+        """Keep bytes of the object from `start` on, if the limit allows it."""
+        if not nbytes or self._failed:
+            return
+        with self._quietly("written"), self._root() as root:
+            if not self._reserve(root, nbytes, of.folder[:16]):
+                return
+            with _opened(of.folder, root, of) as folder:
+                partial = TEMPORARY + secrets.token_hex(8)
+                try:
+                    with open(os.open(partial, NEW, 0o600, dir_fd=folder), "wb", buffering=0) as file:
+                        _write(file.fileno(), views, nbytes)
+                    os.rename(partial, f"{start}-{start + nbytes}", src_dir_fd=folder, dst_dir_fd=folder)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(partial, dir_fd=folder)
+                    raise
+
+    def drop(self, of: CopiedObject, names: Iterable[str]) -> None:
+        """Delete files whose bytes are damaged."""
+        with self._quietly("cleaned"), self._found(of) as folder:
+            for name in names:
+                # It may have been deleted to make room, and so not have been read.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+                    self._log("damaged", f"bytes of {of.key} are damaged there, and read from the bucket again")
+
+    @contextlib.contextmanager
+    def claim(self, of: CopiedObject, start: int, stop: int, wait_s: float = CLAIM_S) -> Iterator[bool]:
+        """Claim bytes of the object until the block or the process ends; until then no claim on any of them succeeds.
+
+        Yields False if another claim did not end within `wait_s` seconds, or the folder cannot be used.
+        """
+        with contextlib.ExitStack() as stack:
+            claimed = False
+            with self._quietly("locked"):
+                folder = stack.enter_context(_opened(of.folder, stack.enter_context(self._root()), of))
+                _, claimed = stack.enter_context(_locked(_ABOUT, folder, start, stop - start, wait_s))
+            yield claimed
+
+    def look(self, store: Store) -> None:
+        """Delete the copies of objects that the bucket no longer has, or has replaced, if no look was made lately."""
+        with self._quietly("cleaned"), self._root() as root:
+            with open(os.open(_LOOKED, _NOTE, 0o600, dir_fd=root), "rb+", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                if status.st_size and abs(time.time() - status.st_mtime) < LOOK_S:
+                    return
+                file.write(b".")
+            names = list(filter(_OBJECT.fullmatch, os.listdir(root)))
+            for name in random.sample(names, min(len(names), LOOKED_AT)):
+                if _is_gone(name, root, store):
+                    _remove(name, root)
+
+    def _reserve(self, root: int, nbytes: int, place: str) -> bool:
+        """Count bytes that are about to be written. Return False if they do not fit beside the same checkpoint."""
+        with _locked(_USED, root, 0, 1, CLAIM_S) as (fd, locked):
+            text = os.pread(fd, 32, 0)
+            used = int(text) if text.isdigit() else self._max_bytes
+            if used + nbytes > self._max_bytes:
+                used = self._make_room(root, nbytes, place)
+            fits = locked and used + nbytes <= self._max_bytes
+            if not fits:
+                self._log("small", f"its limit, {self._max_bytes} bytes, is smaller than a checkpoint's bytes here")
+            os.pwrite(fd, b"%032d" % (used + nbytes if fits else used), 0)
+            return fits
+
+    def _make_room(self, root: int, nbytes: int, place: str) -> int:
+        """Delete the oldest objects until `nbytes` fit, but none at `place`. Return the bytes that remain."""
+        objects = []
+        for name in filter(_OBJECT.fullmatch, os.listdir(root)):
+            with contextlib.suppress(FileNotFoundError), _opened(name, root) as folder:
+                files = {file: os.stat(file, dir_fd=folder, follow_symlinks=False) for file in os.listdir(folder)}
+                for file, status in files.items():
+                    if file.startswith(TEMPORARY) and time.time() - status.st_mtime > _ABANDONED_S:
+                        os.unlink(file, dir_fd=folder)
+                began = files[_ABOUT].st_mtime if _ABOUT in files else 0.0
+                objects.append((began, name, sum(status.st_size for status in files.values())))
+        used = sum(size for _, _, size in objects)
+        for _, name, size in sorted(objects):
+            if used + nbytes > self._max_bytes and name[:16] != place:
+                _remove(name, root)
+                used -= size
+        return used
+
+    @contextlib.contextmanager
+    def _root(self) -> Iterator[int]:
+        """Open the folder, made if missing, unless others may use it."""
+        try:
+            fd = os.open(self._path, _FOLDER)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._path, 0o700)
+            fd = os.open(self._path, _FOLDER)
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise PermissionError(errno.EPERM, "it must belong to this user, with mode 0700")
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _found(self, of: CopiedObject) -> Iterator[int]:
+        with self._root() as root, _opened(of.folder, root) as folder:
+            yield folder
+
+    @contextlib.contextmanager
+    def _quietly(self, done: str) -> Iterator[None]:
+        """Log a failure of the folder instead of raising it. What is missing there is no failure."""
+        try:
+            yield
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._failed = True
+            self._log("failed", f"it cannot be {done} ({error.strerror or error}): bytes come from the bucket")
+
+    def _log(self, kind: str, text: str) -> None:
+        """Log a message of a kind as a WARNING the first time in this process."""
+        level = logging.DEBUG if (self._path, kind) in _logged else logging.WARNING
+        _logged.add((self._path, kind))
+        logger.log(level, "the node's copy %s: %s", self._path, text)
+
+
+@contextlib.contextmanager
+def _opened(name: str, above: int, about: CopiedObject | None = None) -> Iterator[int]:
+    """Open the folder of an object; with `about`, make it if it is missing. A link is not followed."""
+    if about is not None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=above)
+    fd = os.open(name, _FOLDER, dir_fd=above)
+    try:
+        if about is not None and not os.access(_ABOUT, os.F_OK, dir_fd=fd):
+            with open(os.open(_ABOUT, _NOTE, 0o600, dir_fd=fd), "w") as note:
+                json.dump([about.store, about.key, about.etag], note)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> Iterator[tuple[int, bool]]:
+    """Open a file and lock bytes of it. The end of the process releases the lock. Yields the file, and if it is locked.
+
+    Only Linux has locks that belong to the opener, and not to the process. Elsewhere nobody waits for anybody.
+    """
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
+    command: int | None = getattr(fcntl, "F_OFD_SETLK", None)
+    fd, ends, cut = os.open(name, _NOTE, 0o600, dir_fd=above), time.monotonic() + wait_s, current_cut()
+    try:
+        locked = command is None
+        while command is not None and not locked:
+            try:
+                fcntl.fcntl(fd, command, lock)
+                locked = True
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= ends or (cut is not None and cut.is_made):
+                    break
+                time.sleep(random.uniform(0, _POLL_S))
+        yield fd, locked
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
+    """Write views to a new file, by way of an aligned buffer."""
+    # A filesystem without a device, such as one in memory, copies the bytes in any case.
+    if nbytes >= _DIRECT_BYTES and os.major(os.fstat(fd).st_dev) and hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+    buffer, filled = memoryview(mmap.mmap(-1, _DIRECT_BYTES)), 0
+
+    def flush(size: int) -> None:
+        left = buffer[:size]
+        while len(left):
+            left = left[os.write(fd, left) :]
+
+    for view in views:
+        while len(view):
+            count = min(len(view), len(buffer) - filled)
+            buffer[filled : filled + count] = view[:count]
+            filled, view = filled + count, view[count:]
+            if filled == len(buffer):
+                flush(filled)
+                filled = 0
+    # Direct writes are of whole pages.
+    flush(-(-filled // mmap.PAGESIZE) * mmap.PAGESIZE)
+    os.ftruncate(fd, nbytes)
+
+
+def _remove(name: str, root: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        remove(name, root)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _is_gone(name: str, root: int, store: Store) -> bool:
+    """Return True if the bucket no longer has the object of a folder."""
+    try:
+        with _opened(name, root) as folder, open(open_file(_ABOUT, folder), "rb") as file:
+            identity, key, etag = json.load(file)
+        with retry.deadline(_LOOK_DEADLINE_S):
+            return bool(identity == store.identity and store.head(key).etag != etag)
+    except ObjectNotFoundError:
+        return True
+    except (OSError, ValueError, BucketpointError) as error:
+        logger.debug("the node's copy: whether an object still exists is not known: %s", error)
+        return False
