@@ -52,6 +52,9 @@ _ABANDONED_S = 600.0
 _DIRECT_BYTES = 1 << 20
 """Size of writes that bypass the page cache, for a tenth of the CPU time, and of the smallest file written so."""
 
+_NOTE_BYTES = 4096
+"""More than `about` has."""
+
 _POLL_S = 0.05
 _USED, _LOOKED, _ABOUT = "used", "looked", "about"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -210,6 +213,7 @@ class NodeFolder:
     def _reserve(self, root: int, nbytes: int, place: str) -> bool:
         """Count bytes that are about to be written. Return False if they do not fit beside the same checkpoint."""
         with _locked(_USED, root, 0, 1, CLAIM_S) as (fd, locked):
+            nbytes += _NOTE_BYTES
             text = os.pread(fd, 32, 0)
             used = int(text) if text.isdigit() else self._max_bytes
             if used + nbytes > self._max_bytes:

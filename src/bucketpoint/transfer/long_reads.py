@@ -56,13 +56,11 @@ def fetch(
     """Run all requests in parallel: every extent is verified and delivered, or the first error is raised."""
     streams = store.capabilities.streams_ranges
     reads = join_requests(requests, options) if streams else [LongRead([request]) for request in requests]
-    stalls, node = (
-        StallLimits(),
-        None if options.node_copy is None else NodeBytes(options.node_copy, store, options, meter),
-    )
-    if node is not None and reads:
+    copy, stalls = options.node_copy, StallLimits()
+    node = None if copy is None else NodeBytes(copy, store, options, meter)
+    if node is not None:
         # Processes of a node that load the same begin at different places, and read each other's bytes.
-        first = random.randrange(len(reads))
+        first = random.randrange(len(reads) or 1)
         reads = reads[first:] + reads[:first]
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for read in reads:

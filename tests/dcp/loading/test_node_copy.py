@@ -1,0 +1,228 @@
+"""Loads beside a node's copy: which bytes come from the bucket, and that neither damage nor a full disk fails one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+import bucketpoint
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, NodeCopy, TransferOptions
+from bucketpoint.integrations.boxes import BoxReader, SavedBox
+from bucketpoint.stores import node_copy
+from dcp import scenarios
+from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
+from dcp.ranks import Ranks
+from kit import FaultProxy
+from services import Service
+
+SHAPE = (3000, 500)  # six megabytes, in blocks of half a megabyte
+
+
+@pytest.fixture(autouse=True)
+def logged_anew() -> None:
+    node_copy._logged.clear()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/run/step-1"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> NodeCopy:
+    return NodeCopy(str(tmp_path / "copy"), 100_000_000)
+
+
+def transfer(copy: NodeCopy | None, **options: Any) -> TransferOptions:
+    return TransferOptions(node_copy=copy, part_bytes=1 << 20, **options)
+
+
+def state(*, fill: bool) -> dict[str, Any]:
+    weight, turned = expected_tensor(SHAPE), expected_tensor((300, 200)).t()
+    made = {"model": {"w": weight, "t": turned, "b": torch.arange(7.0)}, "step": 9}
+    return (
+        made if fill else {"model": {name: torch.zeros_like(value) for name, value in made["model"].items()}, "step": 0}
+    )
+
+
+def save(url: str, copy: NodeCopy | None) -> None:
+    dcp.save(state(fill=True), storage_writer=BucketWriter(url, transfer=transfer(copy)), no_dist=True)
+
+
+def load(url: str, copy: NodeCopy | None) -> tuple[int, int]:
+    """Load all of the state, which must be right. Return the bytes from the bucket and those from the copy."""
+    loaded, reader = state(fill=False), BucketReader(url, transfer=transfer(copy))
+    with counted() as count:
+        dcp.load(loaded, storage_reader=reader, no_dist=True, planner=LoadPlanner())
+    expected = state(fill=True)
+    assert all(torch.equal(loaded["model"][name], value) for name, value in expected["model"].items())
+    assert loaded["step"] == 9
+    assert reader.stats is not None
+    assert reader.stats.read_bytes == count.read
+    return count.read, reader.stats.node_bytes
+
+
+def load_rows(url: str, copy: NodeCopy, low: int, high: int) -> int:
+    """Load rows of a tensor, which must be right. Return the bytes from the bucket."""
+    target, reader = torch.zeros(high - low, SHAPE[1]), BoxReader(url, transfer=transfer(copy))
+    with counted() as count:
+        reader.load([SavedBox("model.w", (low, 0), target)], reader.read_metadata(), alone=True)
+    assert torch.equal(target, expected_tensor(SHAPE)[low:high])
+    return count.read
+
+
+def files(copy: NodeCopy) -> list[Path]:
+    return sorted(path for path in Path(copy.path).glob("*/*") if path.name[0].isdigit())
+
+
+@pytest.mark.parametrize("background", ["process", "thread"])
+def test_loads_what_was_saved_here_without_a_byte_from_the_bucket(
+    url: str, copy: NodeCopy, background: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = BucketWriter(url, transfer=transfer(copy, background=background))
+    bucketpoint.async_save(state(fill=True), checkpoint_id=url, storage_writer=writer, no_dist=True).result(60)
+    writer.close()
+    assert load(url, copy)[0] == 0
+    shutil.rmtree(copy.path)
+    read, held = load(url, copy)
+    assert (read > 6_000_000, held) == (True, 0)
+    assert load(url, copy) == (0, read)
+    monkeypatch.setenv(node_copy.VARIABLE, f"{copy.path}:100MB")
+    monkeypatch.setattr("bucketpoint.dcp.reader.TransferOptions", lambda: TransferOptions(part_bytes=1 << 20))
+    reader = BucketReader(url)
+    dcp.load(state(fill=False), storage_reader=reader, no_dist=True)
+    assert reader.stats is not None
+    assert reader.stats.node_bytes == read
+
+
+def test_reads_only_the_rows_that_the_node_lacks(url: str, tmp_path: Path) -> None:
+    save(url, None)
+    nodes = [NodeCopy(str(tmp_path / f"node-{number}"), 100_000_000) for number in range(4)]
+    quarter = SHAPE[0] // 4
+    ranges = [(number * quarter, (number + 1) * quarter) for number in range(4)]
+    first = [load_rows(url, node, *rows) for node, rows in zip(nodes, ranges, strict=True)]
+    assert [load_rows(url, node, *rows) for node, rows in zip(nodes, ranges, strict=True)] == [0] * 4
+    # A node is lost: its rank reads what it needs, and the others nothing.
+    shutil.rmtree(nodes[2].path)
+    assert [load_rows(url, node, *rows) for node, rows in zip(nodes, ranges, strict=True)] == [0, 0, first[2], 0]
+    # Half as many ranks: of its half the first node has one half.
+    whole = load_rows(url, NodeCopy(str(tmp_path / "new"), 100_000_000), 0, 2 * quarter)
+    assert 0 < load_rows(url, nodes[0], 0, 2 * quarter) <= whole - first[0] + 100  # and the table of checksums
+    # Twice as many ranks read nothing that their node has.
+    assert [load_rows(url, nodes[0], low, low + quarter // 2) for low in range(0, 2 * quarter, quarter // 2)] == [0] * 4
+
+
+def test_notices_and_heals_every_flipped_bit(url: str, copy: NodeCopy, caplog: pytest.LogCaptureFixture) -> None:
+    save(url, None)
+    nbytes, _ = load(url, copy)
+    whole = {file: file.read_bytes() for file in files(copy)}
+    assert len(whole) > 6
+    for share in (0.0, 0.5, 0.999999, None):
+        for file, data in whole.items():
+            position = int(len(data) * (share or 0))
+            flipped = bytes([data[position] ^ 16]) + data[position + 1 :]
+            file.write_bytes(data[:-1] if share is None else data[:position] + flipped)
+        assert load(url, copy) == (nbytes, 0)
+        assert {file: file.read_bytes() for file in files(copy)} == whole
+        assert load(url, copy) == (0, nbytes)
+    assert len([record for record in caplog.records if "damaged" in record.getMessage()]) == 1
+
+
+def test_saves_and_loads_beside_a_full_disk(
+    url: str, copy: NodeCopy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(node_copy.os, "write", full)
+    save(url, copy)
+    read, held = load(url, copy)
+    assert held == 0
+    assert not files(copy)
+    assert len([record for record in caplog.records if "No space left" in record.getMessage()]) == 1
+    monkeypatch.undo()
+    assert load(url, copy) == (read, 0)
+    assert load(url, copy) == (0, read)
+
+
+@pytest.mark.parametrize("service", ["minio"], indirect=True)
+def test_deletes_the_copy_of_a_pruned_checkpoint_at_the_next_look(service: Service, copy: NodeCopy) -> None:
+    for step in (1, 2):
+        writer = service.writer(service.url(f"step-{step}"), transfer=transfer(copy))
+        dcp.save(state(fill=True), storage_writer=writer, no_dist=True)
+    assert len(files(copy)) == 4
+    for key in service.listed("step-1/"):
+        service.delete(key)
+    reader = service.reader(service.url("step-1"), transfer=transfer(copy))
+    with pytest.raises(dcp.CheckpointException, match="no checkpoint"):
+        dcp.load(state(fill=False), storage_reader=reader, no_dist=True)
+    os.utime(Path(copy.path) / "looked", (1, 1))
+    dcp.load(
+        state(fill=False),
+        storage_reader=service.reader(service.url("step-2"), transfer=transfer(copy)),
+        no_dist=True,
+    )
+    assert len(files(copy)) == 2
+
+
+def test_keeps_no_bytes_without_a_checksum(url: str, copy: NodeCopy) -> None:
+    path = url.removeprefix("file://")
+    dcp.save(state(fill=True), storage_writer=FileSystemWriter(path), no_dist=True)
+    assert load(url, copy) == load(url, copy)
+    assert not files(copy)
+
+
+def load_from_a_server(rank: int, world: int, url: str, options: dict[str, Any], copy: NodeCopy) -> tuple[int, int]:
+    """Every rank loads all of the state, as servers of a node do."""
+    loaded = state(fill=False)
+    reader = BucketReader(url, storage_options=options, transfer=transfer(copy))
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert torch.equal(loaded["model"]["w"], expected_tensor(SHAPE))
+    assert reader.stats is not None
+    return reader.stats.read_bytes, reader.stats.node_bytes
+
+
+@pytest.mark.parametrize("service", ["minio"], indirect=True)
+def test_reads_each_byte_once_for_all_processes_of_a_node(
+    four_ranks: Ranks, service: Service, proxy: FaultProxy, copy: NodeCopy
+) -> None:
+    url, options = service.url("step"), service.at(proxy.url).options
+    dcp.save(state(fill=True), storage_writer=BucketWriter(url, storage_options=options), no_dist=True)
+    nbytes = sum(map(len, (service.read(key) for key in service.listed() if key.endswith(".distcp"))))
+    for wanted in (1.02 * nbytes, 0):
+        figures = four_ranks.run(load_from_a_server, url, options, copy)
+        assert sum(read for read, _ in figures) <= wanted
+        assert sum(read + held for read, held in figures) >= 0.99 * 4 * nbytes
+
+
+def load_shards(rank: int, world: int, url: str, copy: NodeCopy) -> tuple[int, str]:
+    loaded, reader = (
+        scenarios.sharded_state(world, fill=False),
+        BucketReader(transfer=transfer(copy), cooperative="node"),
+    )
+    with counted() as count:
+        dcp.load(loaded, checkpoint_id=url, storage_reader=reader, planner=LoadPlanner())
+    scenarios.assert_state(loaded)
+    return count.read, reader.explain()
+
+
+def save_shards(rank: int, world: int, url: str, copy: NodeCopy) -> None:
+    writer = BucketWriter(transfer=transfer(copy))
+    dcp.save(scenarios.sharded_state(world, fill=True), checkpoint_id=url, storage_writer=writer)
+
+
+def test_takes_the_place_of_the_exchange_between_ranks_of_a_node(
+    four_ranks: Ranks, two_ranks: Ranks, url: str, copy: NodeCopy
+) -> None:
+    four_ranks.run(save_shards, url, copy)
+    for ranks in (four_ranks, two_ranks):
+        for read, explained in ranks.run(load_shards, url, copy):
+            assert (read, explained) == (0, f"Plain: the {ranks.world} ranks share the node's copy")
