@@ -198,7 +198,9 @@ def _child(order: dict[str, Any]) -> None:
             used = _cpu(writer.uploads.process_id) - cpu
             saves.append((used, handle.stats.blocked_s, time.monotonic() - began))
         writer.close()
-        found = dict(zip(("cpu", "blocked", "total"), map(statistics.mean, zip(*(saves[1:] or saves))), strict=True))
+        found = dict(
+            zip(("cpu", "blocked", "total"), map(statistics.mean, zip(*(saves[1:] or saves), strict=True)), strict=True)
+        )
     else:
         mode = order.get("cooperative", "off")
         reader = S3Reader(order["url"], storage_options=order["options"], transfer=transfer, cooperative=mode)
