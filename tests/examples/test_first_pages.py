@@ -23,6 +23,7 @@ PAGES = {
     "docs/quickstart.md": ["run/step-500", "run/step-1", "run/step-2", "run-2/step-3"],
     "docs/staging.md": [f"run/step-{step}" for step in range(0, 1000, 100)],
     "docs/manager.md": ["run/step-3"],
+    "docs/restart.md": ["run/step-1"],
     "docs/incremental.md": ["run/step-0", "run/step-100", "run/step-200"],
 }
 """Pages, and the checkpoints that are in the bucket once their snippets have run."""
@@ -112,7 +113,9 @@ def test_runs_the_snippets_of_the_first_pages_as_they_stand(minio: S3Server, tmp
     buckets = {page: minio.make_bucket() for page in PAGES}
     pasted = {
         page: [
-            each.replace("s3://bucket/", f"s3://{bucket}/").replace("/tmp/run", str(tmp_path / "run"))
+            each.replace("s3://bucket/", f"s3://{bucket}/")
+            .replace("/tmp/run", str(tmp_path / "run"))
+            .replace("/local_nvme", str(tmp_path))
             for each in snippets(page)
         ]
         for page, bucket in buckets.items()

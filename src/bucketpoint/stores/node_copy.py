@@ -324,28 +324,30 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
 
 
 def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
-    """Write views to a new file, by way of an aligned buffer."""
+    """Write views to a new file: to a disk past the page cache, by way of an aligned buffer."""
+
+    def write(view: memoryview) -> None:
+        while len(view):
+            view = view[os.write(fd, view) :]
+
     # A filesystem without a device, such as one in memory, copies the bytes in any case.
-    if nbytes >= _DIRECT_BYTES and os.major(os.fstat(fd).st_dev) and hasattr(os, "O_DIRECT"):
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+    if nbytes < _DIRECT_BYTES or not os.major(os.fstat(fd).st_dev) or not hasattr(os, "O_DIRECT"):
+        for view in views:
+            write(view)
+        return
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
     buffer, filled = memoryview(mmap.mmap(-1, _DIRECT_BYTES)), 0
-
-    def flush(size: int) -> None:
-        left = buffer[:size]
-        while len(left):
-            left = left[os.write(fd, left) :]
-
     for view in views:
         while len(view):
             count = min(len(view), len(buffer) - filled)
             buffer[filled : filled + count] = view[:count]
             filled, view = filled + count, view[count:]
             if filled == len(buffer):
-                flush(filled)
+                write(buffer)
                 filled = 0
     # Direct writes are of whole pages.
-    flush(-(-filled // mmap.PAGESIZE) * mmap.PAGESIZE)
+    write(buffer[: -(-filled // mmap.PAGESIZE) * mmap.PAGESIZE])
     os.ftruncate(fd, nbytes)
 
 
