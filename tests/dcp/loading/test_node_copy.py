@@ -44,7 +44,7 @@ def copy(tmp_path: Path) -> NodeCopy:
 
 
 def transfer(copy: NodeCopy | None, **options: Any) -> TransferOptions:
-    return TransferOptions(node_copy=copy, part_bytes=1 << 20, **options)
+    return TransferOptions(node_copy=copy, part_bytes=3 << 20, **options)
 
 
 def state(*, fill: bool) -> dict[str, Any]:
@@ -118,6 +118,9 @@ def test_reads_only_the_rows_that_the_node_lacks(url: str, tmp_path: Path) -> No
     # Half as many ranks: of its half the first node has one half.
     whole = load_rows(url, NodeCopy(str(tmp_path / "new"), 100_000_000), 0, 2 * quarter)
     assert 0 < load_rows(url, nodes[0], 0, 2 * quarter) <= whole - first[0] + 100  # and the table of checksums
+    # A range of which the node has the beginning is read from there on.
+    part = NodeCopy(str(tmp_path / "part"), 100_000_000)
+    assert load_rows(url, part, 0, 100) + load_rows(url, part, 0, 2 * quarter) <= whole + 100
     # Twice as many ranks read nothing that their node has.
     assert [load_rows(url, nodes[0], low, low + quarter // 2) for low in range(0, 2 * quarter, quarter // 2)] == [0] * 4
 
@@ -126,7 +129,7 @@ def test_notices_and_heals_every_flipped_bit(url: str, copy: NodeCopy, caplog: p
     save(url, None)
     nbytes, _ = load(url, copy)
     whole = {file: file.read_bytes() for file in files(copy)}
-    assert len(whole) > 6
+    assert len(whole) > 2
     for share in (0.0, 0.5, 0.999999, None):
         for file, data in whole.items():
             position = int(len(data) * (share or 0))
