@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from bucketpoint.staging.stager import Stager
     from bucketpoint.stores.node_copy import NodeCopy
     from bucketpoint.transfer.options import TransferOptions
-    from bucketpoint.transfer.progress import Progress
 
 __all__ = [
     "AccessDeniedError",
@@ -67,7 +66,6 @@ __all__ = [
     "MismatchError",
     "NodeCopy",
     "PolicyError",
-    "Progress",
     "RanksDisagreeError",
     "RetentionPolicy",
     "S3Reader",
@@ -96,7 +94,7 @@ _MODULES = {name: module for module, *names in map(str.split, (
     "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer", "dcp.saving.commit_info CommitInfo",
     "dcp.writer BucketWriter", "manager CheckpointManager", "retention RetentionPolicy",
     "stores.node_copy NodeCopy", "staging.options StagingOptions", "staging.stager Stager",
-    "transfer.options TransferOptions", "transfer.progress Progress",
+    "transfer.options TransferOptions",
 )) for name in names}  # fmt: skip
 """Modules of the names that are imported on first use."""
 

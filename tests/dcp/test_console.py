@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketReader, BucketWriter, Progress
+from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.dcp.progress_bar import progress_callback
+from bucketpoint.transfer import Progress
 
 URL = "memory://console/run"
 
