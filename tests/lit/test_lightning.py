@@ -14,9 +14,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from safetensors.torch import load_file
 
 import bucketpoint
 from bucketpoint import BucketpointError, RetentionPolicy
+from bucketpoint.convert import export_safetensors
 from bucketpoint.integrations.lightning import BucketCheckpoint, BucketCheckpointIO, bucket_strategy
 from bucketpoint.retention import Keep, Save, SaveEvery
 from kit.servers import S3Server
@@ -124,6 +126,9 @@ def test_validates_weights_from_a_url(tmp_path: Path) -> None:
     other = BoringModel()
     trainer(enable_checkpointing=False).validate(other, ckpt_path=f"{tmp_path}/run/step-6", verbose=False)
     assert torch.equal(other.layer.weight, model.layer.weight)
+    export_safetensors(f"{tmp_path}/run/step-6", tmp_path / "hub", prefix="model")
+    assert load_file(tmp_path / "hub/model.safetensors").keys() == {"layer.weight", "layer.bias"}
+    other.load_state_dict(bucketpoint.load(f"{tmp_path}/hub"))
 
 
 def test_saves_to_a_url_by_the_trainer_and_loads_what_it_trusts(tmp_path: Path) -> None:

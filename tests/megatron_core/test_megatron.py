@@ -19,10 +19,12 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter
+from bucketpoint.convert import export_safetensors
 from bucketpoint.dcp.planning.agreement import CommitRead
 from bucketpoint.errors import (
     BucketNotFoundError,
@@ -189,6 +191,10 @@ def test_loads_what_is_saved_also_by_megatrons_own_reader_from_a_folder(tmp_path
     expect(load(state(0), url), 7)
     expect(dist_checkpointing.load(state(0), url), 7)
     assert dist_checkpointing.load_common_state_dict(url)["iteration"] == 7
+    export_safetensors(url, tmp_path / "hub")
+    exported, saved = load_file(tmp_path / "hub/model.safetensors"), bucketpoint.load(url, trusted=True)
+    assert exported.keys() == {"plain", "gated", "stack", "half"}
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
 
 
 @pytest.mark.usefixtures("alone")
