@@ -68,7 +68,7 @@ def run(world: int, folder: Path, **arguments: Any) -> list[Any]:
         environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
         environ |= {"VLLM_DIST_IDENT": f"{folder.name}-{os.getpid()}", "VLLM_CPU_KVCACHE_SPACE": "1"}
         environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with (folder / f"{rank}.log").open("wb") as log:
             command = [sys.executable, str(program), json.dumps(given)]
             workers.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
