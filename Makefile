@@ -257,7 +257,7 @@ docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples
 
 .PHONY: site
 site: .venv-site/$(STAMP) ## build the documentation site into build/site; a broken link, anchor or reference fails
-	@# The theme announces its end on each build; docs/decisions.md has the date.
+	@# The theme announces its end on each build.
 	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict
 	@.venv-site/bin/python tools/check_reference.py build/site
 	@echo "build/site is built: python3 -m http.server --bind 127.0.0.1 --directory build/site"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.other_threads import before_other_threads
 from integrations.test_promised import Memory, counting
 
 
@@ -26,6 +27,18 @@ def test_makes_noted_copies_before_another_thread_uses_them(pooled: bool) -> Non
             thread.start()
             thread.join()
     assert parameter.tolist() == [2, 4, 6]
+
+
+def test_leaves_the_functions_of_threads_as_they_were_in_any_order_of_ends() -> None:
+    before, acts = (threading.Thread.start, ThreadPoolExecutor.submit), []
+    first, second = before_other_threads(lambda: acts.append(1)), before_other_threads(lambda: acts.append(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    threading.Thread(target=int).start()
+    second.__exit__(None, None, None)
+    threading.Thread(target=int).start()
+    assert ((threading.Thread.start, ThreadPoolExecutor.submit), acts) == (before, [2])
 
 
 def test_finds_waiting_elements_by_their_address() -> None:

@@ -321,8 +321,8 @@ def test_deletes_a_few_of_a_plan_that_deletes_too_much_and_says_how_to_go_on(
             "the plan deletes or thins 10 of 11 checkpoints, and max_delete allows 3; "
             "this prune is limited to 4 of them" in caplog.text
         )
-        assert f"`bucketpoint prune POLICY.yaml --root {root} --dry-run` shows" in caplog.text
-        assert f"`bucketpoint prune POLICY.yaml --root {root} --yes` carries out" in caplog.text
+        assert "The manager's `prune(force=True)`, or with the policy's file" in caplog.text
+        assert f"`bucketpoint prune FILE --root {root} --yes`, carries out" in caplog.text
         manager.prune(force=True)
         assert committed(root) == ["step-20"]
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.boxes import SavedBox
+from bucketpoint.integrations.other_threads import before_other_threads
 from bucketpoint.integrations.strided_views import Regions, box_of, in_rounds, is_plain_view, overlap
 
 _aten = torch.ops.aten
@@ -44,8 +44,6 @@ _READ_MEMORY = {
 
 _SHARE_MEMORY = {"numpy", "__array__", "__dlpack__", "__get__"}
 """Those of them whose results reach the memory later, too. Loaders ask for addresses only to compare them."""
-
-_HAND_WORK_OVER = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
 
 
 class Promised(torch.Tensor):
@@ -136,7 +134,7 @@ class Promises:
         """Note the copies that this thread makes in the block, and make them at its end."""
         self._thread = threading.get_ident()
         try:
-            with self._watching_threads(), _WatchMemory(self), _Watch(self):
+            with before_other_threads(self._hand_over), _WatchMemory(self), _Watch(self):
                 yield
         except GeneratorExit:
             # A generator held the block, and its consumer has left the rest of the tensors.
@@ -180,27 +178,10 @@ class Promises:
             self._failure = error
             raise
 
-    @contextmanager
-    def _watching_threads(self) -> Iterator[None]:
-        """Make the noted copies when this thread starts another, or passes work to a pool: modes watch one thread."""
-        own = threading.get_ident()
-        originals = [(owner, name, getattr(owner, name)) for owner, name in _HAND_WORK_OVER]
-
-        def settling(original: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() == own and self._notes:
-                    self.read_noted()
-                return original(*args, **kwargs)
-
-            return call
-
-        try:
-            for owner, name, original in originals:
-                setattr(owner, name, settling(original))
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
+    def _hand_over(self) -> None:
+        """Make the noted copies if it is the noting thread that gives work to another one: modes watch one thread."""
+        if threading.get_ident() == self._thread and self._notes:
+            self.read_noted()
 
     def _fail(self, error: Exception) -> None:
         """End the last load with this rank's error on all ranks, which wait for each other there."""

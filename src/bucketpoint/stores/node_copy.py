@@ -91,7 +91,11 @@ class NodeCopy:
 
     @classmethod
     def parse(cls, text: str) -> NodeCopy:
-        """Return the copy that a text such as `/local_nvme/ckpt:200GB` describes."""
+        """Return the copy that a text such as `/local_nvme/ckpt:200GB` describes.
+
+        Raises:
+            BucketpointError: it is no such text.
+        """
         match = _SETTING.fullmatch(text)
         if match is None:
             raise BucketpointError(f"{text!r} is no folder with a limit", remedy="Write it as /local_nvme/ckpt:200GB")

@@ -1,0 +1,46 @@
+"""Calls before a program starts a thread, or passes work to a pool of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+_HAND_WORK_OVER = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
+_ORIGINAL = "_bucketpoint_original"
+
+_acts: list[Callable[[], None]] = []
+_changes = threading.Lock()
+
+
+@contextmanager
+def before_other_threads(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` in the block before any thread of the process gives work to another one.
+
+    Blocks may end in any order. The last to end puts the functions back, unless others replaced them.
+    """
+    with _changes:
+        if not _acts:
+            for owner, name in _HAND_WORK_OVER:
+                setattr(owner, name, _acting(getattr(owner, name)))
+        _acts.append(act)
+    try:
+        yield
+    finally:
+        with _changes:
+            _acts.remove(act)
+            for owner, name in () if _acts else _HAND_WORK_OVER:
+                current = getattr(owner, name)
+                setattr(owner, name, getattr(current, _ORIGINAL, current))
+
+
+def _acting(original: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for act in tuple(_acts):
+            act()
+        return original(*args, **kwargs)
+
+    setattr(call, _ORIGINAL, original)
+    return call
