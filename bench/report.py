@@ -16,7 +16,7 @@ from bench.staging import report as staging_report
 from bench.stalls import report as stalls_report
 from bench.start_up import report as start_up_report
 from bench.stores import report as stores_report
-from bench.tables import shown, table, wrapped
+from bench.tables import print_progress, shown, table, wrapped
 from bench.thresholds import OURS, PEER, Verdict, verdicts
 from bench.unchanged import report as unchanged_report
 
@@ -46,9 +46,7 @@ def print_measurement(found: dict[str, Any]) -> None:
     line = f"{found['where']:8} {found['round']} {found['op']:9} {found['contender']:17}"
     if "wall_s" in found:
         line += f" {wall(found):6.2f} s  {cpu_per_gb(found):5.2f} cpu-s/GB  {peak_mb(found):+7.1f} MB"
-    if "error" in found:
-        line += f"  ERROR {found['error']}\n{found.get('traceback', '')}"
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def merged(result: dict[str, Any], out: Path) -> dict[str, Any]:

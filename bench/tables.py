@@ -1,9 +1,10 @@
-"""Markdown tables, and how a spread is written. No figures are made here."""
+"""Markdown tables, lines of progress, and how a spread is written. No figures are made here."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from bench.figures import Spread
 
@@ -18,6 +19,13 @@ def shown(spread: Spread | None, shape: str, *, brief: bool = False) -> str:
         return ""
     text = shape.format(spread.middle)
     return text if brief or spread.count == 1 else f"{text} [{shape.format(spread.low)}, {shape.format(spread.high)}]"
+
+
+def print_progress(line: str, found: Mapping[str, Any]) -> None:
+    """Print the line of a measurement at once, with the error that ended it."""
+    error = f"  ERROR {found['error']}" if "error" in found else ""
+    trace = f"\n{found['traceback']}" if found.get("traceback") else ""
+    print(line + error + trace, flush=True)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Measurement, Results
-from bench.tables import shown, table
+from bench.tables import print_progress, shown, table
 from bench.thresholds import Verdict, bounded
 
 OURS, STOCK = "bucketpoint", "dcp"
@@ -47,8 +47,7 @@ def print_measurement(found: dict[str, Any]) -> None:
         line += f" max/mean {imbalance(found):.3f}, {found['messages']} B of messages for {found['items']} items"
     if "received" in found:
         line += f" {seconds(found):6.2f} s, store bytes x {overread(found):.3f}, {found['peak_bytes'] / 1e6:+.0f} MB"
-    line += f"  ERROR {found['error']}" if "error" in found else ""
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def verdicts(ranks: dict[str, Any]) -> Iterator[Verdict]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Metric, Results
-from bench.tables import shown, table
+from bench.tables import print_progress, shown, table
 from bench.thresholds import Verdict, bounded
 
 OURS = "bucketpoint"
@@ -35,8 +35,7 @@ def print_measurement(found: dict[str, Any]) -> None:
         line += f" {found['deleted']} deletions, the last of them in {found['hurried_s']:.2f} s"
     if "requests" in found:
         line += f" {found['requests']}"
-    line += f"  ERROR {found['error']}" if "error" in found else ""
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def of_one(results: Results) -> int | None:

@@ -19,6 +19,7 @@ from bench.lines import Worker
 from bench.requests_seen import summary
 from bench.serving.report import WORLDS, print_measurement
 from bench.serving.worker import BYTES, CONTENDERS, load_part, save, value_of, weights
+from bench.thresholds import OURS
 from dcp.ranks import Ranks
 from kit.http import Wire
 from kit.servers import minio
@@ -40,7 +41,7 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
 
     worker = Worker.start("bench.serving.worker", python=environments.python_of("runai"))
 
-    def ask(where: str, op: str, name: str, round_: int, env: dict[str, str], url: str) -> dict[str, Any]:
+    def ask(op: str, name: str, env: dict[str, str], url: str) -> dict[str, Any]:
         return worker.ask({"contender": name, "op": op, "env": env, "url": url})
 
     try:
@@ -51,24 +52,22 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
                 names = [*CONTENDERS][round_ % 3 :] + [*CONTENDERS][: round_ % 3]
                 for name in names:
                     url = f"s3://{BUCKET}/{FILE}" if name == "runai" else STEP
-                    note("loopback", "load", name, round_, ask("loopback", "load", name, round_, env, url))
-                note(
-                    "loopback", "lock", "bucketpoint", round_, ask("loopback", "lock", "bucketpoint", round_, env, STEP)
-                )
+                    note("loopback", "load", name, round_, ask("load", name, env, url))
+                note("loopback", "lock", OURS, round_, ask("lock", OURS, env, STEP))
         with minio(binary, data=fast / "counted") as plain:
             _fill(plain, fast)
             with proxied(scratch, plain, Wire()) as (server, proxy):
                 for op, url in (("step", STEP), ("run", RUN)):
-                    found = ask("count", op, "bucketpoint", 0, _env(server), url)
+                    found = ask(op, OURS, _env(server), url)
                     if "error" not in found:
                         found["requests"] = summary(proxy.requests(found["start"], found["end"]))
-                    note("count", op, "bucketpoint", 0, found)
+                    note("count", op, OURS, 0, found)
                 for world in WORLDS[1:]:
                     ranks, start = Ranks(world), time.monotonic()
                     wrong = [name for names in ranks.run(load_part, _env(server), STEP) for name in names]
                     ranks.close()
                     found = {"needed_bytes": BYTES, "requests": summary(proxy.requests(start, time.monotonic()))}
-                    note("count", f"tp{world}", "bucketpoint", 0, {**found, **({"error": wrong[0]} if wrong else {})})
+                    note("count", f"tp{world}", OURS, 0, {**found, **({"error": wrong[0]} if wrong else {})})
     finally:
         worker.stop()
     return {

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Results, Spread, cpu_per_gb, peak_mb, wall
-from bench.tables import shown, table
-from bench.thresholds import MAX_EXTRA_MB, Verdict, bounded
+from bench.tables import print_progress, shown, table
+from bench.thresholds import MAX_EXTRA_MB, OURS, Verdict, bounded
 
-OURS = "bucketpoint"
 LIMITS = {"dcp.load": 1.10, "runai": 1.00}
 WORLDS = (1, 2, 4)
 MAX_GETS, MAX_MOVED, MAX_LOCK_S = 64, 1.02, 0.15
@@ -30,8 +29,7 @@ def print_measurement(found: dict[str, Any]) -> None:
         line += f"  lock {found['lock_s_per_gb']:.2f} s/GB"
     if "requests" in found:
         line += f"  {found['requests']['kinds']}, {_moved(found):.4f} bytes a byte"
-    line += f"  ERROR {found['error']}\n{found.get('traceback', '')}" if "error" in found else ""
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def _moved(found: dict[str, Any]) -> float:

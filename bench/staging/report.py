@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.figures import Measurement, Metric, Results, Spread
-from bench.tables import shown, table
+from bench.tables import print_progress, shown, table
 from bench.thresholds import Verdict, bounded
 
 OURS = "bucketpoint"
@@ -95,9 +95,8 @@ def print_measurement(found: dict[str, Any]) -> None:
         line += f" {found['resident_mb']:.0f} MB, ready after {found['ready_s']:.2f} s"
     if "staged_bytes" in found:
         line += f" {found['staged_bytes']} B staged for {found['state_bytes']}"
-    line += f"  ERROR {found['error']}" if "error" in found else ""
     line += f"  not run: {found['not_run']}" if "not_run" in found else ""
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def verdicts(staging: dict[str, Any]) -> Iterator[Verdict]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Results, wall
-from bench.tables import shown, table
+from bench.tables import print_progress, shown, table
 from bench.thresholds import Verdict, bounded
 
 LIMITED, PLAIN = "limited", "plain"
@@ -19,7 +19,7 @@ def print_measurement(found: dict[str, Any]) -> None:
     line = f"{'stalls':9} {found['round']} {found['where']:9} {found['contender']:7}"
     if "wall_s" in found:
         line += f" {found['wall_s']:.2f} s  {found['cpu_s']:.2f} cpu-s"
-    print(line + (f"  ERROR {found['error']}" if "error" in found else ""), flush=True)
+    print_progress(line, found)
 
 
 def verdicts(stalls: dict[str, Any]) -> Iterator[Verdict]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
-from bench.tables import shown, table
+from bench.tables import print_progress, shown, table
 from bench.thresholds import Verdict, bounded
 
 MAX_MOVED = 1.1
@@ -25,8 +25,7 @@ def print_measurement(found: dict[str, Any]) -> None:
     if "requests" in found:
         moved = found["requests"]["sent" if found["op"] == "save" else "received"] / found["needed_bytes"]
         line += f"  {sum(found['requests']['kinds'].values())} requests, {moved:.3f} bytes moved per byte needed"
-    line += f"  ERROR {found['error']}\n{found.get('traceback', '')}" if "error" in found else ""
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def verdicts(stores: dict[str, Any]) -> Iterator[Verdict]:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.figures import Measurement, Metric, Results, Spread, peak_mb, wall
-from bench.tables import shown, table
+from bench.tables import print_progress, shown, table
 from bench.thresholds import NOISE_MB, Verdict, bounded
 
 COPY, SEND = "copy", "send"
@@ -31,8 +31,7 @@ def print_measurement(found: Measurement) -> None:
         line += f"  compared in {found['compared_cpu_s']:.3f} cpu-s"
     if "requests" in found:
         line += f"  {found['requests']['sent'] / 1e6:.1f} MB sent, {found['requests']['kinds']}"
-    line += f"  ERROR {found['error']}" if "error" in found else ""
-    print(line, flush=True)
+    print_progress(line, found)
 
 
 def _sent(part: dict[str, Any], op: str) -> float | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from bucketpoint.catalog.restore_candidates import usual_mode
+from bucketpoint.catalog.restore_candidates import metric_and_mode, usual_mode
 from bucketpoint.errors import BucketpointError, InvalidURLError, PolicyError, PolicyFault
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery, from_yaml
@@ -40,13 +40,13 @@ def policy_of(
         )
     rules: tuple[Best, ...] = ()
     if best is not None:
-        metric, _, mode = str(best).rpartition(":")
-        if mode not in ("min", "max") and usual_mode(best) == "max":
+        metric, mode = metric_and_mode(str(best))
+        if not mode and usual_mode(metric) == "max":
             raise BucketpointError(
                 f"best={best!r} would keep the lowest value, and high values of such a metric are better",
                 remedy=f'Pass best="{best}:max", or "{best}:min" if low values are better',
             )
-        rules = (Best(metric, "max") if mode == "max" else Best(metric if mode == "min" else best, "min"),)
+        rules = (Best(metric, "max" if mode == "max" else "min"),)
     save = Save() if every is None else Save(every=[SaveEvery(every)], on=["last_step", "sigterm"])
     return RetentionPolicy(Keep(latest=keep, best=rules), save=save)
 

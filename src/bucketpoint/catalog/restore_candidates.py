@@ -28,6 +28,12 @@ def usual_mode(metric: str) -> str:
     return next((mode for mode, words in _BETTER.items() if re.search(words, metric.lower())), "")
 
 
+def metric_and_mode(text: str) -> tuple[str, str]:
+    """Return the two parts of `METRIC:min` or `METRIC:max`. Of another text: itself, and no mode."""
+    metric, _, mode = text.rpartition(":")
+    return (metric, mode) if mode in ("min", "max") else (text, "")
+
+
 def restore_candidates(
     catalog: Catalog,
     policy: RetentionPolicy,
@@ -79,8 +85,8 @@ def chosen(catalog: Catalog, which: str) -> Checkpoint:
 
 def _spoken(catalog: Catalog, text: str) -> Best:
     """Return the rule of `METRIC:min`, of a metric alone, or of the run's only metric if `text` is empty."""
-    metric, _, mode = text.rpartition(":")
-    if not metric or mode not in ("min", "max"):
+    metric, mode = metric_and_mode(text)
+    if not metric or not mode:
         names = sorted(catalog.snapshot().metric_names())
         metric = text or (names[0] if len(names) == 1 else "")
         mode = usual_mode(metric)
