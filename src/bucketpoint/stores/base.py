@@ -1,8 +1,8 @@
 """The `Store` protocol: blocking calls on the objects of one bucket.
 
 A store is one bucket (or one filesystem root) reached with one set of credentials. It is safe to call from several
-threads, and starts no threads. Every failure is raised as one of the classes in `bucketpoint.errors`. A store does not
-retry a range whose body broke off: `transfer` does. `get`, for small objects, does retry.
+threads. Every failure is raised as one of the classes in `bucketpoint.errors`. A range whose body broke off is retried
+by `transfer`, not by the store. `get`, for small objects, retries.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SCRATCH = ".bucketpoint-probe-"
 """Prefix of the names of scratch objects; random characters follow."""
 
 UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
-"""Errors that leave open whether the store supports the condition."""
+"""Errors that leave a trial without a result: they do not show whether the store supports the condition."""
 
 Buffers = Sequence[memoryview]
-"""Byte-format (`"B"`), C-contiguous views whose bytes follow each other in an object."""
+"""Views (format `"B"`, C-contiguous) of bytes that are consecutive in an object."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Features and limits of a store, so that callers need no trials.
+    """Features and limits of a store.
 
     Attributes:
         conditional_put: `if_none_match` and `if_match` are honoured atomically.
@@ -44,7 +44,7 @@ class Capabilities:
         max_put_bytes: the largest body of a single PUT.
         pinned_reads: `if_match` on a read is honoured.
         lists_uploads: `list_multipart` finds uploads by any prefix of their keys, not only by the whole key.
-        conditional_replace: `conditional_put` covers `if_match`, too. If False, it covers only `if_none_match`.
+        conditional_replace: `conditional_put` applies to `if_match`, too; if False, only to `if_none_match`.
         copies_bodies: the client holds a copy of each body while it is sent, and of each range while it is received.
         streams_ranges: the store is an `OpensRanges`, and the body of its replies can be received piece by piece.
         conditional_delete: `delete_if` compares and deletes in one step. Otherwise it reads the ETag first, and misses
@@ -104,7 +104,7 @@ class DeleteFailure:
 
 @dataclass(frozen=True)
 class OpenUpload:
-    """A multipart upload that was neither completed nor aborted."""
+    """A multipart upload in progress."""
 
     key: str
     upload_id: str = field(repr=False)
@@ -112,13 +112,12 @@ class OpenUpload:
 
 
 class RangeReply(Protocol):
-    """The reply to a ranged read whose body has not been received yet."""
+    """The reply to a ranged read, whose body has not been received yet."""
 
     def receive(self, buffers: Buffers) -> None:
         """Receive the body into writable `buffers`, whose total length is that of the range.
 
-        If the store has `streams_ranges`, the buffers may be shorter: they receive the next bytes of the body, and the
-        method is called again until all have been received.
+        If the store has `streams_ranges`, the buffers may be shorter: each call receives the next bytes of the body.
 
         Raises:
             TransientStoreError: the body broke off; the buffers' content is undefined.
@@ -126,7 +125,7 @@ class RangeReply(Protocol):
         ...
 
     def drop(self) -> None:
-        """Close the connection. Has no effect on a reply that was already received."""
+        """Close the connection, unless the body was already received."""
         ...
 
 
@@ -135,16 +134,13 @@ class OpensRanges(Protocol):
     """A store that can read a range in two steps: the headers of the reply, and the body in pieces."""
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
-        """Request a range of at least one byte. Returns once the reply's headers are there; raises like `read_into`."""
+        """Request a range of at least one byte, and wait for the headers of the reply. Raises like `read_into`."""
         ...
 
 
 @runtime_checkable
 class Store(Protocol):
-    """Access to the objects of one bucket.
-
-    Keys are relative to `url`, never begin with a slash, and are never normalised.
-    """
+    """Access to the objects of a bucket. Keys are relative to `url`, begin with no slash, and are never normalised."""
 
     @property
     def url(self) -> str:
@@ -153,7 +149,7 @@ class Store(Protocol):
 
     @property
     def identity(self) -> str:
-        """A unique name of this store, without credentials: it differs for the same `url` at different endpoints."""
+        """A unique name of this store, without credentials. It differs for the same `url` at different endpoints."""
         ...
 
     @property
@@ -217,11 +213,7 @@ class Store(Protocol):
         ...
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """Yield each distinct `prefix + name + "/"` one level below `prefix`, in key order.
-
-        Args:
-            prefix: empty, or ending with a slash.
-        """
+        """Yield each `prefix + name + "/"` one level below `prefix` (empty, or ending with `/`), sorted."""
         ...
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
@@ -235,7 +227,7 @@ class Store(Protocol):
             True if the object is gone: this call deleted it, or it was already missing.
 
         Raises:
-            PreconditionFailedError: another object has the key now. It is not deleted.
+            PreconditionFailedError: the key now belongs to another object, which is not deleted.
         """
         ...
 
@@ -247,7 +239,7 @@ class Store(Protocol):
 
         Raises:
             ObjectNotFoundError: there is no object at `source.key`.
-            PreconditionFailedError: the object at `source.key` no longer has `source.etag`. None is not checked.
+            PreconditionFailedError: the object no longer has `source.etag`. An ETag of None is not checked.
         """
         ...
 
@@ -283,7 +275,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class CopiesInside(Protocol):
-    """A store whose service can copy from another bucket of the same service, without bytes through this process."""
+    """A store whose service can copy from another of its buckets, without moving bytes through this process."""
 
     def can_copy_from(self, other: Store) -> bool:
         """Return True if the service can be asked to copy from `other`. The service may still refuse the request."""
@@ -295,19 +287,19 @@ class CopiesInside(Protocol):
 
 
 class ExpiringDeletes(Protocol):
-    """A store that can sign a deletion now and send it later. `Capabilities.expiring_delete` is True if it expires."""
+    """A store that can sign a deletion now and send it later: see `Capabilities.expiring_delete`."""
 
     def prove_deletes(self, prefix: str) -> Capabilities:
-        """Return the capabilities. If unknown, first try conditional and expiring deletions below `prefix`."""
+        """Return the capabilities, after a trial of deletions below `prefix` if support for them is unknown."""
         ...
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
         """Sign the deletion of one object now, and return a function that sends the request once per call.
 
         The function returns True if the object is gone, and False if the service refused the request because it
-        arrived more than `seconds` after it was signed. So a process that was suspended in between deletes nothing.
-        The signing time is from this machine's clock and the arrival time from the service's clock: a difference
-        between the two clocks makes the limit that much longer or shorter.
+        arrived more than `seconds` after it was signed. So a process that was suspended for longer deletes nothing.
+        The signing time is from this machine's clock, and the arrival time from the service's: a difference between
+        the two clocks makes the limit that much longer or shorter.
         """
         ...
 
@@ -318,13 +310,12 @@ def scratch_key(prefix: str) -> str:
 
 
 def proven(store: Store, prefix: str) -> Capabilities:
-    """Return the capabilities of a store, for callers that rely on conditions, after a trial if only a trial tells.
+    """Return the capabilities of a store, with its support for conditions found by a trial below `prefix` if necessary.
 
     Raises:
         StoreError: the trial was undecided.
     """
-    # Not by isinstance: from Python 3.12 on a protocol does not see methods that a wrapper, such as a paced store,
-    # forwards.
+    # Not by isinstance: from Python 3.12 on, protocols do not find methods that a wrapper forwards by `__getattr__`.
     prove: Callable[[str], Capabilities] | None = getattr(store, "prove_conditions", None)
     return store.capabilities if prove is None else prove(prefix)
 

@@ -1,8 +1,8 @@
-"""Cancellation of requests under way whose answers are no longer needed.
+"""Cancellation of requests in progress whose answers are no longer needed.
 
 If a server accepts a connection and never answers, the thread that reads from it is blocked in the kernel, where it
-cannot check a flag. So a request is cancelled by shutting down its connection. Calls without a connection of ours, such
-as look-ups of credentials or host names, run on a thread that is abandoned.
+cannot check a flag. So a request is cancelled by shutting down its connection. Calls that do not use bucketpoint's
+connections, such as look-ups of credentials or host names, run on a thread that is abandoned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_S = 0.1
 _current: ContextVar[RequestCanceller | None] = ContextVar("bucketpoint_cut", default=None)
 
 _caller: ContextVar[int | None] = ContextVar("bucketpoint_caller", default=None)
-"""The thread that waits for this one, in `give_up_when_cut`."""
+"""Identifier of the thread that waits for the current thread in `give_up_when_cut`."""
 
 
 class RequestCanceller:
@@ -55,7 +55,7 @@ class RequestCanceller:
         return self._made.wait(seconds)
 
     def make(self) -> None:
-        """Cancel the requests under way. May be called again, for connections that were still being opened."""
+        """Cancel the requests in progress. May be called again, for connections that were still being opened."""
         self._made.set()
         with self._lock:
             held = list(self._held.values())
@@ -69,7 +69,7 @@ class RequestCanceller:
 
     @contextlib.contextmanager
     def over_here(self) -> Iterator[None]:
-        """Make the requests of the block cancellable, with those on threads that inherit its context."""
+        """Make the requests of the block cancellable, including those on threads that inherit its context."""
         token = _current.set(self)
         try:
             yield
@@ -78,14 +78,14 @@ class RequestCanceller:
 
     @property
     def called(self) -> str | None:
-        """Name of the longest running call of `give_up_when_cut`."""
+        """Name of the longest running call of `give_up_when_cut`, or None."""
         return next(iter(dict(self._called).values()), None)
 
     def left_s(self) -> float:
         return max(self._ends - time.monotonic(), _LEAST_S)
 
     def hold(self, connection: Any) -> None:
-        """Remember `connection` as the one that carries the current thread's request."""
+        """Record `connection` as the one that carries the current thread's request."""
         with self._lock:
             self._held[_caller.get() or threading.get_ident()] = connection
 
@@ -96,9 +96,9 @@ def current_cut() -> RequestCanceller | None:
 
 
 def give_up_when_cut(call: Callable[[], T], what: str) -> T:
-    """Call a function that may block without a way to wake it, but wait no longer than the current work lasts.
+    """Call a function that may block and cannot be interrupted, but stop waiting when the current work is cancelled.
 
-    If there is a `RequestCanceller` it runs on another thread. After `make`, that thread is abandoned: the function
+    With a `RequestCanceller`, the function runs on another thread, which is abandoned after `make`: so the function
     must not write into the caller's memory.
 
     Args:

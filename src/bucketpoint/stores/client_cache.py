@@ -27,15 +27,12 @@ _PROXIES_AND_AUTHORITIES = (
 
 
 Environment = tuple[bytes, bytes]
-"""Digests of the environment variables that concern a service: of those that decide which store is reached, and how;
-and of those that hold credentials. Not the values, as some of them are secrets."""
+"""Two digests of environment variables: of those that decide which store is reached and how, and of those that hold
+credentials. Digests, because some of the values are secrets."""
 
 
 class FirstEnvironment:
-    """The environment in which a store was first used. The store keeps that client if the environment changes later.
-
-    The remembered environment is not pickled: another process has its own.
-    """
+    """The environment in which a store was first used: the store keeps its client if the environment changes later."""
 
     def __init__(self) -> None:
         self._environment: Environment | None = None
@@ -47,6 +44,7 @@ class FirstEnvironment:
         return self._environment
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The environment is not pickled: another process has its own.
         return FirstEnvironment, ()
 
 
@@ -57,7 +55,6 @@ class ClientCache(Generic[C]):
     """Cache of one client for each set of options, environment and process. Thread-safe.
 
     Args:
-        build: builds a new client from options.
         prefixes, variables: prefixes and names of the environment variables that the service's library reads.
         credentials: names of those variables that hold credentials rather than decide which store is reached.
     """
@@ -76,11 +73,7 @@ class ClientCache(Generic[C]):
         self._lock = ProcessLock(self._clients.clear)
 
     def get(self, options: Any, pin: FirstEnvironment | None = None) -> C:
-        """Return the client for these options, built at the first call.
-
-        Args:
-            pin: environment of the store; None means the environment as it is now.
-        """
+        """Return the client for these options and `pin` (None: the current environment), built at the first call."""
         key = self._key(options, pin)
         client = self._clients.get(key)
         if client is None:
@@ -102,7 +95,7 @@ class ClientCache(Generic[C]):
                 self._clients[key] = build(options, stale)
 
     def close(self, options: Any, pin: FirstEnvironment | None = None) -> None:
-        """Close the idle connections of the client for these options, if it was built already. It stays usable."""
+        """Close the idle connections of the client for these options, if there is one. The client stays usable."""
         client: Any = self._clients.get(self._key(options, pin))
         if client is not None:
             client.close()
@@ -125,7 +118,6 @@ class ClientCache(Generic[C]):
 
 
 def version(distribution: str) -> str:
-    """Return the installed version of a distribution."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -133,7 +125,7 @@ def version(distribution: str) -> str:
 
 
 def user_agent(*parts: str | None) -> str:
-    """Return the user agent of a client: bucketpoint, and the parts that are given."""
+    """Return the user agent of a client: bucketpoint, and `parts` without those that are None."""
     return " ".join(part for part in (f"bucketpoint/{version('bucketpoint')}", *parts) if part)
 
 
@@ -146,7 +138,7 @@ def is_loopback(host: str) -> bool:
 
 
 def frozen(value: Any) -> Any:
-    """Return a hashable value that is equal exactly if the values are equal."""
+    """Convert a value to a hashable one. Results are equal exactly if the values are equal."""
     if isinstance(value, Mapping):
         return ("mapping", *sorted((name, frozen(item)) for name, item in value.items()))
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""Classification of answers: rules by operation and code; and answers from a login page, a proxy or another server."""
+"""Classification of error answers by rules, and detection of answers of a proxy, a login page or another server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bucketpoint.stores.redact import HIDDEN, clean, without_credentials
 T = TypeVar("T")
 
 ERROR_BYTES = 1 << 20
-"""Bound on the body of an error: stores send a few hundred bytes."""
+"""Limit on the body of an error: stores send a few hundred bytes."""
 
 ANSWER_BYTES = 16 << 20
-"""Bound on a listing, or another answer that is parsed: 1,000 keys of 1,024 escaped bytes take 4 MB."""
+"""Limit on the body of a listing or another parsed answer: 1,000 keys of 1,024 escaped bytes take 4 MB."""
 
 SHOWN_BYTES = 120
 
@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 class Asked(enum.Enum):
-    """Kind of request that was answered. CONDITION is added for a request that names an ETag or a version."""
+    """Kind of a request. CONDITION is added if the request names an ETag or a version."""
 
     READ = "read"
     WRITE = "write"
@@ -60,13 +60,13 @@ def asked_by(kind: str | None) -> Asked:
 
 
 class Operation(NamedTuple):
-    """An operation that a store calls.
+    """An operation of a service's API.
 
     Attributes:
         kind: kind of its requests, of `retry.KINDS`.
         right: permission that it needs, for messages.
-        replies: elements in which an XML answer is, or a field that each JSON answer has; empty if there is neither.
-        role: role in `policies/` that has the permission.
+        replies: possible root elements of an XML answer, or a field of each JSON answer; empty if there is neither.
+        role: role in `policies/` that grants the permission.
     """
 
     kind: str
@@ -83,18 +83,18 @@ class ErrorRule(NamedTuple):
     remedy: str | None = None
 
     def error(self, message: str, url: str, remedy: str | None = None) -> StoreError:
-        """Return the error of a failure, with the rule's remedy or a better one."""
+        """Return the error of a failure. `remedy` takes precedence over the rule's remedy."""
         failure = self.kind(message, url=url, remedy=remedy or self.remedy)
         failure.action = self.action
         return failure
 
 
 RuleKey = str | int | tuple[str | int, Asked]
-"""The code of an answer, or its HTTP status; with a kind of request, for answers to such requests only."""
+"""The error code of an answer, or its HTTP status. With a kind of request: only in answers to such requests."""
 
 
 def rule_of(kind: type[StoreError], remedy: str | None = None, action: Action | None = None) -> ErrorRule:
-    """Return a rule, by default with the action of its class."""
+    """Return a rule, with the action of its class unless `action` is given."""
     return ErrorRule(kind, kind.action if action is None else action, remedy)
 
 
@@ -106,12 +106,12 @@ def answers(
     action: Action | None = None,
     asked: Asked | None = None,
 ) -> dict[RuleKey, ErrorRule]:
-    """Return one rule for several answers: a part of a provider's table.
+    """Return a part of a provider's table: the same rule for several answers.
 
     Args:
-        codes: codes and HTTP statuses, with blanks between them.
-        action: by default that of the class.
-        asked: only in answers to requests of this kind.
+        codes: codes and HTTP statuses, separated by blanks.
+        action: retry action; None for the action of the class `kind`.
+        asked: kind of requests to whose answers the rule is limited.
     """
     names: list[str | int] = [int(code) if code.isdecimal() else code for code in codes.split()]
     rule = rule_of(kind, remedy, action)
@@ -119,7 +119,7 @@ def answers(
 
 
 _PROOFS = frozenset({404, 409, 412, 416})
-"""Statuses that alone mean a missing, existing, replaced or short object, but not beside a code of another cause."""
+"""Statuses that prove a missing, existing, replaced or short object, unless a code gives another cause."""
 
 
 def raise_translated(
@@ -127,8 +127,8 @@ def raise_translated(
 ) -> T:
     """Call `act`, and raise the bucketpoint error for an exception of a client library.
 
-    Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
-    become the `__context__` of the error.
+    The error is raised outside the except block: the library's exception, which holds the request with its headers,
+    must not become the error's `__context__`.
     """
     try:
         return act()
@@ -138,13 +138,13 @@ def raise_translated(
 
 
 def rule_for(rules: Mapping[RuleKey, ErrorRule], code: str, status: int, asked: Collection[Asked]) -> ErrorRule:
-    """Return the rule for an answer; for one without a rule by its status, where 200 is that of a broken answer."""
+    """Return the rule for an answer. Without one, the status decides: 200 (a broken answer) and 5xx are transient."""
     known = find_rule(rules, code, status, asked)
     return known or rule_of(TransientStoreError if status >= 500 or status == 200 else StoreError)
 
 
 def answer_text(operation: str, code: str, status: int, message: str) -> str:
-    """Return the message for an error that a service has answered."""
+    """Return the message for an error answer of a service."""
     text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
     return f"{text}: {message.rstrip('.')}" if message else text
 
@@ -152,10 +152,10 @@ def answer_text(operation: str, code: str, status: int, message: str) -> str:
 def find_rule(
     rules: Mapping[RuleKey, ErrorRule], code: str, status: int | None, asked: Collection[Asked]
 ) -> ErrorRule | None:
-    """Return the rule for an answer: by its code, or else by its status.
+    """Return the rule for an answer's code, or else for its status; None if there is no rule.
 
-    A status that would prove something about the object is not relied on if the answer has a code that is not known:
-    Azure answers 409 for an archived blob, MinIO 404 for a missing KMS key, and such a checkpoint may be whole.
+    A status in `_PROOFS` is ignored beside an unknown code: Azure answers 409 for an archived blob, and MinIO 404 for a
+    missing KMS key, although the checkpoint may be complete.
     """
     for name in (code, None if code and status in _PROOFS else status):
         if not name:
@@ -167,10 +167,10 @@ def find_rule(
 
 
 class ForeignAnswer(Exception):
-    """Something other than the store answered.
+    """An answer that comes from something other than the store.
 
     Args:
-        reason: the reason why the answer is not the store's.
+        reason: reason why the answer is not the store's.
         headers: headers of the answer, by lower-case name.
         body: the beginning of the answer's body.
     """
@@ -192,7 +192,7 @@ class ForeignAnswer(Exception):
             self.remedy = _CONSOLE if "console" in server.lower() else _REMEDIES.get(status, _REMEDY)
 
     def error(self, operation: str, url: str) -> EndpointError:
-        """Return the error for the caller. Not sent again: the other server stays in the way until it is removed."""
+        """Return the error for the caller, which is fatal: the other server would answer every retry, too."""
         failure = EndpointError(f"{operation} failed: {self}", url=url, remedy=self.remedy)
         failure.action = Action.FATAL
         return failure
@@ -202,7 +202,7 @@ _NAMED = ("Content-Type", "Server")
 
 
 def root_of(body: bytes) -> str | None:
-    """Return the name of the root element of an XML document, without its namespace; None if this is none."""
+    """Return the name of the root element of an XML document, without its namespace; None if `body` is not XML."""
     match = _ROOT.match(body[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf"))
     return match[1].decode() if match else None
 
@@ -223,7 +223,7 @@ def follow(mark: str | tuple[object, ...] | None, seen: set[Hashable], operation
 
 
 def causes(error: BaseException, depth: int = 6) -> Iterator[BaseException]:
-    """Yield an exception and those that the libraries have wrapped in it, at any level."""
+    """Yield an exception and those that libraries have wrapped in it, down to `depth` levels."""
     yield error
     inner = [getattr(error, "kwargs", {}).get("error"), getattr(error, "reason", None), *error.args, error.__cause__]
     for one in inner if depth else []:
@@ -232,7 +232,7 @@ def causes(error: BaseException, depth: int = 6) -> Iterator[BaseException]:
 
 
 def speaks_plainly(error: BaseException) -> bool:
-    """Return True if a server did not answer a TLS handshake with TLS: it speaks plain HTTP, for example."""
+    """Return True if a server answered a TLS handshake without TLS: it speaks plain HTTP, for example."""
     reasons = [one.reason for one in causes(error) if isinstance(one, ssl.SSLError)]
     return any(reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG") for reason in reasons)
 

@@ -21,7 +21,7 @@ PIECE_BYTES = 256 * 1024
 """Bytes given to the connection in one call."""
 
 SMALL_BYTES = 32 * 1024
-"""Size below which neighbouring buffers are joined: a TLS record and a system call for each cost more than the copy."""
+"""Size below which neighbouring buffers are joined: a TLS record and a system call for each cost more than a copy."""
 
 _READ_BYTES = 1 << 20
 
@@ -55,7 +55,7 @@ def pieces(buffers: Buffers) -> Iterator[memoryview | bytes]:
 
 
 def scatter(data: memoryview, buffers: Buffers) -> None:
-    """Copy `data` to the beginning of the bytes that `buffers` hold together."""
+    """Copy `data` into `buffers`, in order."""
     for view in buffers:
         if not data:
             break
@@ -67,7 +67,7 @@ def scatter(data: memoryview, buffers: Buffers) -> None:
 class Pieces:
     """A request body in the caller's memory. The HTTP library iterates over it once for each attempt.
 
-    It has `seek`, because botocore rewinds a body before a retry. It has no `read`, because urllib3 would then copy the
+    It has `seek`, because botocore rewinds a body before a retry; and no `read`, because urllib3 would then copy the
     body block by block.
     """
 
@@ -107,7 +107,7 @@ class BrokenBody(OSError):
 
 
 def _socket_of(body: Any, size: int) -> socket.socket | None:
-    """Return the socket under a reply of `size` bytes, or None if a layer above the socket is not of a known type."""
+    """Return the socket under a reply of `size` bytes; None if a layer above the socket has an unknown type."""
     raw = getattr(body, "_raw_stream", None)
     reply = getattr(raw, "_fp", None)
     if size == 0 or not hasattr(raw, "release_conn") or not isinstance(reply, http.client.HTTPResponse):
@@ -130,7 +130,7 @@ class Receiver:
         self._begun = False
 
     def receive(self, buffers: Buffers) -> None:
-        """Fill `buffers` with the next bytes. After the last ones give the connection back to the pool.
+        """Fill `buffers` with the next bytes. After the last ones, return the connection to the pool.
 
         Raises:
             BrokenBody, OSError, ssl.SSLError, HTTPException, urllib3 and botocore errors: the body broke off. The
@@ -169,7 +169,7 @@ class Receiver:
 
 
 def discard(body: Any) -> None:
-    """Drop a reply whose body will not be read, and close the connection, which still carries the rest of the body."""
+    """Drop a reply without reading its body, and close the connection, which still carries the rest of the body."""
     body.close()
     raw = getattr(body, "_raw_stream", None)
     release = getattr(raw, "release_conn", None)
@@ -195,7 +195,7 @@ class _Wire:
 
     A TLS record is 16 KiB, so the read loop runs 60,000 times per gigabyte. Through `HTTPResponse.readinto`,
     `BufferedReader`, `SocketIO` and `SSLSocket.recv_into`, Python alone takes 0.1 s for that. Reading directly uses
-    private attributes: if any of them differs from the known versions, `of` returns None and the public way is used.
+    private attributes: if any of them differs from the known versions, `of` returns None, and `readinto` is used.
     """
 
     def __init__(self, raw: Any, reply: http.client.HTTPResponse, take: Callable[[memoryview], int]) -> None:

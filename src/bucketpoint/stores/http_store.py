@@ -24,7 +24,7 @@ from bucketpoint.stores.http_body import Receiver, discard
 from bucketpoint.stores.retry import DEADLINE_S, READ_ATTEMPTS, RetryPolicy, run
 
 DEFAULT_CONNECTIONS = 32
-"""Connections kept open: some more than a 10 Gbit/s link needs at the 50 MB/s that one connection to S3 carries."""
+"""Connections kept open: more than a 10 Gbit/s link needs at the 50 MB/s that one connection to S3 carries."""
 
 DEFAULT_MAX_ATTEMPTS = 6
 """Attempts of one request. botocore's default of 3 is used up within seconds, too soon for a store that restarts."""
@@ -32,17 +32,17 @@ DEFAULT_MAX_ATTEMPTS = 6
 _TUNING = (
     "asynchronous batch_size listings_expiry_time loop max_paths skip_instance_cache use_listings_cache version_aware"
 )
-"""Options of fsspec's filesystems that are ignored: they mean nothing without listing caches and an event loop."""
+"""Options of fsspec's filesystems that are ignored, because there are no listing caches and no event loop here."""
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Settings of the connection to a bucket, with the names of this class and those of the fsspec library for it.
+    """Settings of the connection to a bucket, by the names of this class and by those of fsspec's library for it.
 
     Attributes:
-        service_name: the service in messages.
-        aliases: options by the names that only the fsspec library has for them.
-        tuning: further options that only tune the fsspec library, and are ignored.
+        service_name: name of the service, for messages.
+        aliases: name in this class for each name that only fsspec's library has.
+        tuning: further options that only tune fsspec's library, and are ignored.
         replaced: replacement for each option of earlier versions.
         further: remedy for unknown options: where to pass other arguments.
         endpoint_url: another endpoint than the service's own.
@@ -70,7 +70,7 @@ class StoreOptions:
 
     @classmethod
     def from_storage_options(cls, storage_options: Mapping[str, Any] | None = None) -> Self:
-        """Make options from a dict with the option names of the fsspec library, of this class, or both.
+        """Make options from a dict with the option names of fsspec's library, of this class, or both.
 
         Raises:
             BucketpointError: an option is not known, is given under two names, or has a value that is not valid.
@@ -145,15 +145,15 @@ class Reply:
 class HttpStore(Store, CopiesInside):
     """A bucket of a service that answers GET requests for objects and ranges of them (RFC 9110).
 
-    A store pickles as configuration only; each process makes the client at the first use. `put` and `put_part` read the
-    body's memory until they return, again for each retry: it must not change meanwhile.
+    A store is pickled without its client, which each process makes at the first use. `put` and `put_part` read the
+    body's memory until they return, again for each retry: the memory must not change meanwhile.
 
     Attributes:
         pin: the environment in which the store was first used.
         scheme: scheme of the service's URLs.
-        reads: the service's name of a read of an object, for messages.
+        reads: name of the service's operation that reads an object, for messages.
         clients: the clients of this process.
-        translated: calls a function, and translates the exceptions of the client library: `(act, operation, url)`.
+        translated: calls a function, and translates exceptions of the client library: `(act, operation, url)`.
     """
 
     bucket: str
@@ -183,7 +183,7 @@ class HttpStore(Store, CopiesInside):
         if self._endpoint is None:
             return self.url
         parts = urlsplit(self._endpoint)
-        # Without the text before an "@", which may hold credentials.
+        # Drop the text before an "@", which may hold credentials.
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{self.bucket}"
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
@@ -196,7 +196,7 @@ class HttpStore(Store, CopiesInside):
         except CorruptDataError:
             if first is None:
                 raise
-            # The range of an empty object is invalid: it has no first byte.
+            # A range of an empty object is invalid, because the object has no first byte.
             return self._get(key, max_bytes, None)
         self._refuse_other_part(reply, 0, key)
         if reply.length is None:
@@ -241,7 +241,7 @@ class HttpStore(Store, CopiesInside):
         return _OpenRange(self, key, Receiver(body, nbytes))
 
     def _refuse_other_part(self, reply: Reply, offset: int, key: str) -> None:
-        """Refuse a reply to another read, which a proxy or a cache may give: not all bytes have a checksum."""
+        """Refuse a reply with other bytes than requested, as from a proxy or a cache: not all bytes have a checksum."""
         start = None if reply.part is None else reply.part.start
         if start not in (None, offset):
             discard(reply.body)
@@ -253,10 +253,10 @@ class HttpStore(Store, CopiesInside):
         try:
             self.translated(act, self.reads, self._url(key))
         except StoreError as error:
-            # Loops that request a body again do not know the options.
+            # The error carries the deadline, because the loops that request a body again do not have the options.
             error.limit_s = self.options.retry_deadline_s
             if error.action is Action.OUTAGE:
-                # The store has answered. If it is down now, the next request waits for it.
+                # The store has answered this request. If it is down now, the next request waits for it.
                 error.action = Action.RETRY
             raise
 
@@ -283,8 +283,6 @@ class HttpStore(Store, CopiesInside):
 
 @dataclass(frozen=True)
 class _OpenRange:
-    """Implementation of `RangeReply`."""
-
     store: HttpStore
     key: str
     receiver: Receiver
@@ -301,7 +299,7 @@ _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
 
 
 class ContentRange(NamedTuple):
-    """The part of an object that a reply with status 206 holds; None for what its Content-Range does not name."""
+    """First byte of the part in a reply with status 206, and the whole object's size; None without Content-Range."""
 
     start: int | None
     whole: int | None

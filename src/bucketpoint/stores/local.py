@@ -48,13 +48,13 @@ from bucketpoint.stores.local_folders import (
 from bucketpoint.stores.local_lock import LockedError, locked
 
 _SMALL_BYTES = 64 << 10
-"""Smaller buffers are joined in one system call, and larger ones are read and written directly."""
+"""Smaller buffers are joined into one system call; larger buffers are read and written directly."""
 
 _UPLOAD = HIDDEN + "upload-"
 _UPLOAD_TARGET = "target"
 
 _LONGEST_TARGET = 1 << 14
-"""Bytes of the longest key that an upload may have noted: one of an object whose name its folder does not quote."""
+"""Limit on the bytes read from `_UPLOAD_TARGET`, which has the key if the object's name is long (`_LONGEST_NAMED`)."""
 
 _MOST_LINKS = 8
 _PAGE = 100
@@ -95,7 +95,7 @@ def _retried(request: Callable[P, T]) -> Callable[P, T]:
 
 
 def this_url(store: Any) -> str:
-    """Return "this URL" for an error, with a hint for a local path, which may be a URL without its scheme."""
+    """Return "this URL" for an error, with a hint if it is a local path, which may be a URL without its scheme."""
     return "this URL (a local path)" if isinstance(store, LocalStore) else "this URL"
 
 
@@ -107,19 +107,19 @@ class LocalStore:
     existing file is never written to, so an open file does not change, and mtime, size and inode make an ETag. `//` in
     a key names the same file as `/`. Folders are created when needed, and removed when they become empty.
 
-    The root may be a symbolic link. Links to folders below the root are never followed, wherever they lead, and a link
-    to a file only if it stays below the root: listings leave all others out, and a key with such a link in its path is
-    refused. A write or a deletion replaces or removes the link, not the file.
+    The root may be a symbolic link. Below the root, a link to a folder is never followed, and a link to a file only if
+    its target is below the root. Listings leave out all other links, and a key with such a link in its path is refused.
+    A write or a deletion replaces or removes the link, not the file.
 
     Conditions are checked under the lock of the file (`local_lock`). An object is created by a hard link, which fails
-    if the name exists; where there are no hard links, under the lock, too.
+    if the name exists, or under the lock on filesystems without hard links.
 
     A temporary file, which a killed process may have left, is listed and aborted like a multipart upload.
     """
 
     root: str
     follow_links: bool = False
-    """Read files through links that leave the root, as caches have them. Anybody with write access there can then make
+    """Read files through links that leave the root, as in caches. Anybody with write access to the root can then make
     this process read any file that it may read."""
 
     @property
@@ -222,7 +222,7 @@ class LocalStore:
             with (
                 contextlib.suppress(*_ABSENT),
                 self._above(key) as (above, name),
-                # Without an ETag, too: otherwise the file could be deleted while another writer compares its ETag.
+                # Locked even without an ETag: the file must not be deleted while another writer compares its ETag.
                 locked(above, name, needed=etag is not None) as ensure,
             ):
                 if etag is not None:
@@ -241,7 +241,7 @@ class LocalStore:
     @_retried
     def create_multipart(self, key: str) -> str:
         unique, name = secrets.token_hex(8), split(key)[1]
-        # One system call makes an upload that is listed: a process may be killed before the next one.
+        # One system call makes an upload that is listed: the process may be killed before a second call.
         upload_id = quote(unique, name)
 
         def make(above: int) -> None:
@@ -310,8 +310,7 @@ class LocalStore:
         with self._errors("list_multipart", prefix), contextlib.suppress(*_ABSENT), self._above(start) as (above, _):
             for path, folders, files, fd in os.fwalk(".", dir_fd=above):
                 for name, upload_id, started in _open_uploads(fd, [*folders, *files]):
-                    # The folders come from the position of the upload below this root, because a store with another
-                    # root may have begun the upload.
+                    # The upload's place below this root gives the key: a store with another root may have begun it.
                     key = start + os.path.normpath(f"{path}/{name}")
                     if key.startswith(prefix):
                         uploads.append(OpenUpload(key, upload_id, started))
@@ -356,7 +355,7 @@ class LocalStore:
                 self._name(key, partial, above, if_none_match=if_none_match, if_match=if_match)
                 sync(above)
             finally:
-                # os.replace moved it; or it stays, and is listed as an upload.
+                # After `os.replace` the file is gone. If it cannot be deleted, it is listed as an upload.
                 with contextlib.suppress(OSError):
                     os.unlink(partial, dir_fd=above)
         return _info(key, status)
@@ -367,7 +366,7 @@ class LocalStore:
         exists, can_link = PreconditionFailedError("the object exists", url=self._url(key)), True
         if if_match is None:
             try:
-                # A link put in the place of the file is not followed, either.
+                # A link that somebody put in the place of the temporary file must not be followed.
                 os.link(partial, name, src_dir_fd=above, dst_dir_fd=above, follow_symlinks=False)
                 return
             except FileExistsError:
@@ -377,7 +376,7 @@ class LocalStore:
             except OSError as error:
                 if error.errno in (errno.ENOENT, *_PASSING):
                     raise
-                can_link = False  # gcsfuse, SMB, exFAT
+                can_link = False  # as on gcsfuse, SMB and exFAT
         with locked(above, name) as ensure:
             if if_none_match and _is_there(name, above):
                 raise exists
@@ -407,14 +406,14 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _above(self, key: str) -> Iterator[tuple[int, str]]:
-        """Open the folder of an object. Yields its file descriptor and the object's name in it."""
+        """Open the folder of an object. Yields the folder's file descriptor and the object's name in it."""
         names, name = split(key)
         with folder(self.root, names) as above:
             yield above, name
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, ObjectInfo]]:
-        """Open an object for reading."""
+        """Open an object for reading. Yields its file descriptor and its description."""
         fd = self._open(key, _MOST_LINKS)
         try:
             yield fd, _info(key, os.fstat(fd))
@@ -432,7 +431,7 @@ class LocalStore:
         return self._open(target, links - 1)
 
     def _status(self, key: str, above: int, name: str) -> os.stat_result:
-        """Describe the file that a read of the object would open. Raises FileNotFoundError if it is no file."""
+        """Describe the file that a read of the object would open. Raises FileNotFoundError if there is no file."""
         status = os.stat(name, dir_fd=above, follow_symlinks=False)
         if stat.S_ISLNK(status.st_mode):
             with self._opened(key) as (fd, _):
@@ -452,16 +451,14 @@ class LocalStore:
             raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(info.key))
 
     def _walk(self, above: int, folder: str, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield the keys below `folder` (empty or ending with a slash) that begin with `prefix`, in key order, each
-        with the file descriptor of the file's folder.
-        """
+        """Yield the keys below `folder` that begin with `prefix`, in order, each with the descriptor of its folder."""
         for name, is_folder in scan(above):
             key = folder + name
             if not is_folder:
                 if key.startswith(prefix):
                     yield key, above
             elif key.startswith(prefix) or prefix.startswith(key):
-                # The folder may have been removed meanwhile, or replaced by a link: then it is skipped.
+                # The folder is skipped if it was removed meanwhile, or replaced by a link.
                 with contextlib.suppress(*_ABSENT), enter(above, name[:-1]) as inner:
                     yield from self._walk(inner, key, prefix)
 
@@ -488,7 +485,7 @@ class LocalStore:
         if isinstance(error, LinkError):
             remedy = _NO_FOLDER_LINKS if error.is_folder else _NO_FILE_LINKS
         elif isinstance(error, LockedError):
-            # Repeated until the deadline, and not only a few times.
+            # Throttled requests are retried until the deadline, and not only a few times.
             kind, remedy = ThrottledError, "If no job writes to this folder, delete the lock file"
         elif isinstance(error, NotADirectoryError) and operation in ("put", "create_multipart"):
             reason, remedy = "a file is where a folder should be", "Save below another folder, or move that file"
@@ -502,7 +499,7 @@ class LocalStore:
 
 
 def _paged(listing: Callable[[Entry | None], Iterator[Entry]]) -> Iterator[Entry]:
-    """Yield the entries of a listing that begins after a given entry; after a failure that may pass, begin it again."""
+    """Yield the entries of a listing. After a failure that may pass, begin the listing again after the last entry."""
     last: Entry | None = None
     entries = listing(None)
 
@@ -520,14 +517,14 @@ def _paged(listing: Callable[[Entry | None], Iterator[Entry]]) -> Iterator[Entry
 
 
 def _open_uploads(fd: int, names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
-    """Yield the object's name, the id, and the time of the last write, of each upload and of each temporary file."""
+    """Yield object name, id and time of the last write for each upload and each temporary file."""
     for name in sorted(names):
         is_upload = name.startswith(_UPLOAD)
         if not is_upload and not name.startswith(TEMPORARY):
             continue
         upload_id = name[len(_UPLOAD if is_upload else TEMPORARY) :]
         _, named, of = upload_id.partition("-")
-        # It may end meanwhile.
+        # The upload may end meanwhile.
         with contextlib.suppress(LinkError, *_ABSENT):
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
             if is_upload and not named:
@@ -543,7 +540,7 @@ def _write(fd: int, body: Buffers) -> None:
 
 
 def _read(fd: int, offset: int, buffers: Buffers, url: str) -> None:
-    # `seek` would refuse an offset beyond what the filesystem can hold, which damaged metadata may name.
+    # `seek` refuses an offset beyond the filesystem's limit, and damaged metadata may contain any offset.
     if offset > os.fstat(fd).st_size:
         raise CorruptDataError("the object ends before the range does", url=url)
     with open(fd, "rb", buffering=_SMALL_BYTES, closefd=False) as file:

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# O_PATH needs only permission to pass through a folder; a folder that may be entered may still not be listable.
+# O_PATH needs only the permission to enter a folder, and not the permission to list it.
 _PASS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 _LIST = os.O_DIRECTORY | os.O_CLOEXEC | os.O_RDONLY
 
-# A concurrent delete may prune an empty folder between its creation and the first file in it.
+# Several, because a concurrent delete may prune an empty folder between its creation and the first file in it.
 ATTEMPTS = 20
 
 HIDDEN = ".bucketpoint-"
@@ -25,14 +25,14 @@ HIDDEN = ".bucketpoint-"
 
 TEMPORARY = HIDDEN + "tmp-"
 _LONGEST_NAMED = 100
-"""Bytes of the longest object name that a hidden name may quote: the two must fit into a name together."""
+"""Bytes of the longest object name that a hidden name may contain: together they must fit into one file name."""
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 _IS_LINK = (errno.ELOOP, errno.EMLINK)
-"""Errors of O_NOFOLLOW for a link: FreeBSD has another one."""
+"""Error numbers of O_NOFOLLOW for a link: EMLINK on FreeBSD, ELOOP elsewhere."""
 
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """Errors of filesystems that cannot sync folders, such as some on FUSE."""
@@ -51,7 +51,7 @@ REMEDIES = {
         "Give this user the right to it: to write and to enter for a trainer, to read and to enter for a reader",
     ),
 }
-"""Remedies for failures of the filesystem, by number."""
+"""Remedies for failures of the filesystem, by error number."""
 
 
 class LinkError(OSError):
@@ -77,7 +77,7 @@ def split(key: str) -> tuple[builtins.list[str], str]:
 
 
 def quote(unique: str, name: str) -> str:
-    """Return `unique` with the object's name, unless that is too long, so that a listing of the folder shows both."""
+    """Return `unique`, followed by the object's name unless that is too long, so that a listing shows the object."""
     return f"{unique}-{name}" if len(os.fsencode(name)) <= _LONGEST_NAMED else unique
 
 
@@ -214,7 +214,7 @@ def sync(fd: int) -> None:
 def scan(fd: int) -> builtins.list[tuple[str, bool]]:
     """List a folder in key order: pairs of name and is-folder, the names of folders with a slash at the end.
 
-    A link counts as a file, wherever it leads: the contents of a folder behind it belong to another folder.
+    A link counts as a file, even if it leads to a folder: the contents of that folder do not belong to this one.
     """
     own = os.open(".", _LIST, dir_fd=fd)
     try:

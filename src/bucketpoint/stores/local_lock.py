@@ -1,11 +1,11 @@
 """The lock of one file in a folder: a file beside it, which only processes with write access can create.
 
-Whoever creates the lock file holds the lock, and deletes the file to release it. So the lock works on every filesystem
-that creates files exclusively, also where `flock` does not work (Lustre, NFS) or is open to every reader.
+The process that creates the lock file holds the lock, and deletes the file to release it. So the lock works on every
+filesystem that creates files exclusively, even if `flock` does not work (Lustre, NFS) or any reader may take it.
 
-A lock whose holder has died is broken. On the holder's machine `/proc` shows whether it has. From elsewhere (another
-machine, another container) the lock counts as abandoned after `ABANDONED_S`, by the filesystem's time. A holder changes
-the file only within `HELD_S` of taking the lock, and refuses later. So two writers can collide only if one of them is
+A lock is broken if its holder has died. On the holder's machine `/proc` shows whether the holder is alive. From another
+machine or container, the lock counts as abandoned after `ABANDONED_S`, by the filesystem's time. A holder changes the
+file only within `HELD_S` of taking the lock, and refuses later. So two writers can collide only if one of them is
 suspended for minutes between its last check of the clock and the next system call.
 """
 
@@ -26,10 +26,11 @@ from bucketpoint.stores.local_folders import NEW, TEMPORARY, open_file, temporar
 HELD_S = 30.0
 """Seconds after which the holder of a lock no longer relies on it."""
 ABANDONED_S = 240.0
-"""Age at which a lock is broken if its holder cannot be looked for. Shorter than the deadline of a request."""
+"""Age, in seconds, at which a lock is broken if it is unknown whether its holder is alive. Shorter than a request's
+deadline."""
 
 _WAIT_S = 0.5
-"""Seconds to wait for a lock in one attempt. The retry loop of the request waits on."""
+"""Seconds to wait for a lock in one attempt. The retry loop of the request makes further attempts."""
 _LONGEST_PAUSE_S = 0.02
 _LONGEST_CONTENT = 200
 _RELEASES = 3
@@ -58,7 +59,7 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
     except LockedError:
         raise
     except OSError:
-        # A plain deletion works without the lock, and may be what frees the disk; only a condition needs the lock.
+        # A plain deletion works without the lock, and may be what frees the disk. Only a condition needs the lock.
         if needed:
             raise
 
@@ -74,8 +75,8 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
 
 
 def _acquire(above: int, name: str, of: str = "") -> str:
-    """Create the lock file, and return its token. With `of`: create the file that gives the right to remove the lock
-    with that token."""
+    """Create the lock file, and return its token. With `of`, the token of a dead lock: create the file that gives the
+    right to remove that lock."""
     lock, token = temporary("lock" + of, name), secrets.token_hex(6)
     ends = time.monotonic() + _WAIT_S
     while not _created(above, lock, f"{token} {_process()}"):
@@ -83,7 +84,7 @@ def _acquire(above: int, name: str, of: str = "") -> str:
         with contextlib.suppress(FileNotFoundError):
             held, holder, dead = _look(above, lock)
             if dead:
-                # Only one process at a time removes it: the slower of two would remove the lock of the faster one.
+                # Only one process at a time removes the lock: a slower one would remove the new lock of the faster one.
                 breaking = _acquire(above, name, of + held)
                 try:
                     if _look(above, lock)[0] == held:
@@ -103,7 +104,7 @@ def _created(above: int, lock: str, content: str) -> bool:
     except FileExistsError:
         return False
     try:
-        # On a full disk the lock has no content: then only its age shows whether its holder has died.
+        # On a full disk the lock file is empty: then only its age shows whether the holder has died.
         with contextlib.suppress(OSError):
             os.write(fd, content.encode())
     finally:
@@ -127,7 +128,7 @@ def _look(above: int, lock: str) -> tuple[str, str, bool]:
             status = os.fstat(file.fileno())
             token, *owner = file.read(_LONGEST_CONTENT).decode("ascii", "replace").split()
     except (OSError, ValueError):
-        # Not readable, empty, or no file at all. Raises FileNotFoundError if the lock was released.
+        # Unreadable, empty, or not a file. `os.stat` raises FileNotFoundError if the lock was released.
         status, token, owner = os.stat(lock, dir_fd=above, follow_symlinks=False), "", []
     alive = _is_alive(owner)
     if alive is None:
@@ -137,7 +138,7 @@ def _look(above: int, lock: str) -> tuple[str, str, bool]:
 
 
 def _is_alive(owner: list[str]) -> bool | None:
-    """Return True if the process that `_process` has described runs; None if it cannot be looked for from here."""
+    """Return True if the process that `_process` has described is running; None if this is unknown here."""
     boot, namespace, *_ = [*_process().split(), "", ""]
     if not boot or owner[:2] != [boot, namespace] or len(owner) != 4 or not owner[2].isdecimal():
         return None
@@ -155,7 +156,7 @@ def _is_alive(owner: list[str]) -> bool | None:
 
 
 def _process() -> str:
-    """Describe this process: the boot of the machine, the namespace of process ids, process id and start time."""
+    """Describe this process by the machine's boot, the namespace of process ids, the process id and the start time."""
     return _described(os.getpid())
 
 
@@ -171,14 +172,14 @@ def _described(process: int) -> str:
 
 
 def _start_of(process: str) -> str:
-    """Return the start time of a running process; empty if it has ended, but its parent has not collected it."""
+    """Return the start time of a running process; empty if it has ended but was not yet reaped by its parent."""
     with open(f"/proc/{process}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def _time_of(above: int) -> float:
-    """Return the filesystem's time: that of a file that is created now."""
+    """Return the filesystem's current time: the modification time of a new file."""
     name = TEMPORARY + secrets.token_hex(8)
     fd = os.open(name, NEW, 0o666, dir_fd=above)
     try:

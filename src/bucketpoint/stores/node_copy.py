@@ -1,9 +1,9 @@
-"""A node's own copy of data objects: a folder that the processes of a node share, within a budget of bytes.
+"""A node's own copy of data objects: a folder that the processes of a node share, with a limit on its bytes.
 
-    used                   bytes of the files below, roughly; locked while a process reserves some
-    looked                 its time is that of the last look for objects that the bucket no longer has
+    used                   total bytes of the files below, roughly; locked while a process reserves some of the limit
+    looked                 its modification time is that of the last check for objects that the bucket no longer has
     <place>-<object>/      hashes of the checkpoint's place, and of the object's key and ETag
-        about              JSON: store, key, ETag; bytes of it are locked while a process reads these from the bucket
+        about              JSON: store, key, ETag. A process that reads bytes from the bucket locks these bytes here
         <start>-<stop>     these bytes of the object
 
 A file gets its name once it is complete, and never changes. Its readers verify its bytes by the checksums in the
@@ -42,18 +42,18 @@ CLAIM_S = 60.0
 """Longest wait for a process that reads the same bytes from the bucket: it may be suspended."""
 
 LOOK_S = 60.0
-"""Seconds between two looks of a node for objects that the bucket no longer has, of `LOOKED_AT` objects at most."""
+"""Seconds between two checks of a node for objects that the bucket no longer has, of `LOOKED_AT` objects at most."""
 LOOKED_AT = 32
 _LOOK_DEADLINE_S = 10.0
 
 _ABANDONED_S = 600.0
-"""Age at which an incomplete file is deleted: its writer was killed."""
+"""Age, in seconds, at which an incomplete file is deleted: its writer was killed."""
 
 _DIRECT_BYTES = 1 << 20
-"""Size of writes that bypass the page cache, for a tenth of the CPU time, and of the smallest file written so."""
+"""Bytes of a write that bypasses the page cache, which takes a tenth of the CPU time. Smaller files use the cache."""
 
 _NOTE_BYTES = 4096
-"""More than `about` has."""
+"""Upper limit on the size of the file `about`."""
 
 _POLL_S = 0.05
 _USED, _LOOKED, _ABOUT = "used", "looked", "about"
@@ -68,15 +68,15 @@ _logged: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class NodeCopy:
-    """A folder of the node for copies of data objects: of what saves send and loads read, for later loads.
+    """Folder on a node for copies of the data objects that saves send and loads read, for later loads.
 
-    All processes of the job on the node share it. It is made with mode 0700, and not used if it is a link, has another
-    owner, or gives others rights.
+    All processes of the job on the node share the folder. It is made with mode 0700, and not used if it is a link, has
+    another owner, or grants rights to others.
 
     Attributes:
-        path: absolute path: on a disk of the node, or below /dev/shm, in memory.
+        path: absolute path: on a disk of the node, or in memory (below /dev/shm).
         max_bytes: limit on the bytes of its files. Objects of the oldest checkpoint are deleted first, but none of the
-            checkpoint that is being copied, so that two checkpoints should fit.
+            checkpoint that is being copied: so two checkpoints should fit.
 
     Raises:
         BucketpointError: the path is not absolute, or the limit is not positive.
@@ -91,10 +91,10 @@ class NodeCopy:
 
     @classmethod
     def parse(cls, text: str) -> NodeCopy:
-        """Return the copy that a text such as `/local_nvme/ckpt:200GB` describes.
+        """Parse a text such as `/local_nvme/ckpt:200GB`.
 
         Raises:
-            BucketpointError: it is no such text.
+            BucketpointError: the text has another form.
         """
         match = _SETTING.fullmatch(text)
         if match is None:
@@ -110,7 +110,7 @@ class NodeCopy:
 
 @dataclass(frozen=True)
 class CopiedObject:
-    """An object of a store, by the store's identity, its key and its ETag."""
+    """An object of a store, identified by the store's identity, its key and its ETag."""
 
     store: str
     key: str
@@ -132,7 +132,7 @@ class NodeFolder:
         self._failed = False
 
     def cover(self, of: CopiedObject, start: int, stop: int) -> list[tuple[int, int, str | None]]:
-        """Cut bytes `[start, stop)` into stretches, each with the name of the file that has it, or None."""
+        """Split bytes `[start, stop)` into ranges, each with the name of the file that has its bytes, or None."""
         ranges: list[tuple[int, int]] = []
         with self._quietly("read"), self._found(of) as folder:
             matches = map(_RANGE.fullmatch, os.listdir(folder))
@@ -149,7 +149,7 @@ class NodeFolder:
         return stretches
 
     def read(self, of: CopiedObject, name: str, start: int, buffers: Buffers) -> None:
-        """Read bytes of the object from `start` on out of a file. Raises OSError."""
+        """Read bytes of the object, beginning at `start`, from the file `name`. Raises OSError."""
         with self._root() as root, _opened(of.folder, root) as folder:
             fd = open_file(name, folder)
         with open(fd, "rb", buffering=0) as file:
@@ -162,7 +162,7 @@ class NodeFolder:
                     view = view[count:]
 
     def put(self, of: CopiedObject, start: int, views: Iterable[memoryview], nbytes: int) -> None:
-        """Keep bytes of the object from `start` on, if the limit allows it."""
+        """Store bytes of the object, beginning at `start`, if the limit allows it."""
         if not nbytes or self._failed:
             return
         with self._quietly("written"), self._root() as root:
@@ -183,14 +183,14 @@ class NodeFolder:
         """Delete files whose bytes are damaged."""
         with self._quietly("cleaned"), self._found(of) as folder:
             for name in names:
-                # It may have been deleted to make room, and so not have been read.
+                # A file that was deleted meanwhile, to make room, is not logged as damaged.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
                     self._log("damaged", f"bytes of {of.key} are damaged there, and read from the bucket again")
 
     @contextlib.contextmanager
     def claim(self, of: CopiedObject, start: int, stop: int, wait_s: float = CLAIM_S) -> Iterator[bool]:
-        """Claim bytes of the object until the block or the process ends; until then no claim on any of them succeeds.
+        """Claim bytes of the object until the block or the process ends. Until then no other claim on them succeeds.
 
         Yields False if another claim did not end within `wait_s` seconds, or the folder cannot be used.
         """
@@ -202,7 +202,7 @@ class NodeFolder:
             yield claimed
 
     def look(self, store: Store) -> None:
-        """Delete the copies of objects that the bucket no longer has, or has replaced, if no look was made lately."""
+        """Delete copies of objects that the bucket no longer has, or has replaced, unless that was checked recently."""
         with self._quietly("cleaned"), self._root() as root:
             with open(os.open(_LOOKED, _NOTE, 0o600, dir_fd=root), "rb+", buffering=0) as file:
                 status = os.fstat(file.fileno())
@@ -215,7 +215,7 @@ class NodeFolder:
                     _remove(name, root)
 
     def _reserve(self, root: int, nbytes: int, place: str) -> bool:
-        """Count bytes that are about to be written. Return False if they do not fit beside the same checkpoint."""
+        """Reserve bytes to be written. Return False if they do not fit beside the other objects of the checkpoint."""
         with _locked(_USED, root, 0, 1, CLAIM_S) as (fd, locked):
             nbytes += _NOTE_BYTES
             text = os.pread(fd, 32, 0)
@@ -229,7 +229,7 @@ class NodeFolder:
             return fits
 
     def _make_room(self, root: int, nbytes: int, place: str) -> int:
-        """Delete the oldest objects until `nbytes` fit, but none at `place`. Return the bytes that remain."""
+        """Delete the oldest objects, but none at `place`, until `nbytes` fit. Return the bytes that are in use."""
         objects = []
         for name in filter(_OBJECT.fullmatch, os.listdir(root)):
             with contextlib.suppress(FileNotFoundError), _opened(name, root) as folder:
@@ -248,7 +248,7 @@ class NodeFolder:
 
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
-        """Open the folder, made if missing, unless others may use it."""
+        """Open the folder, made if missing. Raises PermissionError if others may use it."""
         try:
             fd = os.open(self._path, _FOLDER)
         except FileNotFoundError:
@@ -271,7 +271,7 @@ class NodeFolder:
 
     @contextlib.contextmanager
     def _quietly(self, done: str) -> Iterator[None]:
-        """Log a failure of the folder instead of raising it. What is missing there is no failure."""
+        """Log a failure of the folder instead of raising it. A missing file is no failure."""
         try:
             yield
         except FileNotFoundError:
@@ -281,7 +281,7 @@ class NodeFolder:
             self._log("failed", f"it cannot be {done} ({error.strerror or error}): bytes come from the bucket")
 
     def _log(self, kind: str, text: str) -> None:
-        """Log a message of a kind as a WARNING the first time in this process."""
+        """Log a message, as a WARNING only for the first of its `kind` in this process."""
         level = logging.DEBUG if (self._path, kind) in _logged else logging.WARNING
         _logged.add((self._path, kind))
         logger.log(level, "the node's copy %s: %s", self._path, text)
@@ -305,9 +305,10 @@ def _opened(name: str, above: int, about: CopiedObject | None = None) -> Iterato
 
 @contextlib.contextmanager
 def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> Iterator[tuple[int, bool]]:
-    """Open a file and lock bytes of it. The end of the process releases the lock. Yields the file, and if it is locked.
+    """Open a file and lock bytes of it. Yields the file descriptor, and True if the bytes are locked.
 
-    Only Linux has locks that belong to the opener, and not to the process. Elsewhere nobody waits for anybody.
+    The end of the process releases the lock. Only Linux has locks that belong to the opener of a file, not to the
+    process. On other systems nothing is locked, and True is yielded.
     """
     lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
     command: int | None = getattr(fcntl, "F_OFD_SETLK", None)
@@ -328,7 +329,7 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
 
 
 def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
-    """Write views to a new file: to a disk past the page cache, by way of an aligned buffer."""
+    """Write views to a new file; on a disk, bypass the page cache by way of an aligned buffer."""
 
     def write(view: memoryview) -> None:
         while len(view):
@@ -350,7 +351,7 @@ def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
             if filled == len(buffer):
                 write(buffer)
                 filled = 0
-    # Direct writes are of whole pages.
+    # Direct writes consist of whole pages.
     write(buffer[: -(-filled // mmap.PAGESIZE) * mmap.PAGESIZE])
     os.ftruncate(fd, nbytes)
 

@@ -68,7 +68,7 @@ class Outage:
 
 
 def store_of(error: StoreError) -> str:
-    """Return the name of the store that an error is about: scheme and bucket of the error's URL."""
+    """Return the name of the store that an error concerns: scheme and bucket of the error's URL."""
     if error.url is None:
         return "the store"
     parts = urlsplit(error.url)

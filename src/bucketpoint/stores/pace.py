@@ -1,7 +1,7 @@
-"""The floor of throughput: an attempt of a request that moves too few bytes is cut off, and `retry` sends it again.
+"""Minimum throughput (the floor): an attempt of a request that moves too few bytes is cut off, and `retry` repeats it.
 
-Only the time in which a thread waits for the network counts: not the time in which a service computes its answer, nor
-the time in which the caller does something else between two reads.
+Only the time in which a thread waits for the network counts, not the time in which a service computes its answer or the
+caller works between two reads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WINDOW_S = 60.0
 """Seconds of waiting after which an attempt below the floor is cut off."""
 
 LATE_S = 5.0
-"""The same after the request's deadline: no attempt follows, so a slow one is cut off sooner. Also the
-longest silence then."""
+"""Replaces `WINDOW_S` after the request's deadline: no attempt follows, so a slow one is cut off sooner. Then also the
+longest silence, in seconds."""
 
 
 class TooSlowError(OSError):
-    """A request moved fewer bytes than the floor asks for, and was cut off."""
+    """An attempt of a request was cut off, because it moved fewer bytes than the floor."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Limits:
 
     Attributes:
         ends: time on the monotonic clock at which the retries of the request end.
-        computes: the service may compute for minutes before and while it answers. S3 then sends a blank now and then:
+        computes: the service may compute for minutes before and during its answer. S3 then sends occasional blanks:
             https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
-        silence_s: called for each attempt; returns the limit on seconds without a byte.
+        silence_s: returns the limit on seconds without a byte; called for each attempt.
     """
 
     ends: float = math.inf
@@ -69,11 +69,7 @@ def until(ends: float, *, computes: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_for(seconds: Callable[[], float]) -> Iterator[None]:
-    """Cut off each attempt of the block, on this thread, in which the store is silent for too long.
-
-    Args:
-        seconds: returns the limit; called once for each attempt.
-    """
+    """Cut off each attempt of the block, on this thread, in which the store is silent for longer than `seconds()`."""
     token = _limits.set(replace(_limits.get(), silence_s=seconds))
     try:
         yield
@@ -82,7 +78,7 @@ def silent_for(seconds: Callable[[], float]) -> Iterator[None]:
 
 
 class Throughput:
-    """The throughput of one attempt of a request, and of the body of its reply."""
+    """Throughput of one attempt of a request, and of the body of its reply."""
 
     __slots__ = ("_bytes", "_limits", "_seconds", "_silence_s")
 
@@ -118,7 +114,7 @@ class Throughput:
 
 @contextlib.contextmanager
 def pacing() -> Iterator[Throughput]:
-    """Watch the request that the block makes through a `paced` connection, by the limits of `until`."""
+    """Measure the request that the block sends through a `paced` connection, and apply the limits of `until`."""
     pace = Throughput(_limits.get())
     token = _current.set(pace)
     try:
@@ -128,7 +124,7 @@ def pacing() -> Iterator[Throughput]:
 
 
 class _PacedReader(socket.SocketIO):
-    """Reader of a reply: its head, and a body that http.client receives."""
+    """Reader of a reply's head, and of a body that http.client receives."""
 
     pace: Throughput | None = None
     _begun = False
@@ -159,7 +155,7 @@ def pace_of(reply: http.client.HTTPResponse) -> Throughput:
 
 @functools.cache
 def paced(connection: type[Any]) -> type[Any]:
-    """Return a subclass of a connection of urllib3 whose requests are watched: see `pacing`."""
+    """Return a subclass of a urllib3 connection whose requests are measured: see `pacing`."""
 
     class PacedConnection(connection):  # type: ignore[misc]
         response_class = _PacedResponse

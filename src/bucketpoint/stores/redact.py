@@ -1,7 +1,4 @@
-"""Removal of secrets from the error texts of libraries, so that the texts can be shown, logged and pickled.
-
-The class of an error is decided in the `errors` module of each service, and never from the text.
-"""
+"""Removal of secrets from the error texts of libraries, so that the texts can be shown, logged and pickled."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ def clean(text: str) -> str:
 
 def describe(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
     """Return the type and text of an error, without URL credentials and the secrets in the library's `options`."""
-    # The text of a connection error quotes the URL of the request or of the proxy, with a user name and password if
-    # somebody put them there, and with the query, which may hold a signature. No error text quotes a header.
+    # The text of a connection error quotes the URL of the request or of the proxy, with user name and password if it
+    # has them, and with the query, which may hold a signature.
     return hide(clean(f"{type(error).__name__}: {error}"), options or {})
 
 
 def hide(text: str, options: Mapping[str, Any]) -> str:
-    """Replace in a text the values of options whose names suggest a secret."""
+    """Hide, in a text, the values of options whose names suggest a secret."""
     for value in sorted(_secrets(options, secret=False), key=len, reverse=True):
         for form in (value, quote(value, safe="")):
             text = text.replace(form, HIDDEN)
@@ -59,7 +56,7 @@ def holds_password(url: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """Remove all before the last "@" of a URL with a password, but the scheme of the URL with it, and the query."""
+    """Return the scheme of the first URL with a password, and the text after the last "@", without the query."""
     return f"{next(_with_passwords(url))}://{url.rpartition('@')[2]}".partition("?")[0]
 
 
@@ -71,7 +68,7 @@ def without_credentials(url: str) -> str:
 
 
 def _with_passwords(url: str) -> Iterator[str]:
-    """Yield the scheme of each URL of a chain (`a://…::b://…`) that has a password, which may look like a chain."""
+    """Yield the scheme of each URL of a chain (`a://…::b://…`) that has a password. A password may contain `://`."""
     for match in _BEGINNING.finditer(url):
         following = _BEGINNING.search(url, match.end())
         part = url[match.end() : following.start() if following else None]

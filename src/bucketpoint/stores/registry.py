@@ -20,9 +20,9 @@ S3_SCHEMES = ("s3", "s3a")
 GCS_SCHEMES = ("gs", "gcs")
 
 FOLLOW_LINKS = "follow_links"
-"""The storage option of local folders."""
+"""The storage option for local folders: see `LocalStore.follow_links`."""
 
-# Commands that install the library for a scheme: fsspec knows the scheme, but does not depend on the library.
+# Commands that install the library for a scheme: fsspec knows these schemes, but does not require their libraries.
 _INSTALL = {
     **dict.fromkeys(GCS_SCHEMES, INSTALL_GCS),
     **dict.fromkeys(
@@ -37,9 +37,9 @@ _HALVES = re.compile("[\ud800-\udfff]")
 # RFC 3986, section 3.1, but with at least two characters: one letter is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
-# A URL that went through `Path`, alone or after folders: `s3:/bucket`, `/home/me/s3:/bucket`; `s3:` (from `s3://`).
+# A URL that lost a slash in `Path`, alone or after folders: `s3:/bucket`, `/home/me/s3:/bucket`; `s3:` (from `s3://`).
 _FOLDED = re.compile(r"(?:^|/|::)([A-Za-z][A-Za-z0-9+.-]+):(?:/(?!/)|$)")
-# A mistyped URL: `s3:bucket/run`, and for buckets' schemes `s3//bucket/run`. Other such names may be those of folders.
+# A mistyped URL: `s3:bucket/run`, and for buckets' schemes `s3//bucket/run` (with any other name, it may be a folder).
 _MISTYPED = re.compile(
     r"(^|^.*?::)(?:([A-Za-z][A-Za-z0-9+.-]+):(?=[^:/])"
     rf"|({'|'.join(_BUCKETS)})//(?=[^/]))",
@@ -51,7 +51,7 @@ _LOCALHOST = re.compile(rf"^({'|'.join(_LOCAL_SCHEMES)})://localhost(?=/)", re.I
 _HOST = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)})://([^/]*)(?=/|$)", re.IGNORECASE)
 _LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
 
-# An access point of S3, whose ARN has a slash or a colon before the name. A bucket with a slash would end at the slash.
+# The ARN of an S3 access point with a slash before the name, where the bucket would end. `_in_one_form` writes a colon.
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
 _ACCESS_POINT = re.compile(r"^(s3a?://arn:[^:/]*:s3:[^:/]*:[^:/]*:accesspoint)/(?=[^/])", re.IGNORECASE)
 
@@ -64,7 +64,7 @@ _AMAZON = re.compile(
     re.IGNORECASE,
 )
 
-# Services restrict the names of buckets further. Other characters are a user, a port, a query or a mistyped slash.
+# Services restrict bucket names further. Any other character is from a user, a port, a query or a mistyped slash.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|arn:.+", re.DOTALL)
 
 # A bucket and a key without a scheme: `bucket/run`.
@@ -92,7 +92,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     if local is not None:
         return local[1].lower(), text[local.end() :], ""
     match = _SCHEME.match(text)
-    # The name of a file may be any bytes, which Python shows as such characters.
+    # A local path may contain surrogates: Python uses them for bytes of a name that are not UTF-8.
     if match is not None and match[1].lower() not in _LOCAL_SCHEMES and _HALVES.search(text):
         raise InvalidURLError(
             "the URL holds half a character: it was not read as UTF-8, or cut", remedy="Write the name in UTF-8"
@@ -124,9 +124,9 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
 
 
 def as_url(path: str | os.PathLike[str] | None) -> str | None:
-    """Return a checkpoint id as text, without slashes at the end. Never as a `Path`, which would fold a URL's `//`.
+    """Return a checkpoint id as text, without slashes at the end. As a `Path`, a URL would lose a slash of `//`.
 
-    The ARN of an access point gets the form of `parse_url`, so that one place has one URL.
+    The ARN of an access point gets the form of `parse_url`, so that each place has only one URL.
     """
     if path is None:
         return None
@@ -137,14 +137,14 @@ def as_url(path: str | os.PathLike[str] | None) -> str | None:
 def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
     """Return True if `open_store` would accept this URL, judged by the URL's text alone.
 
-    A scheme that fsspec knows is accepted even if its library is not installed: DCP then chooses the class whose error
-        names the package.
+    A scheme that fsspec knows is accepted even if its library is not installed: then DCP chooses bucketpoint's class,
+    whose error names the package.
     """
     try:
         _check_scheme(url, schemes)
     except InvalidURLError:
         return False
-    # In a chain of URLs the first scheme decides.
+    # In chained URLs (`a::b://…`) the first scheme decides.
     match = _SCHEME.match(os.fspath(url))
     return match is None or _is_known(match[1])
 
@@ -162,8 +162,8 @@ def open_store(
         storage_options: options of fsspec's filesystem for this scheme. For S3: the options of s3fs, and the names of
             `S3Options`. For GCS: the options of gcsfs, and the names of `GCSOptions`. For a local folder:
             `follow_links`, to read files through links that leave the folder.
-        fs: a filesystem object of the caller, which then serves the URL whatever the URL's scheme.
-        schemes: the schemes that are accepted; empty accepts any scheme, and paths without a scheme.
+        fs: a filesystem object to use, whatever the URL's scheme.
+        schemes: the accepted schemes; empty accepts any scheme, and paths without a scheme.
 
     Raises:
         InvalidURLError: the URL has no bucket, no scheme although one is needed, or a scheme that is not accepted.
@@ -178,7 +178,7 @@ def open_store(
         path = fs._strip_protocol(root if scheme in _LOCAL_SCHEMES else url)
         return _store_on(fs, path, _follows_links(dict(storage_options or {}))), ""
     scheme, root, prefix = _check_scheme(url, schemes)
-    # Each provider is imported here, so that a program waits only for the libraries of stores that it opens.
+    # Providers are imported here, so that a program loads only the libraries of the stores that it opens.
     if scheme in S3_SCHEMES:
         from bucketpoint.stores.s3 import S3Options, S3Store
 
@@ -199,7 +199,7 @@ def open_store(
 
     failure: BucketpointError
     try:
-        # fsspec knows the schemes of folders in lower case only, and no hosts in their URLs.
+        # fsspec accepts the schemes of folders only in lower case, and without a host: it gets the bare path.
         make = functools.partial(fsspec.core.url_to_fs, root if local else os.fspath(url), **options)
         filesystem, path = give_up_when_cut(make, f"making the filesystem of {scheme}:// URLs")
         driver_of(filesystem).bound_retries(filesystem)
@@ -226,7 +226,7 @@ def open_store(
                 remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
             )
     except OSError as error:
-        # Some filesystems connect when they are made.
+        # Some filesystems connect to their server when they are made.
         failure = translate(error, f"making the filesystem of {scheme}:// URLs", _shown(url), options)
     raise failure
 
@@ -246,15 +246,13 @@ def _on_web(url: str | os.PathLike[str]) -> str | None:
 
 
 def _shown(url: str | os.PathLike[str]) -> str:
-    """Return a URL for an error. The query of an address on the web may be a signature; in a key `?` is ordinary."""
+    """Return a URL for an error, without the query of a web address, which may be a signature."""
     text = os.fspath(url)
     return clean(text) if text.lower().startswith(("http://", "https://")) else text
 
 
 def _in_one_form(url: str) -> str:
-    """Return a URL without the host `localhost` of a folder, and with the ARN of an access point, if any, in the form
-    whose root contains no slash.
-    """
+    """Return a URL without the host `localhost` of a folder, and with a colon before an access point's name."""
     return _ACCESS_POINT.sub(r"\1:", _LOCALHOST.sub(r"\1://", url))
 
 
@@ -272,7 +270,7 @@ def _without_bucket(url: str, scheme: str) -> InvalidURLError:
 
 def _refuse_mistaken(url: str) -> None:
     first = _SCHEME.match(url)
-    # After `s3://` the text is a key, and a key may look like anything.
+    # Not checked after a scheme such as `s3://`: the rest is then a key, and a key may contain such text.
     folded = _FOLDED.search(url) if first is None or first[2] == "::" else None
     if folded is not None and _LOCAL.match(url) is None and _is_known(folded[1]):
         scheme, path = folded[1], url[folded.end() :]
@@ -341,7 +339,7 @@ def _store_on(fs: Any, path: str, follow_links: bool) -> Store:
 
 
 def _follows_links(options: dict[str, Any]) -> bool:
-    """Take the option of local folders out of the options of fsspec."""
+    """Remove the option `follow_links` from `options`, and return its value."""
     follows = options.pop(FOLLOW_LINKS, False)
     if not isinstance(follows, bool):
         raise BucketpointError(f"{FOLLOW_LINKS} in storage_options must be True or False, not {follows!r}")
@@ -349,7 +347,7 @@ def _follows_links(options: dict[str, Any]) -> bool:
 
 
 def _absolute(path: str) -> str:
-    # POSIX keeps two slashes at the beginning, which are one here.
+    # `abspath` keeps two slashes at the beginning, as POSIX allows. Here they count as one.
     return "/" + os.path.abspath(os.path.expanduser(path)).lstrip("/")
 
 

@@ -1,4 +1,4 @@
-"""The retry loop of every request: attempts, waiting times, deadlines, and the number of requests under way.
+"""The retry loop of every request: attempts, waiting times, deadlines, and a limit on concurrent requests.
 
 The `errors` module of each service's folder decides the reaction (`Action`) to a failure.
 
@@ -28,8 +28,7 @@ from bucketpoint.stores.pace import current_end, until
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""Deadline for all attempts of one request together. Half of the 10 minutes after which NCCL ends a job whose ranks
-wait."""
+"""Seconds for all attempts of one request: half of the 10 minutes after which NCCL ends a job whose ranks wait."""
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 10.0
 FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S = 0.2, 20.0
@@ -38,19 +37,19 @@ LONGEST_OUTAGE_DELAY_S = 5.0
 
 BUDGET_TOKENS = 500.0
 REFUND = 0.5
-"""Tokens that a success adds to the budget; a retry takes one token. A third of all requests may fail forever."""
+"""Tokens that a success adds to the budget; a retry takes one token. So a third of all attempts may fail for ever."""
 
 MOST_REFRESHES = 2
 
 UNSEEN_S = 25.0
-"""The deadline for a store that has never answered this process: its name is probably wrong. With the last attempt,
-30 s at most."""
+"""Deadline, in seconds, for a store that has never answered this process: its name is probably wrong. With the last
+attempt (`pace.LATE_S`), 30 s at most."""
 
 READ_ATTEMPTS = 5
-"""Attempts to read a range, or a small object, whose body broke off, the first included."""
+"""Attempts to read a range or a small object whose body breaks off, including the first."""
 
 GROWN_BACK = 2.0
-"""A limit ends when it reaches this multiple of the requests that were under way when the service throttled."""
+"""The limit on concurrent requests ends at this multiple of the requests in progress when the service throttled."""
 
 KINDS = (
     "put",
@@ -81,11 +80,11 @@ class RetryPolicy:
     """Limits on the attempts of one request.
 
     Attributes:
-        attempts: limit on the attempts of a request, the first included.
-        deadline_s: seconds for all attempts of one request. An attempt under way is then interrupted only if it is
-            slow: see `pace`.
-        counts_throttled: count throttled and unanswered attempts, too. Otherwise only the deadline ends the waiting
-            for a store that throttles or does not answer, because it will probably accept the request later.
+        attempts: limit on the attempts of a request, including the first.
+        deadline_s: seconds for all attempts of one request. After them, an attempt in progress is interrupted only if
+            it is slow: see `pace`.
+        counts_throttled: count throttled and unanswered attempts, too. Otherwise these are limited only by the
+            deadline, because a store that throttles or does not answer will probably accept the request later.
     """
 
     attempts: int = 6
@@ -100,11 +99,10 @@ class RetryPolicy:
 
 
 class ConcurrencyLimiter:
-    """Limit on the requests to one service that are under way at once. There is no limit until the service throttles.
+    """Limit on concurrent requests to one service. There is no limit until the service throttles.
 
-    When the service throttles, the limit becomes half of the requests under way, and then grows by one after each round
-    of successes. A throttled request that was sent before the last halving does not halve the limit again, because that
-    answer is no news.
+    When the service throttles, the limit becomes half of the requests in progress, and then grows by one after each
+    round of successes. A throttled request that was sent before the last halving does not halve the limit again.
 
     Attributes:
         answered: True once the service has answered a request of this process.
@@ -120,11 +118,11 @@ class ConcurrencyLimiter:
 
     @property
     def limit(self) -> float:
-        """Number of requests that may be under way. Infinite if the store has not throttled for long."""
+        """Limit on concurrent requests; infinite unless the store has throttled recently."""
         return self._limit
 
     def enter(self, ends: float) -> int:
-        """Wait for a place, and return the epoch to pass to `leave`.
+        """Wait until another request may be sent, and return the epoch to pass to `leave`.
 
         Raises:
             ThrottledError: the deadline passed, or this thread's work was given up.
@@ -141,7 +139,7 @@ class ConcurrencyLimiter:
             return self._epoch
 
     def leave(self, epoch: int, *, answered: bool, throttled: bool, succeeded: bool) -> None:
-        """Give the place back, and adjust the limit by the outcome of the request."""
+        """Record the end of a request, and adjust the limit by its outcome."""
         with self._state:
             self.answered = self.answered or answered
             if throttled and epoch == self._epoch:
@@ -158,13 +156,13 @@ class ConcurrencyLimiter:
 
 @dataclass
 class Budget:
-    """The retries that a process may still make. When everything fails, the budget keeps retries from adding load.
+    """Limit on the retries of a process, so that retries do not add load when everything fails.
 
     Attributes:
-        counts: requests that were sent by kind (`KINDS`), and their outcomes: `succeeded`; `retried`, sent again
-            within the budget; `throttled`, attempts refused by a store that asks for fewer requests; `refreshed`, sent
-            again with new credentials; `given_up` after an attempt that could be retried.
-        outages: outages of the stores whose requests have failed, by the store's name (see `store_of`).
+        counts: requests sent, by kind (`KINDS`), and their outcomes: `succeeded`; `retried`, sent again within the
+            budget; `throttled`, refused by a store that asks for fewer requests; `refreshed`, sent again with new
+            credentials; `given_up` after an attempt that could be retried.
+        outages: outages of stores with failed requests, by the store's name (see `store_of`).
     """
 
     tokens: float = BUDGET_TOKENS
@@ -186,7 +184,7 @@ class Budget:
         self.add({"succeeded": 1})
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add to the counts, such as those of another process, and to those that this thread was given."""
+        """Add `counts`, such as those of another process, to these counts and to the counter of `count_into`."""
         own = _counts.get()
         with self._lock:
             self.counts.update(counts)
@@ -198,7 +196,7 @@ _budgets: dict[str, Budget] = {}
 
 
 def process_budget() -> Budget:
-    """Return the budget that all requests of this process share, with their counts."""
+    """Return the budget of this process, with the counts of all its requests."""
     budget = _budgets.get("process")
     if budget is None:
         budget = _budgets.setdefault("process", Budget())
@@ -218,14 +216,7 @@ def deadline(seconds: float) -> Iterator[float]:
 
 
 def count_into(counts: Counter[str] | None) -> Counter[str] | None:
-    """Count requests of this thread from now on in `counts` too, with those of the task groups that it starts.
-
-    Args:
-        counts: None to add it to nothing.
-
-    Returns:
-        the counts for the requests until now.
-    """
+    """Count requests of this thread and its task groups in `counts`, too; None ends this. Return the former counter."""
     former = _counts.get()
     _counts.set(counts)
     return former
@@ -250,10 +241,10 @@ def run(
     Waits between attempts with exponential backoff and full jitter.
 
     Args:
-        gate: limiter of the service that the request goes to.
+        gate: limit on concurrent requests to the service.
         refresh: function that gets new credentials; returns False if there are none.
         kind: kind of the request, one of `KINDS`; None for a loop around requests that are counted themselves.
-        once_more: classes of fatal errors that are still retried once.
+        once_more: classes of fatal errors after which one more attempt is made.
 
     Raises:
         StoreError: the last error. Its cause is the first error, which shows how the failure began.
@@ -299,7 +290,7 @@ def run(
                 counted = failed + (waited if policy.counts_throttled else 0)
                 latest = min(latest, started + last.limit_s)
                 ends = latest if gate is None or gate.answered else min(latest, started + UNSEEN_S)
-                # Any answer of the store ends an outage, also an error.
+                # Any answer of the store ends an outage, even an error.
                 well = action is Action.FATAL and kind is not None
                 if action is Action.FATAL or counted >= policy.attempts or now >= ends or stopped():
                     break
@@ -309,7 +300,7 @@ def run(
                         break
                     refreshed += 1
                     budget.add({"refreshed": 1})
-                # Waiting for the store takes no token of the budget: the deadline bounds it, and the gate.
+                # Waiting for the store takes no token from the budget: the deadline and the gate limit such attempts.
                 elif action is Action.RETRY and not budget.take():
                     break
                 _wait(action, waited if waits else failed, last.wait_s, ends)
@@ -322,7 +313,7 @@ def run(
     message, tried = last.message, failed + waited
     if tried > 1:
         message += f" (attempt {tried}, after {time.monotonic() - started:.1f} s"
-        # In the message, too, because `__cause__` is not pickled, and so does not reach other ranks.
+        # The message names the first error, too, because `__cause__` is not pickled, and does not reach other ranks.
         if first is not None and first.message != last.message:
             message += f"; the first failed with {type(first).__name__}: {first.message}"
         message += ")"
@@ -336,10 +327,10 @@ def run(
 
 
 def retry_transient(attempt: Callable[[], T], *, attempts: int = READ_ATTEMPTS) -> T:
-    """Call `attempt` again after failures that a store does not retry, such as a body that broke off.
+    """Repeat `attempt` after failures that a store does not retry, such as a body that broke off.
 
-    Throttled attempts are not counted. After a `CorruptDataError` the attempt is made once more before the error is
-    raised: this distinguishes a bit that flipped on the way from one that flipped in the store.
+    Throttled attempts are not counted. After a `CorruptDataError` one more attempt is made, which distinguishes a bit
+    that flipped in transit from one that flipped in the store.
 
     Raises:
         StoreError: as `run`.

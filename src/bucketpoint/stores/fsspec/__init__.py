@@ -1,4 +1,4 @@
-"""Any filesystem that fsspec knows, and the additional features of some filesystems."""
+"""`FsspecStore`, for any filesystem that fsspec knows, and drivers with additional features of some filesystems."""
 
 from bucketpoint.stores.fsspec.store import FsspecStore
 

@@ -1,8 +1,8 @@
 """Trial of a filesystem's conditional writes and checksums on a scratch object.
 
-A library may accept a condition that the service behind it ignores: some services that speak S3's protocol ignore
-`If-None-Match`, and a commit that trusts them loses checkpoints. So the first commit of a process to each bucket of a
-filesystem makes a trial.
+A library may accept a condition that the service behind it ignores: some S3-compatible services ignore `If-None-Match`,
+and a commit that relies on the condition loses checkpoints. So a process makes a trial before its first commit to each
+bucket of a filesystem.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _lock = ProcessLock()
 
 
 class _FilesystemStore(Store, Protocol):
-    """A store on a filesystem, which also writes by the service's condition alone."""
+    """A store on a filesystem with `put_unseen`, which relies on the service's condition alone."""
 
     @property
     def fs(self) -> AbstractFileSystem: ...
@@ -37,9 +37,9 @@ class _FilesystemStore(Store, Protocol):
 
 
 def prove(store: _FilesystemStore, prefix: str) -> Capabilities:
-    """Return the capabilities of a store. The first call of a process for a bucket tries them.
+    """Return the capabilities of a store. The first call of a process for a bucket makes the trial.
 
-    The trial is made on a scratch object below `prefix`, which is deleted then, with at most six small requests. Logs a
+    The trial sends about ten small requests for two scratch objects below `prefix`, and deletes the objects. Logs a
     warning, once, if commits to this store will have no conditional writes. Raises as `proven`.
     """
     with _lock:
@@ -71,7 +71,7 @@ def _tried(store: _FilesystemStore, prefix: str) -> Probed:
         checks = store.driver.checks and _checks(store, f"{key}-sum")
     finally:
         with contextlib.suppress(StoreError):
-            # Without the permission to delete, two tiny objects stay, like everything else that such a job saves.
+            # Without the permission to delete, two tiny objects remain, like everything else that such a job saves.
             store.delete([key, f"{key}-sum"])
     return Probed(creates, replaces, checks, "; ".join(why))
 

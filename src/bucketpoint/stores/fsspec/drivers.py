@@ -1,7 +1,7 @@
-"""`Driver`: operations on a filesystem, by methods that all filesystems have.
+"""`Driver`: operations on a filesystem, by methods that all of fsspec's filesystems have.
 
-`services` has the drivers of particular filesystems. Paths and exceptions are the filesystem's own; the caller
-translates the exceptions.
+Paths and exceptions are those of the filesystem; the caller translates the exceptions. `services` has the drivers of
+particular filesystems.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsspec.spec import AbstractFileSystem
 from bucketpoint.stores.base import Part
 
 WriteReply = Mapping[str, Any]
-"""Description of a written object, such as `info` returns, with the ETag among others. May be empty."""
+"""Description of a written object, as `info` returns it, with the ETag among other fields. May be empty."""
 
 _TEMPORARY = ".bucketpoint-tmp-"
 
@@ -36,11 +36,11 @@ _WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs",
 
 @dataclass(frozen=True)
 class Probed:
-    """Result of a trial.
+    """Result of a trial of conditions and checksums.
 
     Attributes:
         creates: a second exclusive create of one object was refused, and the first object stayed.
-        replaces: a replacement of a missing object was refused.
+        replaces: a replacement with an outdated ETag was refused.
         checks: a body with a wrong CRC32C was refused.
         why: the reasons for failed trials, for messages; empty if there are none.
     """
@@ -51,7 +51,7 @@ class Probed:
     why: str = ""
 
 
-# By filesystem, and then by bucket: results last as long as the filesystem object.
+# By filesystem, and then by bucket. A filesystem's results are dropped with the filesystem object.
 _probed: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
 
 
@@ -62,7 +62,7 @@ def known(fs: AbstractFileSystem, root: str) -> Probed | None:
 
 def remember(fs: AbstractFileSystem, root: str, probed: Probed) -> None:
     """Keep the result of a trial."""
-    # Filesystems of the same settings are equal. The entry must not be removed with an older equal one.
+    # Filesystems with the same settings are equal. The entry moves to `fs`, because it is dropped with its key object.
     by_bucket = _probed.pop(fs, {})
     _probed[fs] = {**by_bucket, _bucket(root): probed}
 
@@ -72,7 +72,7 @@ def _bucket(root: str) -> str:
 
 
 class Driver:
-    """Driver for any filesystem, by methods that all filesystems have. Drivers have no state.
+    """Driver for any filesystem. Drivers have no state.
 
     Attributes:
         name: name of the library, for tables.
@@ -83,7 +83,7 @@ class Driver:
             `Capabilities`. Empty if there are no such uploads.
         max_put_bytes: the largest body that is sent in one request.
         private: no other process can access this filesystem's content.
-        shared: as in `Capabilities`. False for any filesystem without its own driver, as it is unknown.
+        shared: as in `Capabilities`. False if unknown, as for any filesystem without a driver in `services`.
         lists_uploads: as in `Capabilities`.
     """
 
@@ -98,7 +98,7 @@ class Driver:
     lists_uploads = True
 
     def bound_retries(self, fs: AbstractFileSystem) -> None:
-        """Bound the retries of the library if the service cannot be reached, on a filesystem that bucketpoint made."""
+        """Limit the library's retries for an unreachable service, on a filesystem that bucketpoint made."""
 
     def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
         if not has_folders(fs):
@@ -155,7 +155,7 @@ def has_folders(fs: AbstractFileSystem) -> bool:
 
 
 def is_asynchronous(fs: AbstractFileSystem) -> bool:
-    """Return True if a filesystem works on an event loop. A wrapper may set `async_impl` in any case."""
+    """Return True if a filesystem works on an event loop. The `async_impl` of a wrapper is ignored: it may be wrong."""
     return bool(getattr(_innermost(fs), "async_impl", False))
 
 
@@ -170,10 +170,7 @@ def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
 
 
 def _renamed(fs: AbstractFileSystem, path: str, write: Callable[[str], object]) -> None:
-    """Write a file under a temporary name, and rename it.
-
-    A file is visible from the first byte on: a writer that is killed would leave half a file under the name.
-    """
+    """Write a file under a temporary name, and rename it, so that a killed writer leaves no half file there."""
     make_folder_of(fs, path)
     temporary = f"{path.rpartition('/')[0]}/{_TEMPORARY}{secrets.token_hex(8)}"
     try:
@@ -223,7 +220,7 @@ def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[BaseException |
 
 
 def write_reply(reply: Any) -> WriteReply:
-    """Return the reply of a write if it is a description of the object, else an empty one."""
+    """Return the reply of a write if it describes the object, else an empty description."""
     return reply if isinstance(reply, Mapping) else {}
 
 

@@ -1,8 +1,8 @@
 """Translation of the exceptions of fsspec's filesystems to the classes in `bucketpoint.errors`.
 
-Each filesystem raises the exceptions of its client library: built-in exceptions of Python, or exceptions with an HTTP
-status and the service's code in some attributes. They are looked for along the chain of causes; the text of an
-exception is never used.
+Each filesystem raises the exceptions of its client library: Python's built-in exceptions, or exceptions whose
+attributes contain an HTTP status and the service's code. Both are searched for along the chain of causes; the text of
+an exception is never used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _UNREACHABLE = (ConnectionRefusedError, socket.gaierror)
 _PASSING = (TimeoutError, ConnectionError)
 
-# s3fs translates InternalError, RequestTimeout and SlowDown to such numbers. Only Linux has EREMOTEIO.
+# s3fs translates InternalError, RequestTimeout and SlowDown to some of these numbers. Only Linux has EREMOTEIO.
 _PASSING_NUMBERS = frozenset(
     {errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, getattr(errno, "EREMOTEIO", errno.EBUSY)}
 )
@@ -47,7 +47,7 @@ _RIGHTS = {
     "list_multipart": "list",
     "copy": "read and to write",
 }
-"""Permission that an operation needs, for messages, if it is not the operation's name."""
+"""Permission that an operation needs, for messages, unless it is the operation's name."""
 
 _ARCHIVED = (
     "The object is in an archive tier: rehydrate it to an online tier (`az storage blob set-tier --tier Hot`) and try "
@@ -81,8 +81,8 @@ def _unauthorised(asked: Asked, role: str) -> dict[RuleKey, ErrorRule]:
     )
 
 
-# https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and common-rest-api-error-codes; and
-# S3's codes, which s3fs keeps in the cause, where the status alone would be misleading.
+# https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and common-rest-api-error-codes.
+# S3's codes, which s3fs keeps in the exception's cause, are listed only where the status alone would be misleading.
 RULES: dict[RuleKey, ErrorRule] = {
     **answers(
         "BlobNotFound PathNotFound ResourceNotFound SourcePathNotFound NoSuchKey NoSuchVersion NotFound 404",
@@ -96,7 +96,7 @@ RULES: dict[RuleKey, ErrorRule] = {
         PreconditionFailedError,
         asked=Asked.CONDITION,
     ),
-    # The library reads a large blob in pieces, each on the condition that it is the blob of the first.
+    # Azure's library reads a large blob in pieces, on the condition that its ETag is still that of the first piece.
     **answers("ConditionNotMet", PreconditionFailedError, asked=Asked.READ),
     **answers("BlobArchived BlobBeingRehydrated", StoreError, _ARCHIVED),
     **answers("InvalidObjectState", StoreError, _GLACIER),
@@ -151,7 +151,7 @@ def translate(
 
     Args:
         options: options of the filesystem, whose secrets the exception may quote.
-        conditional: the request required an ETag, or that there is no object.
+        conditional: the request had a condition: an ETag, or that no object exists.
     """
     if isinstance(error, StoreError):
         return error
@@ -161,7 +161,7 @@ def translate(
     if rule.kind is AccessDeniedError and rule.remedy is None:
         lacking = f"The credentials lack the right to {_RIGHTS.get(operation, operation)} here"
         remedy = f"{lacking}. A trainer needs to write and to read; a reader, to read"
-    # Only the first line: in further lines Azure's library quotes the reply.
+    # Only the first line: Azure's library quotes the reply in the following lines.
     text = error.message if isinstance(error, BucketpointError) else describe(error, options).partition("\n")[0]
     return rule.error(f"{operation} failed: {text}", url, remedy)
 

@@ -19,14 +19,11 @@ from bucketpoint.stores.http_body import encoded_crc
 MIB = 1 << 20
 
 MOST_CONNECT_RETRIES = 1
-"""Retries of a connection to Azure that fails. Then 20 s pass until an account that refuses connections is named."""
+"""Retries of a failed connection to Azure. An account that refuses connections is then reported after 20 s."""
 
 
 class Memory(Driver):
-    """Driver for fsspec's memory filesystem, a dict in this process.
-
-    Its conditions are not atomic, but no other process can write to it.
-    """
+    """Driver for fsspec's memory filesystem. Its conditions are not atomic, but no other process can write to it."""
 
     name = "memory"
     private = True
@@ -38,8 +35,8 @@ _SUMMED = {"ChecksumAlgorithm": "CRC32C"}
 class S3FS(Driver):
     """Driver for s3fs, which passes unknown arguments on to the S3 operation.
 
-    A request names only the checksum algorithm, and the CRC32C in the reply is compared with the one computed here. If
-    the request contained the CRC32C itself, botocore would also compute a SHA-256 of the body.
+    A request names only the checksum algorithm, and the CRC32C in the reply is compared with that of the body. If the
+    request contained the CRC32C itself, botocore would also compute a SHA-256 of the body.
 
     https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html, and limits from
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
@@ -49,9 +46,9 @@ class S3FS(Driver):
     shared = True
     creates = replaces = checks = True
     limits = MappingProxyType({"min_part_bytes": 5 * MIB, "max_part_bytes": 5 << 30, "max_parts": 10_000})
-    # MinIO does not list uploads by a prefix, and with s3fs the service is unknown.
+    # MinIO lists uploads only by their whole key, and s3fs does not show which service it reaches.
     lists_uploads = False
-    # From twice its own part size on, pipe_file sends parts, which do not have the checksum of the whole body.
+    # `pipe_file` sends a body of twice its part size or more in parts, which have no checksum of the whole body.
     max_put_bytes = 100 * MIB - 1
 
     def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
@@ -109,8 +106,7 @@ class S3FS(Driver):
 class GCSFS(Driver):
     """Driver for gcsfs, which has a condition for creating an object and none for replacing one.
 
-    Google reports the CRC32C of the stored object.
-
+    Google reports the CRC32C of the stored object:
     https://cloud.google.com/storage/docs/json_api/v1/objects
     """
 
@@ -135,8 +131,8 @@ class ADLFS(Driver):
     max_put_bytes = 5000 * MIB
 
     def bound_retries(self, fs: AbstractFileSystem) -> None:
-        # The library waits 18, 24 and 42 s before its three retries of a failed connection. adlfs passes no option to
-        # its client, so the client's policy is changed. Retries after answers of the service are unchanged.
+        # The library waits 18, 24 and 42 s before its three retries of a failed connection. adlfs has no option for its
+        # client's policy, so the policy is changed. Retries after answers of the service are unchanged.
         # https://learn.microsoft.com/azure/storage/blobs/storage-retry-policy-python
         policy: Any = getattr(getattr(fs.service_client, "_config", None), "retry_policy", None)
         if hasattr(policy, "connect_retries"):
@@ -178,7 +174,7 @@ class ADLFS(Driver):
     def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
         if not any(other_id == upload_id for _, other_id, _ in self.uploads(fs, path)):
             return
-        # No request deletes blocks. Committing an empty list does, and leaves an empty blob, which is deleted next.
+        # Azure has no request to delete blocks. An empty list deletes them, but leaves an empty blob, to be deleted.
         _azure(fs, path, lambda blob: blob.commit_block_list([]))
         fs.rm_file(path)
 
@@ -207,7 +203,7 @@ def driver_of(fs: AbstractFileSystem) -> Driver:
     """Return the driver for a filesystem: that of its library, or the common one."""
     if isinstance(fs, MemoryFileSystem):
         return _MEMORY
-    # Chosen by the library, not by the protocol: other libraries serve s3:// too, with other methods.
+    # Chosen by the library, not by the protocol: other libraries with other methods also serve s3://.
     libraries = [kind.__module__.partition(".")[0] for kind in type(fs).__mro__]
     return next((_LIBRARIES[name] for name in libraries if name in _LIBRARIES), _PLAIN)
 

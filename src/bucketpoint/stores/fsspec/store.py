@@ -1,8 +1,4 @@
-"""`FsspecStore`: any filesystem that fsspec knows, through fsspec's public, blocking methods.
-
-Drivers of particular filesystems are in `services`; the trial of the conditions that a service honours is in
-`conditions`.
-"""
+"""`FsspecStore`: objects on any filesystem that fsspec knows, through fsspec's public, blocking methods."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _given_up(method: F) -> F:
-    """Wrap a method that calls the filesystem: nothing can cancel a request that its library makes."""
+    """Run a method by `give_up_when_cut`, because a request of the filesystem's library cannot be cancelled."""
 
     @functools.wraps(method)
     def call(self: FsspecStore, *args: Any, **kwargs: Any) -> Any:
@@ -72,12 +68,10 @@ def _given_up(method: F) -> F:
 class FsspecStore:
     """A store whose objects are the files below `root` of a filesystem.
 
-    Bodies are joined and written whole by `pipe_file`, the only way of writing that cannot publish half an object when
-    it fails. On filesystems with real folders it can, so there a file is written under a temporary name and renamed.
-    The service checks conditions if it can. Otherwise this store checks them before the write, which is atomic only for
-    the memory filesystem, because no other process has access to that.
-
-    Parts are sent in any order if the driver has multipart uploads. Otherwise `capabilities.multipart` is False.
+    `pipe_file` writes a body whole: other ways of writing can publish half an object when they fail. On filesystems
+    with real folders `pipe_file` can, too, so there a file is written under a temporary name and renamed. The service
+    checks conditions if it can. Otherwise this store checks them before the write, which is atomic only for the memory
+    filesystem, because no other process has access to it.
     """
 
     fs: AbstractFileSystem
@@ -100,12 +94,11 @@ class FsspecStore:
 
     @property
     def driver(self) -> Driver:
-        """The driver of this filesystem."""
         return driver_of(self.fs)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known features of this filesystem's library; after `proven`, the conditions and checksums that it found."""
+        """Features of the filesystem's library; after `proven`, with conditions and checksums as found by the trial."""
         driver, able = self.driver, known(self.fs, self.root) or self._untried
         return Capabilities(
             conditional_put=driver.private or able.creates,
@@ -122,12 +115,11 @@ class FsspecStore:
         )
 
     def prove_conditions(self, prefix: str) -> Capabilities:
-        """Return the capabilities, after a trial below `prefix` in the first call of a process for each bucket."""
         return prove(self, prefix)
 
     @property
     def _untried(self) -> Probed:
-        """The conditions and checksums of the library, which are assumed before a trial."""
+        """Conditions and checksums of the library, which are assumed before a trial."""
         return Probed(self.driver.creates, self.driver.replaces, self.driver.checks)
 
     @_given_up
@@ -145,7 +137,7 @@ class FsspecStore:
         able = probed or self._untried
         native = able.replaces if if_match is not None else if_none_match and able.creates
         conditional = if_none_match or if_match is not None
-        # A condition of the service without a trial is not reliable: this store checks it, too.
+        # Before a trial the service's condition is not reliable, so this store checks the condition, too.
         looks = conditional and (probed is None or not native)
         # A service may refuse to replace a missing object with "not found" instead of "precondition failed".
         missing = self._above if if_match is None else PreconditionFailedError
@@ -166,7 +158,7 @@ class FsspecStore:
 
     @_given_up
     def put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None:
-        """Create an object, or replace the one with this ETag, by the service's condition alone, for the probe."""
+        """Create an object, or replace the one with this ETag, by the service's condition alone, for the trial."""
         target = self.fs, self._path(key), data
         with self._errors("put", key, missing=self._above if etag is None else ObjectNotFoundError, conditional=True):
             driver = self.driver
@@ -194,7 +186,7 @@ class FsspecStore:
         self._check_etag(key, if_match)
         with self._errors("get", key):
             try:
-                # Only this call is abandoned, not the whole method, which writes into the caller's memory.
+                # Only `_cat` may be abandoned: this method writes into the caller's memory.
                 data = memoryview(self._cat(key, offset, offset + size))
             except EndpointError:
                 raise
@@ -324,7 +316,7 @@ class FsspecStore:
                 yield OpenUpload(path[above:], upload_id, _seconds(info))
 
     def close(self) -> None:
-        """Do nothing: the filesystem object belongs to the caller who made it."""
+        """Do nothing: other code may use the same filesystem object."""
 
     @property
     def _above(self) -> type[StoreError]:
@@ -341,13 +333,13 @@ class FsspecStore:
     def _written(
         self, key: str, size: int, reply: WriteReply, crc32c: int | None = None, *, looked: bool = False
     ) -> ObjectInfo:
-        """Describe an object that was written; it is deleted if the service has another CRC32C of it."""
+        """Describe a written object. Deletes it if the service has another CRC32C of it."""
         info = reply if _etag(reply) else self._describe(key)
         if info is None or int(info.get("size", size) or 0) != size:
             if looked:
                 # The condition was checked before the write, and not by the service: another writer came between.
                 raise PreconditionFailedError("the object was deleted or replaced meanwhile", url=self._url(key))
-            # Some libraries believe any answer with status 200, such as that of a login page.
+            # Some libraries accept any answer with status 200, such as a login page.
             raise StoreError(
                 "the store does not have what was written: probably another server answered", url=self._url(key)
             )
@@ -369,7 +361,7 @@ class FsspecStore:
         try:
             info: WriteReply = self.fs.info(self._path(key))
         except (FileNotFoundError, NotADirectoryError) as error:
-            # Libraries raise it for other answers too, such as a missing key of the encryption.
+            # Libraries raise these errors for other answers, too, such as a missing encryption key.
             if isinstance(self._translated(error, "head", key), ObjectNotFoundError):
                 return None
             raise
@@ -410,7 +402,7 @@ class FsspecStore:
             raise
         except WrongSumError as error:
             failure = CorruptDataError(f"{operation} failed: {error}", url=self._url(key))
-        except Exception as error:  # noqa: BLE001 (each filesystem has exceptions of its own; none may escape unnamed)
+        except Exception as error:  # noqa: BLE001 (each library has its own exceptions; all are translated)
             failure = self._translated(error, operation, key, conditional=conditional)
             if isinstance(failure, ObjectNotFoundError):
                 failure = missing(failure.message, url=failure.url)

@@ -31,16 +31,16 @@ MAX_PAGE_KEYS = 1_000
 OBJECT_FIELDS = "name,size,generation,timeCreated,crc32c"
 
 _OF_BUCKET = frozenset({"objects.insert", "objects.list", "buckets.get"})
-"""Operations to which HTTP 404 means that the bucket is missing. To the others the object may be missing instead."""
+"""Operations for which HTTP 404 means that the bucket is missing. For the others, the object may be missing instead."""
 
 
 class _SomeLeft(StoreError):
-    """Some calls of a batch failed and have to be retried."""
+    """Error of a batch: some of its calls failed and have to be retried."""
 
 
 @dataclass(frozen=True)
 class GCSBucket(HttpStore):
-    """A bucket with the options and the environment with which it is reached."""
+    """The requests to one bucket; base class of `GCSStore`."""
 
     options: GCSOptions = field(default_factory=GCSOptions)
 
@@ -99,8 +99,7 @@ class GCSBucket(HttpStore):
         failure: StoreError
         try:
             root = ElementTree.fromstring(reply.content)
-            # Like S3, the service may report an error in a reply with status 200 that began before the outcome was
-            # known.
+            # Like S3, GCS may report an error with status 200, if the reply began before the outcome was known.
             if root.tag.rpartition("}")[2] != "Error":
                 return root
             failure = failure_of(reply.status_code, reply.content, operation, self.url)[0]
@@ -109,7 +108,7 @@ class GCSBucket(HttpStore):
         raise failure
 
     def _exists(self) -> bool:
-        """Return True if the bucket exists, as far as these credentials can see. A bucket found is remembered."""
+        """Return True if the bucket exists, or these credentials may not list it. Remembers a bucket that exists."""
         client = self.client
         if self.bucket in client.buckets:
             return True
@@ -119,8 +118,7 @@ class GCSBucket(HttpStore):
         except ObjectNotFoundError:
             return False
         except StoreError:
-            # Without the permission to list, assume that the bucket exists: the caller's error stays "object not
-            # found".
+            # Without the right to list, the bucket counts as existing: the caller's error stays "object not found".
             return True
         client.buckets.add(self.bucket)
         return True
@@ -133,7 +131,6 @@ class GCSBucket(HttpStore):
         return self._call("objects.get", key, "GET", self._path(key), {"fields": OBJECT_FIELDS}).json()
 
     def _pages(self, prefix: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a listing."""
         fields = f"kind,nextPageToken,prefixes,items({OBJECT_FIELDS})"
         wanted = {"prefix": prefix, "maxResults": MAX_PAGE_KEYS, **query, "fields": fields}
         seen: set[Hashable] = set()
@@ -193,6 +190,6 @@ class GCSBucket(HttpStore):
         )
         answers = batch_answers(reply.headers.get("Content-Type", ""), reply.content)
         for number, key in enumerate(keys):
-            # A call without an answer may have been executed or not: treat it like one that the service failed at.
+            # A call without an answer may or may not have been executed: it is retried, as after status 503.
             status, answer = answers.get(number, (503, b""))
             yield key, status, answer

@@ -1,7 +1,7 @@
-"""Sessions with GCS: one for each set of options and process, shared by all stores with these options.
+"""Sessions with GCS: one per process for each set of options, shared by all stores with these options.
 
-google-cloud-storage provides and renews the credentials. Requests are made on the session of that library, but with
-bucketpoint's own bodies: the library's calls copy the bytes that they send and receive.
+google-cloud-storage provides and renews the credentials. Requests use the library's HTTP session, but not its calls,
+which copy the bytes that they send and receive.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ COMPLETE_TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class GCSClient:
-    """A session with the settings of all of its requests.
+    """An HTTP session, with the settings of its requests.
 
     Attributes:
         session: authorized session of the `requests` library.
         headers: headers of every request.
-        gate: limiter of the requests under way.
-        buckets: names of the buckets that have answered, and so are known to exist.
+        gate: limit on concurrent requests.
+        buckets: names of buckets that have answered a request, and therefore exist.
     """
 
     session: Any
@@ -73,7 +73,7 @@ class GCSClient:
             stream: do not read the reply's body.
 
         Raises:
-            StoreError: the reply is an error, or there was no reply. The class shows the kind of failure.
+            StoreError: the reply is an error, or there was no reply.
         """
         target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
 
@@ -85,7 +85,7 @@ class GCSClient:
                 data=body,
                 headers={**self.headers, **(headers or {})},
                 timeout=(CONNECT_TIMEOUT_S, timeout),
-                # The body is received below, within bounds.
+                # `received` reads the body, up to a limit.
                 stream=True,
                 # The API has no redirects, and following one would send the credentials to another server.
                 allow_redirects=False,
@@ -105,12 +105,11 @@ class GCSClient:
         return retry.run(attempt, self.policy, gate=self.gate, kind=OPERATIONS[operation].kind)
 
     def close(self) -> None:
-        """Close idle connections. The session stays usable."""
         for adapter in self.session.adapters.values():
             adapter.close()
 
 
-# The first client takes a second to make, because the library is imported.
+# Building the first client takes a second, because the library is imported.
 clients = ClientCache[GCSClient](
     lambda options: build_client(options),
     ("GOOGLE_", "CLOUDSDK_", "GCE_", "GCLOUD_"),
@@ -119,7 +118,7 @@ clients = ClientCache[GCSClient](
 
 
 def build_client(options: GCSOptions) -> GCSClient:
-    """Build a new client. Use `clients.get` instead, unless the caller is going to modify the client.
+    """Build a client that is not cached, for callers that modify it. All others use `clients.get`.
 
     Raises:
         StoreError: there are no credentials, or the endpoint is not valid.
@@ -135,7 +134,7 @@ def build_client(options: GCSOptions) -> GCSClient:
     settings = {"api_endpoint": endpoint, "universe_domain": os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN")}
     given = {name: value for name, value in settings.items() if value is not None}
     try:
-        # Without this argument the library looks for a project, which only creating buckets needs.
+        # project=None keeps the library from looking for a project, which only the creation of buckets needs.
         library = Library(project=None, credentials=_credentials(options, Library.SCOPE), client_options=given or None)
     except failures() as error:
         failure = translate(error, "making the GCS client", clean(endpoint or "gs://"))
@@ -152,8 +151,8 @@ def build_client(options: GCSOptions) -> GCSClient:
         session.mount("http://", _adapter(options))
     headers = {
         "User-Agent": user_agent(options.user_agent, f"google-cloud-storage/{version('google-cloud-storage')}"),
-        # Without this header the service decompresses an object that is stored compressed, and a range of it is then
-        # not a range of the stored bytes.
+        # Without this header GCS decompresses an object that is stored compressed, and a range is then not a range of
+        # the stored bytes.
         "Accept-Encoding": "gzip",
     }
     policy = RetryPolicy(
@@ -165,14 +164,14 @@ def build_client(options: GCSOptions) -> GCSClient:
 
 
 def _given(options: GCSOptions) -> dict[str, Any]:
-    """Return the options that errors must not quote: a token passed in place of a file's path, or a dict's contents."""
+    """Return the options that errors must not quote: `token`, unless it is the path of a file."""
     token = options.token
     is_path = isinstance(token, str) and (os.sep in token or token.endswith(".json"))
     return {} if is_path else {"token": token}
 
 
 def _credentials(options: GCSOptions, scopes: Any) -> Any:
-    """Return the credentials for `token`; None if the library is to look for application default credentials."""
+    """Return the credentials for `token`; None to let the library find application default credentials."""
     import google.auth
     import google.auth.compute_engine
     from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
@@ -181,8 +180,8 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
     if options.anonymous:
         return AnonymousCredentials()
     if token is None or (isinstance(token, str) and token == "google_default"):
-        # The library could find this file itself, but would then ask for the name of a workload's project, which needs
-        # another permission and is not used here.
+        # The library could also load this file, but would then look up the name of a workload's project, which is not
+        # used here and needs another permission.
         token = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
         if not token:
             return None
@@ -191,7 +190,7 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
     if not isinstance(token, str | os.PathLike | Mapping):
         return token
     if isinstance(token, str) and token == options.token and not (os.path.isabs(token) or os.path.exists(token)):
-        # Not quoted, because it may be a token after all.
+        # The message does not quote the value, which may be an access token.
         raise CredentialsError(
             "token in storage_options is not a credentials file",
             remedy="Pass the path of such a file, its content as a dict, or a google.auth Credentials object",
@@ -210,7 +209,7 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
 def _check_endpoint(endpoint: str, *, secret: bool) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname or ("@" in endpoint and "@" not in parts.netloc):
-        # A password with a slash ends the host. The endpoint is not quoted, because it may contain a password.
+        # A slash in a password ends the host. The message does not quote the endpoint, which may contain a password.
         raise EndpointError("the endpoint is not a URL", remedy="Pass something like http://127.0.0.1:4443")
     if secret and parts.scheme == "http" and not is_loopback(parts.hostname):
         raise EndpointError(
@@ -224,7 +223,7 @@ def _adapter(options: GCSOptions) -> Any:
     import requests.adapters
 
     class Adapter(requests.adapters.HTTPAdapter):
-        """Adapter that reads certificates once, not for each connection: 16 ms each, half a second for 32."""
+        """HTTP adapter that reads certificates once, not for each connection (16 ms each, half a second for 32)."""
 
         def init_poolmanager(self, *args: Any, **settings: Any) -> None:
             settings["ssl_context"] = context

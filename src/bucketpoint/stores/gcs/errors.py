@@ -66,7 +66,7 @@ _UPLOAD = "storage.multipartUploads.create and storage.objects.create"
 # https://cloud.google.com/storage/docs/access-control/iam-json and
 # https://cloud.google.com/storage/docs/access-control/iam-xml
 OPERATIONS: dict[str, Operation] = {
-    # The service describes an object in reply to a GET as well.
+    # Descriptions of a bucket and of an object are GET requests, so their kind is "get" and not "head".
     "buckets.get": Operation("get", "storage.buckets.get"),
     "objects.insert": Operation("put", _CREATE, ("generation",)),
     "objects.rewrite": Operation("copy", _COPY, ("done",)),
@@ -98,8 +98,8 @@ _CSEK = "The object is encrypted with a customer-supplied key, which is not supp
 _PAYER_REMEDY = "The bucket charges the requester: pass requester_pays='the-project-to-charge'"
 
 
-# The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
-# (https://cloud.google.com/storage/docs/xml-api/reference-status), which begin with a capital letter; here none does.
+# Reasons of the JSON API (https://cloud.google.com/storage/docs/json_api/v1/status-codes) and codes of the XML API
+# (https://cloud.google.com/storage/docs/xml-api/reference-status). `failure_of` makes the codes begin in lower case.
 RULES: dict[RuleKey, ErrorRule] = {
     **answers("rateLimitExceeded userRateLimitExceeded quotaExceeded slowDown 429 503", ThrottledError),
     **answers(
@@ -131,7 +131,7 @@ RULES: dict[RuleKey, ErrorRule] = {
 }
 
 _GENERAL = frozenset({"", "forbidden", "insufficientPermissions", "accessDenied"})
-"""Codes of a refusal for want of a permission. Only the message distinguishes a hold or a KMS key."""
+"""Codes of a missing permission. GCS also uses them for a hold or a KMS key, which only the message shows."""
 _OTHERWISE = {
     Asked.READ: "If the message names a Cloud KMS key, grant roles/cloudkms.cryptoKeyDecrypter to the service agent",
     Asked.WRITE: (
@@ -143,10 +143,7 @@ _OTHERWISE = {
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """Return the exceptions of the client library.
-
-    Not a constant, because the library is an optional dependency, and takes half a second to import.
-    """
+    """Return exceptions of the client library, imported only here: it is optional, and its import takes 0.5 s."""
     import google.auth.exceptions
     import requests.exceptions
 
@@ -162,10 +159,7 @@ def failures() -> tuple[type[BaseException], ...]:
 
 
 def translate(error: BaseException, operation: str, url: str, endpoint: str | None = None) -> StoreError:
-    """Return the bucketpoint error for an exception of the client library.
-
-    The error keeps no reference to the library's exception, which contains headers.
-    """
+    """Return the bucketpoint error for an exception of the client library. Drops the exception: it contains headers."""
     if isinstance(error, StoreError):
         return error
     if isinstance(error, ForeignAnswer):
@@ -189,7 +183,7 @@ def _rule_for(error: BaseException) -> ErrorRule:
 
     kind: type[StoreError] = TransientStoreError
     if isinstance(error, google_auth.GoogleAuthError) and not isinstance(error, google_auth.TransportError):
-        # An overloaded metadata server or token service sets `retryable`.
+        # `retryable` is True for an overloaded metadata server or token service.
         if not error.retryable:
             return RULES[401]
     elif speaks_plainly(error):
@@ -206,7 +200,7 @@ def _rule_for(error: BaseException) -> ErrorRule:
         urllib3.exceptions.NewConnectionError,
     ):
         kind = EndpointError
-    # No HTTP, or a reply that ended early, which resets and timeouts are not.
+    # A reply that is not HTTP, or ended early, is no outage; resets and timeouts are outages.
     early = has(http.client.HTTPException, BrokenBody) and not has(ConnectionError, TimeoutError)
     return ErrorRule(kind, Action.RETRY if early else Action.OUTAGE, _REMEDIES.get(kind))
 
@@ -227,7 +221,7 @@ def _reason(error: BaseException) -> BaseException:
 def failure_of(
     status: int, body: bytes, operation: str, url: str, *, conditional: bool = False
 ) -> tuple[StoreError, str]:
-    """Return the error for a reply with this status and this JSON or XML body, which may be empty, and its code.
+    """Return the error for a reply, and the error code in its JSON or XML body, which may be empty.
 
     Args:
         conditional: the request named a generation that the object must have.
@@ -244,7 +238,7 @@ def failure_of(
         remedy = ". ".join(part for part in parts if part)
     failure = rule.error(answer_text(operation, code, status, message), url, remedy)
     if status in (502, 504):
-        # A proxy, or Google's front end, that does not reach the service.
+        # A proxy, or Google's front end, cannot reach the service.
         failure.action = Action.OUTAGE
     return failure, code
 

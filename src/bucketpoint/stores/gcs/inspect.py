@@ -9,7 +9,7 @@ from bucketpoint.stores.gcs.store import GCSStore
 
 @dataclass(frozen=True)
 class BucketConfiguration:
-    """Settings by which a bucket keeps deleted objects.
+    """Settings that decide how long a bucket keeps deleted objects.
 
     Attributes:
         versioning: True if replaced and deleted objects become noncurrent versions.

@@ -1,4 +1,4 @@
-"""Bodies of GCS requests in the caller's memory, and answers, accepted within bounds and only if they are GCS's own."""
+"""Bodies of requests to GCS, in the caller's memory; and answers, limited in size and refused if they are not GCS's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BINARY = "application/octet-stream"
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _BLOCK_BYTES = 64 << 10
-# Every answer of Google's own front end has it.
+# A header of every answer of Google's own front end.
 _ID = "x-guploader-uploadid"
 
 
 @dataclass(frozen=True)
 class GCSReply:
-    """A reply with its body. `raw` is the unread body of an object, if one was requested."""
+    """A reply with its body. `raw` is the unread body of a streamed object."""
 
     status_code: int
     headers: Mapping[str, str]
@@ -63,7 +63,7 @@ def received(reply: Any, operation: str, *, stream: bool) -> GCSReply:
 
 
 def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str | None:
-    """Return the reason why an answer is not the service's; None if it may be."""
+    """Return the reason why an answer is not GCS's; None if it may be GCS's."""
     status, body = reply.status_code, reply.content
     root = root_of(body)
     if status >= 300:
@@ -83,7 +83,7 @@ def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str 
     if expected is not None:
         try:
             named: Any = reply.json()
-            # Described here, where an answer can still be refused, and again by the caller.
+            # Parsed here, where a malformed answer can still be refused. The caller parses it again.
             for resource in (named, named.get("resource", {}), *named.get("items", ())):
                 described(resource, "")
             "".join(named.get("prefixes", ()))
@@ -94,7 +94,7 @@ def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str 
 
 
 def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
-    """Return the description of an object from its resource. The ETag is the generation, which every write changes."""
+    """Convert an object's resource to its description. The ETag is the generation, which every write changes."""
     generation = resource.get("generation")
     return ObjectInfo(
         str(resource.get("name") or key),
@@ -105,10 +105,7 @@ def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
 
 
 def seconds(moment: str | None) -> float | None:
-    """Convert an RFC 3339 time in UTC, with any number of fractional digits, to seconds since the epoch.
-
-    Returns None for anything else.
-    """
+    """Convert an RFC 3339 time in UTC, with any number of decimals, to seconds since the epoch; None if malformed."""
     whole, _, digits = (moment or "").rstrip("Z").partition(".")
     try:
         parsed = datetime.datetime.fromisoformat(f"{whole}+00:00")
@@ -147,7 +144,7 @@ def batch_of_deletes(paths: Sequence[str]) -> tuple[str, bytes]:
 
 
 def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]]:
-    """Return the status and the body of the answers in a batch reply, by the number of the call."""
+    """Return the status and the body of each answer in a batch reply, by the number of the call."""
     head = f"Content-Type: {content_type}\r\n\r\n".encode()
     found: dict[int, tuple[int, bytes]] = {}
     for part in email.message_from_bytes(head + body, policy=email.policy.HTTP).iter_parts():
@@ -163,7 +160,7 @@ def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]
 
 
 class Incoming:
-    """Adapter of a streamed reply of the `requests` library to the interface that `http_body.receive` expects."""
+    """Adapter of a streamed reply of the `requests` library to the interface that `http_body.Receiver` expects."""
 
     def __init__(self, raw: Any) -> None:
         self._raw_stream = raw

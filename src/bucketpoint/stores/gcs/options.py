@@ -18,9 +18,7 @@ _INTERACTIVE = ("browser", "cache", "connect")
 
 @dataclass(frozen=True)
 class GCSOptions(StoreOptions):
-    """Settings of the connection to a bucket and of each request.
-
-    Everything not set here is left to google-cloud-storage.
+    """Settings of the connection to a bucket and its requests. Everything not set is left to google-cloud-storage.
 
     Attributes:
         token: as in gcsfs: "google_default" (application default credentials, which support workload identity), "anon",
@@ -33,10 +31,10 @@ class GCSOptions(StoreOptions):
         kms_key_name: the Cloud KMS key to encrypt with, `projects/P/locations/L/keyRings/R/cryptoKeys/K`. Default: the
             bucket's.
         storage_class: the storage class of every object written. Default: the bucket's.
-        uploads: "xml" to upload large objects in parts, by multipart uploads of the XML API; "auto" for that at Google
+        uploads: "xml" to upload large objects in parts, by multipart uploads of the XML API; "auto" for "xml" at Google
             (`googleapis.com`), and for whole objects elsewhere, because no emulator supports multipart uploads.
         user_agent: added to the user agent, after bucketpoint's own name.
-        max_attempts: attempts of one request, the first included. Default: 6. With the default, throttled attempts
+        max_attempts: attempts of one request, including the first. Default: 6. With the default, throttled attempts
             (429, 503) are not counted: a throttled request is retried until the deadline.
         ca_bundle: a file of certificates to trust. Default: REQUESTS_CA_BUNDLE, then those of the certifi package.
     """
@@ -116,7 +114,7 @@ class GCSOptions(StoreOptions):
 def emulator() -> str | None:
     """Return the URL of the emulator in STORAGE_EMULATOR_HOST, or None.
 
-    A missing scheme is added: Google's Python client needs one there, but the Go client and many scripts leave it out.
+    Adds a missing scheme, which Google's Python client requires, but the Go client and many scripts leave out.
     """
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:

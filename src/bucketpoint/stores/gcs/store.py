@@ -42,12 +42,12 @@ CAPABILITIES = replace(http_store.CAPABILITIES, max_put_bytes=5 << 40, condition
 class GCSStore(GCSBucket):
     """A bucket of GCS.
 
-    The ETags of this store are object generations: every write gives an object a new generation, and conditions and
-    pinned reads name the generation. In a bucket with versioning a pinned read also finds a generation that was
+    An ETag of this store is an object's generation. Every write gives an object a new generation, and conditions and
+    pinned reads name the generation. In a bucket with versioning, a pinned read also finds a generation that was
     replaced.
 
-    Multipart uploads go through the XML API. Parts are not objects: after completion there is nothing to delete, and
-    nothing more is billed. https://cloud.google.com/storage/docs/multipart-uploads
+    Multipart uploads use the XML API. Parts are not objects: after completion no part is left to delete or to pay for.
+    https://cloud.google.com/storage/docs/multipart-uploads
     """
 
     @property
@@ -78,7 +78,7 @@ class GCSStore(GCSBucket):
         def insert() -> ObjectInfo:
             reply = self._call("objects.insert", key, "POST", path, query, headers=headers, body=content)
             resource = reply.json()
-            # Only some emulators leave it out.
+            # Only some emulators leave out the CRC32C.
             if resource.get("crc32c") not in (None, metadata["crc32c"]):
                 raise CorruptDataError("the store has another CRC32C than was sent", url=self._url(key))
             return described(resource, key)
@@ -95,7 +95,7 @@ class GCSStore(GCSBucket):
         except ObjectNotFoundError:
             if generation is None:
                 raise
-            # 404 may mean that only this generation is missing. A second request, only after a failed read, shows it.
+            # 404 may mean that only this generation is missing. If the object is missing, `head` raises that error.
             self.head(key)
             replaced = PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         else:
@@ -136,7 +136,6 @@ class GCSStore(GCSBucket):
         return True
 
     def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
-        """Copy an object from a bucket that this store's credentials can read."""
         query: dict[str, Any] = {}
         if source.etag is not None:
             query["ifSourceGenerationMatch"] = other._generation(source.key, source.etag)
@@ -151,7 +150,7 @@ class GCSStore(GCSBucket):
             reply = self._call("objects.rewrite", source.key, "POST", path, query, headers=headers, body=body).json()
             if reply.get("done"):
                 return described(reply.get("resource") or {}, target)
-            # The service rewrites a large object that changes location or storage class in several requests.
+            # If a large object changes its location or storage class, the service needs several requests.
             query["rewriteToken"] = token = reply.get("rewriteToken")
             mark = token and (token, reply.get("totalBytesRewritten"))
             follow(mark, seen, "objects.rewrite", other._url(source.key))
@@ -205,11 +204,11 @@ class GCSStore(GCSBucket):
         try:
             resource = self._describe(key)
         except AccessDeniedError:
-            # Without the permission to read, neither can be checked. The service compared each part with a checksum,
-            # and loads compare their own checksums.
+            # Without the permission to read, the object's checksum is not compared. The service has verified each part,
+            # and loads verify their own checksums.
             return ObjectInfo(key, sum(part.size for part in ordered))
         if not _fits(resource.get("crc32c"), ordered):
-            # Only this generation is deleted, permanently: also a bucket with versioning does not keep it.
+            # Only this generation is deleted, permanently: even a bucket with versioning does not keep it.
             self._delete_batch([key], {key: str(resource["generation"])})
             raise CorruptDataError("the CRC32C of the object is not that of its parts", url=self.url, key=key)
         return described(resource, key)
@@ -237,9 +236,9 @@ class GCSStore(GCSBucket):
             follow("".join(start.values()), seen, operation, self.url)
 
     def _sent(self, body: Buffers, crc32c: int | None, send: Callable[[], T]) -> T:
-        """Send a body, once more if it is refused although it fits its checksum: it may have been damaged on the way.
+        """Send a body, and once more if the service refuses it although it matches its checksum.
 
-        The service answers "invalid" to a body that does not fit its checksum, but also to many other faults.
+        The body may have been damaged in transit. GCS answers "invalid" in that case, but also to many other faults.
         """
         try:
             return send()
@@ -256,13 +255,13 @@ class GCSStore(GCSBucket):
             return None
         generation = int(etag) if etag.isdecimal() and len(etag) < 20 else 0
         if not 0 < generation <= _MAX_GENERATION:
-            # The ETag of another store, or an invalid one: no object in this bucket ever had it.
+            # No object in this bucket ever had this ETag, which is invalid or belongs to another store.
             raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         return generation
 
 
 def _fits(reported: Any, parts: Sequence[Part]) -> bool:
-    """Return True if the reported CRC32C of an object fits those of its parts, or if one of these is not known."""
+    """Return True if an object's reported CRC32C matches those of its parts, or if any of these is unknown."""
     if not reported:
         return True
     crc = 0

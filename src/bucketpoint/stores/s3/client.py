@@ -1,4 +1,4 @@
-"""boto3 clients: one for each set of options and process, shared by all stores with these options."""
+"""boto3 clients: one per process for each set of options, shared by all stores with these options."""
 
 from __future__ import annotations
 
@@ -47,22 +47,21 @@ _NEEDED = {
     "CommonPrefixes": {"Prefix"},
     "Uploads": {"Key", "UploadId"},
 }
-"""Fields of the reply to an operation, or of an element of a reply. botocore accepts a reply without them."""
+"""Required fields, by operation or by element of a reply. botocore also accepts a reply without them."""
 
 
 @dataclass(frozen=True)
 class S3Client:
     """A boto3 client with its retry policy and the parameters that the options add to each operation.
 
-    boto3 makes only one attempt of each request; `retry` makes the others.
+    boto3 makes only one attempt of each request; `retry` makes all others.
 
     Attributes:
-        api: the boto3 client.
         parameters: additional parameters, by operation.
         service: the service behind the endpoint, with the settings that the options override.
-        exchange: sends each request, and judges the answer.
-        gate: limiter of the requests under way.
-        deletes: by bucket, the service with the results of the trial of its deletions.
+        exchange: sends each request, and checks that the answer is the store's.
+        gate: limit on concurrent requests.
+        deletes: by bucket, `service` with the results of the trial of deletions.
     """
 
     api: Any
@@ -85,7 +84,6 @@ class S3Client:
         return reply
 
     def close(self) -> None:
-        """Close idle connections. The client stays usable."""
         self.api.close()
 
 
@@ -93,7 +91,7 @@ def _entries(part: Any) -> list[Any]:
     return part if isinstance(part, list) else [part] if isinstance(part, dict) else []
 
 
-# Building a client takes some 100 ms, and many threads can share it.
+# Cached, because building a client takes about 100 ms. Threads can share a client.
 clients = ClientCache[S3Client](
     lambda options: build_client(options),
     ("AWS_", "BOTO_"),
@@ -107,23 +105,23 @@ def renewed_client(options: S3Options, stale: S3Client) -> S3Client:
     Raises:
         CredentialRetrievalError: the source of the credentials does not answer. The stale client stays.
     """
-    # A new session asks every source of credentials again. The service stays the same, so the limiter and the results
-    # of trials are kept.
+    # A new session asks every source of credentials again. The service stays the same, so the limit on requests and the
+    # results of trials are kept.
     made = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
     if getattr(getattr(made.api, "_request_signer", None), "_credentials", made) is None:
-        # Otherwise no later request would have credentials, even once the source is back.
+        # Keep the stale client: one without credentials would fail every later request, even once the source is back.
         raise CredentialRetrievalError(provider="every source", error_msg="there are no credentials any more")
     return made
 
 
 @functools.lru_cache(maxsize=8)
 def _loader(data_path: str | None) -> botocore.loaders.Loader:
-    """Return the loader of botocore's description of S3. All clients share it: a parsed description takes 12 MB."""
+    """Return botocore's loader of its description of S3. All clients share it: a parsed description takes 12 MB."""
     return botocore.loaders.create_loader(data_path)
 
 
 def build_client(options: S3Options) -> S3Client:
-    """Build a new client. Use `clients.get` instead, unless the caller is going to modify the client."""
+    """Build a client that is not cached, for callers that modify it. All others use `clients.get`."""
     core = botocore.session.Session(profile=options.profile)
     policy = _retry_policy(options, core)
     arguments = _client_arguments(options, core)
@@ -137,9 +135,8 @@ def build_client(options: S3Options) -> S3Client:
             )
             endpoint = urlsplit(client.meta.endpoint_url)
             if not chosen and endpoint.scheme == "http" and not is_loopback(endpoint.hostname or ""):
-                # AWS documents unsigned payloads for HTTPS only. Over plain HTTP on a network the signature is the only
-                # thing that binds the body to the request. On the loopback it would only cost 0.8 s of SHA-256 a
-                # gigabyte.
+                # AWS documents unsigned payloads for HTTPS only: over plain HTTP only the signature protects the body
+                # from changes. On the loopback interface, signing would only cost 0.8 s of SHA-256 per gigabyte.
                 client = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
         except TypeError as error:
             remedy = "See boto3.session.Session.client for what it takes"
@@ -207,9 +204,9 @@ def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
 
 
 def _refuse_no_verification(options: S3Options) -> None:
-    """Refuse settings that would switch off the verification of TLS certificates, unless `insecure_tls` is set, too.
+    """Refuse settings that would switch off the verification of TLS certificates, unless `insecure_tls` is set.
 
-    In older versions of botocore every false value switches verification off, even an empty environment variable.
+    Older versions of botocore take every false value for "off", even an empty environment variable.
     """
     if options.insecure_tls:
         return
@@ -235,7 +232,7 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
     given.pop("s3", None)
     settings: dict[str, Any] = {
         # The store sends a CRC32C with every body. botocore's default would read each body once more for a checksum,
-        # and send trailers that many stores other than AWS do not know.
+        # and send trailers that many stores other than AWS do not support.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "connect_timeout": CONNECT_TIMEOUT_S,
@@ -267,10 +264,7 @@ def _own_s3_settings(options: S3Options) -> dict[str, Any]:
 
 
 def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
-    """Return the retry policy, with the number of attempts from any of the places where boto3 looks for it.
-
-    All attempts are made by `retry`, none by boto3.
-    """
+    """Return the retry policy, with the number of attempts from the first of boto3's sources that sets it."""
     sources = {
         "config_kwargs": _configured_attempts(options),
         "AWS_MAX_ATTEMPTS": os.environ.get("AWS_MAX_ATTEMPTS"),
@@ -283,7 +277,7 @@ def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
 
 
 def _configured_attempts(options: S3Options) -> Any:
-    """Return the attempts of botocore's `retries` setting, which counts all attempts or only those after the first."""
+    """Return the attempts in botocore's `retries` setting, whose `max_attempts` does not count the first attempt."""
     base = getattr(options.client_kwargs.get("config"), "retries", None)
     given = {**dict(base or {}), **dict(options.config_kwargs.get("retries") or {})}
     if "total_max_attempts" in given:
@@ -336,7 +330,7 @@ def _pool_manager(api: Any) -> Any:
 def _share_trust_store(api: Any) -> None:
     """Make all connections of a client share one parsed bundle of certificates.
 
-    Parsing the public authorities takes 16 ms, and urllib3 does it for each connection: half a second for 32.
+    urllib3 parses the bundle for each connection, which takes 16 ms: half a second for 32 connections.
     """
     context = getattr(_pool_manager(api), "connection_pool_kw", {}).get("ssl_context")
     if type(context) is ssl.SSLContext:

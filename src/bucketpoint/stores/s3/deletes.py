@@ -1,4 +1,4 @@
-"""Deletions that expire: requests signed before they are sent, and a trial of a service's support for deletions.
+"""Expiring deletions: presigned requests, and a trial that shows which deletions a service supports.
 
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
 """
@@ -32,13 +32,13 @@ from bucketpoint.stores.s3.services import S3Service
 
 _OPERATION = "DeleteObject"
 
-# Lifetimes of the trial's signed requests: one long enough to arrive in time, and the shortest possible one with a wait
-# that is certainly longer.
+# Seconds of the trial: the lifetime of a request that must arrive in time, the shortest possible lifetime, and a wait
+# that is certainly longer than the shortest lifetime.
 _LONG_S, _SHORT_S, _WAIT_S = 60, 1, 2.5
 
 
 def _hide_signature(record: logging.LogRecord) -> bool:
-    """Cut the query of presigned URLs, which holds the signature and the session token, out of urllib3's record."""
+    """Remove the query of presigned URLs, which contains signature and session token, from a log record of urllib3."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             arg.partition("?")[0] if isinstance(arg, str) and "X-Amz-Signature=" in arg else arg for arg in record.args
@@ -57,12 +57,12 @@ def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: st
     given = {**client.parameters[_OPERATION], "Bucket": bucket, "Key": key}
     signed_url = api.generate_presigned_url(botocore.xform_name(_OPERATION), Params=given, ExpiresIn=seconds)
     model = api.meta.service_model.operation_model(_OPERATION)
-    # Parameters that travel as headers are signed, too, so these headers have to be sent.
+    # Parameters that are sent as headers are signed, too, so the request must contain these headers.
     members = {name: model.input_shape.members[name].serialization for name in given}
     headers = {where["name"]: str(given[name]) for name, where in members.items() if where.get("location") == "header"}
 
     def send() -> bool:
-        # The time by the service's clock; 0 if there was no reply.
+        # Time of the reply by the service's clock; 0 without a reply.
         when = 0.0
         try:
             request = AWSRequest("DELETE", signed_url, headers={**headers, "User-Agent": api.meta.config.user_agent})
@@ -86,13 +86,13 @@ def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: st
 
 
 class _Deletes(ExpiringDeletes, Store, Protocol):
-    """A store that can also delete by the service's condition alone."""
+    """A store with `delete_unseen`, which relies on the service's condition alone."""
 
     def delete_unseen(self, key: str, etag: str) -> bool: ...
 
 
 def tried(store: _Deletes, prefix: str, service: S3Service) -> S3Service:
-    """Try out deletions of a scratch object, with at most nine small requests and 3 seconds."""
+    """Return the service with its support for deletions, found by a trial of at most nine small requests and 3 s."""
     key = scratch_key(prefix)
     try:
         conditional = _found(lambda: _is_conditional(store, key))

@@ -1,7 +1,7 @@
 """Translation of boto3's errors to the classes in `bucketpoint.errors`, by error code, HTTP status and exception type.
 
-Also the only table of S3 failures that are retried (`Action`). The text of an error is never used. `retry` decides how
-often and for how long.
+The tables here also decide which failures are retried (`Action`); `retry` decides how often and for how long. The text
+of an error is never used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FAILURES = (
     http.client.HTTPException,
     OSError,
     RecursionError,
-    # From botocore's parser, for a malformed number or time in a reply.
+    # botocore's parser raises ValueError for a malformed number or time in a reply.
     ValueError,
     ForeignAnswer,
 )
@@ -111,14 +111,14 @@ RULES: dict[RuleKey, ErrorRule] = {
         StoreError,
         "Pass a shorter URL (a key has at most 1,024 bytes, on MinIO 255 between two slashes), without //, . and ..",
     ),
-    # Lifecycle rules move objects to such classes: the checkpoint is whole, and can be read once it is restored.
+    # The object is in an archive class, to which a lifecycle rule moved it. Once restored, the checkpoint is readable.
     **answers("InvalidObjectState", StoreError, _ARCHIVED),
-    # MinIO, for an object under retention.
+    # MinIO's code for an object under retention.
     **answers("ObjectLocked", AccessDeniedError, _LOCKED),
-    # Faults of the key of SSE-KMS, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
+    # Errors of the SSE-KMS key, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
     # https://docs.aws.amazon.com/kms/latest/APIReference/API_GenerateDataKey.html#API_GenerateDataKey_Errors
     # https://github.com/minio/minio/blob/master/internal/kms/errors.go
-    # No AccessDeniedError, which S3 also gives for a missing object where the credentials may not list.
+    # Not AccessDeniedError, which callers may take for a missing object: without the right to list, S3 denies access.
     **answers(
         "KMS.DisabledException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException KMS.NotFoundException "
         "kms:InvalidCiphertextException kms:KeyNotFound kms:NotAuthorized",
@@ -129,8 +129,8 @@ RULES: dict[RuleKey, ErrorRule] = {
     **answers(
         "AccessDenied AccessDeniedException AllAccessDisabled AccountProblem MethodNotAllowed 403", AccessDeniedError
     ),
-    # A session that has expired. Refreshed here for credentials that boto3 does not renew: from a file, a process, a
-    # mounted token. XAdminUserNotFound is versitygw's, with status 404.
+    # The session has expired. boto3 does not renew credentials from a file, a process or a mounted token, so these are
+    # refreshed here. XAdminUserNotFound is versitygw's code, with status 404.
     **answers(
         "ExpiredToken ExpiredTokenException TokenRefreshRequired InvalidToken InvalidClientTokenId InvalidAccessKeyId "
         "UnrecognizedClientException XAdminUserNotFound",
@@ -152,16 +152,16 @@ RULES: dict[RuleKey, ErrorRule] = {
         "BandwidthLimitExceeded RequestLimitExceeded RequestThrottled TooManyRequests 429 503",
         ThrottledError,
     ),
-    # Ceph (403), MinIO.
+    # Codes of Ceph (with status 403) and MinIO.
     **answers("QuotaExceeded XMinioAdminBucketQuotaExceeded XMinioStorageFull", StoreError, _QUOTA),
     **answers("EntityTooLarge 413", StoreError, _SMALLER),
     **answers("RequestTimeout InternalError OperationAborted IncompleteBody 408", TransientStoreError),
-    # The body was damaged on the way; the store noticed, and stored nothing.
+    # The body was damaged in transit: the store compared the checksum, and stored nothing.
     **answers("BadDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch", CorruptDataError, action=_RETRY),
     **answers("InvalidDigest InvalidChecksum InvalidRange 416", CorruptDataError),
-    # A service other than AWS does not know a condition, a checksum header, or encryption.
+    # A service other than AWS does not support a condition, a checksum header, or encryption.
     **answers("NotImplemented 501", UnsupportedRequestError),
-    # A proxy that does not reach the store.
+    # A proxy cannot reach the store.
     **answers("502 504", TransientStoreError, action=_OUTAGE),
 }
 
@@ -202,13 +202,13 @@ _UNKNOWN_REQUEST = (
 )
 _CONDITIONS = frozenset({"IfNoneMatch", "IfMatch", "CopySourceIfMatch"})
 _ENCRYPTION = ("SSECustomerKey", "SSEKMSKeyId", "ServerSideEncryption")
-"""Parameters that ask for encryption. The most specific ones come first."""
+"""Parameters that request encryption, the most specific first."""
 
 # Order matters: the first match wins, so subclasses come before their base classes.
 RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (boto.NoCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
     (boto.PartialCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
-    # The source of the credentials is down for a while or broken: retried until the deadline.
+    # The source of the credentials may be down only for a while: retried until the deadline.
     (boto.CredentialRetrievalError, ErrorRule(CredentialsError, _OUTAGE)),
     (boto.ProfileNotFound, ErrorRule(CredentialsError, _FATAL)),
     (boto.UnauthorizedSSOTokenError, ErrorRule(CredentialsError, _FATAL)),
@@ -231,10 +231,10 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (BrokenBody, ErrorRule(TransientStoreError, _RETRY)),
     (boto.HTTPClientError, ErrorRule(TransientStoreError, _OUTAGE)),
     (urllib3.exceptions.HTTPError, ErrorRule(TransientStoreError, _OUTAGE)),
-    # No HTTP, or a reply that ended early, which resets and timeouts are not.
+    # A reply that is not HTTP, or ended early, is no outage; resets and timeouts (OSError) are outages.
     (http.client.HTTPException, ErrorRule(TransientStoreError, _RETRY)),
     (OSError, ErrorRule(TransientStoreError, _OUTAGE)),
-    # A store redirects every request and names no region: botocore asks for the region, is redirected, and asks again.
+    # The store redirects every request and names no region: botocore asks for the region, is redirected, asks again.
     (RecursionError, ErrorRule(WrongRegionError, _FATAL)),
 )
 
@@ -259,7 +259,7 @@ def translate(
     if isinstance(error, ForeignAnswer):
         return error.error(operation, url)
     if isinstance(error, boto.ClientError):
-        # botocore makes a session of a directory bucket before the operation.
+        # For a directory bucket, botocore sends CreateSession before the operation.
         named = "CreateSession" if error.operation_name == "CreateSession" else operation
         return _from_reply(error.response, named, url, region, asked)
     if isinstance(error, boto.HTTPClientError) and isinstance(error.kwargs.get("error"), RecursionError):
@@ -311,7 +311,7 @@ def _from_reply(
     if request_id := meta.get("RequestId"):
         text += f" (request {request_id})"
     if rule.kind is BucketNotFoundError:
-        # The key would not help the reader: the first request of a call is often for an internal one.
+        # The key would not help the reader: often the first request of a call is for an internal object.
         url = "/".join(url.split("/")[:3])
     if rule.kind is WrongRegionError:
         right = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region") or detail.get("Region")
@@ -321,7 +321,7 @@ def _from_reply(
 
 
 def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | None:
-    """Return a remedy if the operation or the request allows a better one than that of the error class."""
+    """Return a remedy for this operation or these parameters; None if that of the rule or its error class is better."""
     if rule.remedy is not None:
         return None
     if rule.kind is AccessDeniedError and operation in OPERATIONS:
@@ -331,7 +331,7 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
     if rule.kind is not UnsupportedRequestError:
         return None
     parameter = next((parameter for parameter in _ENCRYPTION if parameter in asked), None)
-    # Where a condition is refused, the data before it was stored with the same encryption.
+    # With a condition, the condition is what was refused: data sent before it was accepted with the same encryption.
     if parameter is None or not _CONDITIONS.isdisjoint(asked):
         return _UNKNOWN_REQUEST
     return (

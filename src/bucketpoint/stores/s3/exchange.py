@@ -1,6 +1,6 @@
-"""One request, whose body is sent from memory, and its answer, which is accepted only if it is the store's own.
+"""`S3Exchange`: sends a request from the caller's memory, and accepts an answer only if it is the store's.
 
-botocore accepts any answer with status 200: it would treat a login page as a stored object, or an empty listing.
+botocore accepts any answer with status 200: it would take a login page for a successful PUT or an empty listing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRITES = frozenset({"PutObject", "UploadPart"})
 class OutgoingBody(io.RawIOBase):
     """A file-like `Body` for botocore, which measures and rewinds it, and reads it if the payload is signed.
 
-    boto3 does not send the bytes from this file: see `send_from_memory`.
+    The bytes are not sent from this file: see `send_from_memory`.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -64,7 +64,7 @@ class OutgoingBody(io.RawIOBase):
 
 
 def send_from_memory(request: Any, **_: Any) -> None:
-    """Replace the body of a signed request by the caller's memory. Handler of botocore's `before-send` event."""
+    """Replace the body of a signed request by the caller's memory."""
     if isinstance(request.body, OutgoingBody):
         request.body = Pieces(request.body.buffers)
     # Waiting for "100 Continue" would cost a round trip for every part. The header is not signed, so it can be removed.
@@ -73,13 +73,13 @@ def send_from_memory(request: Any, **_: Any) -> None:
 
 
 class S3Exchange:
-    """Sender of the requests of one boto3 client: a handler of the client's `before-send` event.
+    """Handler of a boto3 client's `before-send` event, which sends the request and checks the answer.
 
-    The headers of a service's answers are known for AWS, and otherwise learned: after one answer with a request id, or
-    with the sent checksum, an answer without it is not the store's.
+    AWS's answers have a request id, and those to writes repeat the sent checksum. Other services are observed: once an
+    answer had one of these headers, an answer without it is not the store's.
 
     Args:
-        session: botocore's HTTP session; None if a version of botocore hides it, and must send the request itself.
+        session: botocore's HTTP session. None if botocore keeps it elsewhere: botocore then sends requests unchecked.
     """
 
     def __init__(self, session: Any, service: S3Service) -> None:
@@ -126,11 +126,10 @@ class S3Exchange:
     def _reason(
         self, operation: str, status: int, headers: Mapping[str, str], body: bytes | None, sent: str | None
     ) -> str | None:
-        """Return the reason why an answer is not the store's; None if it may be.
+        """Return the reason why an answer is not the store's; None if it may be the store's.
 
         Args:
             body: the answer's body; None if it is the content of an object.
-            sent: the checksum that was sent.
         """
         if status >= 300:
             reason = _error_reason(operation, status, headers, body or b"")
@@ -173,8 +172,8 @@ def _error_reason(operation: str, status: int, headers: Mapping[str, str], body:
         return "it leads elsewhere"
     if status == 304:
         return "the request did not ask whether anything has changed"
-    # 404 means "no checkpoint here" to a save and to a restore, so it is accepted only from the store. Answers to
-    # HEAD have no body that could, and some servers give them the type of a page.
+    # Saves and restores take 404 for "no checkpoint here", so it is accepted only from the store. Answers to HEAD are
+    # not checked: they have no body, and some servers give them the content type of a web page.
     if status == 404 and _ID not in headers and not operation.startswith("Head"):
         return "it does not say what is missing"
     return None

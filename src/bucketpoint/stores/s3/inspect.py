@@ -1,4 +1,4 @@
-"""Read-only inspection of a bucket: versioning, locks, lifecycle rules, and the clock of the store."""
+"""Read-only inspection of a bucket: versioning, locks, lifecycle rules, and the store's clock."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 def versioning(store: S3Store) -> str:
-    """Return `"Enabled"`, `"Suspended"`, or `"Off"` for a bucket that never had versioning. Raises StoreError."""
+    """Return `"Enabled"`, `"Suspended"`, or `"Off"` if the bucket never had versioning. Raises StoreError."""
     return str(_ask(store, "get_bucket_versioning").get("Status") or "Off")
 
 
@@ -96,7 +96,7 @@ def server_header(store: S3Store) -> str | None:
 
 
 def _headers(store: S3Store) -> dict[str, str]:
-    """Return the headers of a reply to HeadBucket, by lower-case name. A refusal has headers like any other reply."""
+    """Return the headers of a reply to HeadBucket, by lower-case name, also of a refusal."""
     reply = _ask(store, "head_bucket", accepted=lambda refusal: True)
     headers: dict[str, str] = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return headers

@@ -22,25 +22,25 @@ class S3Options(StoreOptions):
         region: the bucket's region. Default: AWS_REGION, then boto3's own sources, then us-east-1.
         endpoint_url: for stores other than AWS. Default: boto3's own sources (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL).
         profile: a profile of the AWS configuration files.
-        service: the service that speaks S3's protocol: "aws", "minio", "r2", "ceph", "versitygw" or "gcs-xml"
+        service: the S3-compatible service: "aws", "minio", "r2", "ceph", "versitygw" or "gcs-xml"
             (`s3.services.SERVICES`). It sets the defaults of some options below. Default: derived from the endpoint.
         anon: send unsigned requests, for public buckets.
         requester_pays: accept the charges of a requester-pays bucket.
         access_key, secret_key, session_token: explicit credentials. Default: every source that boto3 knows.
         insecure_tls: allow `client_kwargs={"verify": False}` to switch off the verification of certificates.
-        use_ssl: if False, and there is no endpoint URL, requests go over plain HTTP.
+        use_ssl: False to use plain HTTP if there is no endpoint URL.
         checksums: send a CRC32C with every body, so that the store verifies it. Set to False for stores that refuse the
             header. Default: the service's.
         conditional_puts: the store honours If-None-Match and If-Match of PutObject. Set to False for stores that ignore
             or refuse them: a commit then reads the object before and after the write. Default: the service's.
         client_kwargs: as in s3fs: further arguments of `boto3.client`.
-        config_kwargs: as in s3fs: arguments of `botocore.config.Config`; they override bucketpoint's defaults. Its
-            `retries` set the number of attempts of a request. Default: AWS_MAX_ATTEMPTS or the profile's setting, then
-            6. With the default of 6, throttled attempts (503 SlowDown) are not counted: a throttled request is retried
-            until the deadline.
+        config_kwargs: as in s3fs: arguments of `botocore.config.Config`, which override bucketpoint's defaults. The
+            entry `retries` sets the number of attempts of a request. Default: AWS_MAX_ATTEMPTS or the profile's
+            setting, then 6. Only with the default of 6, throttled attempts (503 SlowDown) are not counted: a throttled
+            request is retried until the deadline.
         request_kwargs: as s3fs's `s3_additional_kwargs`: parameters sent with every request that takes them, by boto3's
-            names, such as `StorageClass`, `Tagging` and `ServerSideEncryption`. A 32-byte `SSECustomerKey` goes with
-            reads, writes and copies. It needs TLS.
+            names, such as `StorageClass`, `Tagging` and `ServerSideEncryption`. A 32-byte `SSECustomerKey` is sent with
+            reads, writes and copies, and needs TLS.
     """
 
     service_name: ClassVar[str] = "S3"
@@ -95,7 +95,7 @@ class S3Options(StoreOptions):
             if not isinstance(getattr(self, name), Mapping):
                 raise BucketpointError(f"the storage option {name} is not a mapping", remedy="Pass a dict")
         for name, value in self.request_kwargs.items():
-            # boto3 would quote the value.
+            # boto3's error message would quote the value.
             if name.endswith("SSECustomerKey") and not isinstance(value, str | bytes):
                 raise BucketpointError(f"request_kwargs: {name} is neither text nor bytes")
         if self.service is not None:

@@ -1,4 +1,4 @@
-"""Differences between the services that speak S3's protocol, as a table of facts with their sources."""
+"""Differences between S3-compatible services, as a table with sources."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from bucketpoint.errors import BucketpointError
 
 @dataclass(frozen=True)
 class S3Service:
-    """A service, or a server program, that speaks S3's protocol.
+    """An S3-compatible service or server program.
 
     Attributes:
         header: beginning of the Server header in replies, in lower case; empty if it does not identify the service.
-        hosts: endings of host names that only this service has.
-        checksums: the service compares the CRC32C that is sent with a body. If False, none is sent.
+        hosts: suffixes of host names that only this service has.
+        checksums: the service verifies the CRC32C sent with a body. If False, none is sent.
         addressing: `"path"` to put the bucket in the path; None for botocore's choice, which is the host for AWS and
             the path for every other endpoint.
         conditional_put: If-None-Match and If-Match of PutObject are honoured, atomically.
         conditional_delete: If-Match of DeleteObject is honoured, atomically.
         expiring_delete: a presigned DeleteObject is refused once it has expired.
         equal_parts: all parts of an upload except the last must have the same size. Uploads of bucketpoint always do.
-        lists_uploads: uploads under way are listed by any prefix of their keys, not only by the whole key.
-        answers_early: the reply to a copy begins before the copy is made, so that no read timeout can end it.
+        lists_uploads: uploads in progress are listed by any prefix of their keys, not only by the whole key.
+        answers_early: the reply to a copy begins before the copy ends, so no read timeout interrupts the copy.
     """
 
     name: str
@@ -53,7 +53,7 @@ SERVICES: Mapping[str, S3Service] = {
             expiring_delete=True,  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
             answers_early=True,  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
         ),
-        # Tested on the server itself. Host addressing needs MINIO_DOMAIN, and a DNS name for every bucket. MinIO
+        # Source: tests against the server. Host addressing needs MINIO_DOMAIN, and a DNS name for every bucket. MinIO
         # ignores If-Match of deletions: https://github.com/minio/minio/issues/21677
         S3Service("minio", header="minio", expiring_delete=True, lists_uploads=False),
         # https://developers.cloudflare.com/r2/objects/multipart-objects/
@@ -67,11 +67,11 @@ SERVICES: Mapping[str, S3Service] = {
             expiring_delete=True,  # https://developers.cloudflare.com/r2/api/s3/presigned-urls/
             equal_parts=True,
         ),
-        # https://docs.ceph.com/en/latest/radosgw/s3/. Releases differ: older ones do not know checksums, and ignore
-        # If-None-Match: they overwrite the object. For deletions `bucketpoint.stores.proven_deletes` makes a trial.
-        # Host addressing needs rgw_dns_name, and a DNS name for every bucket.
+        # https://docs.ceph.com/en/latest/radosgw/s3/. Older releases do not support checksums, and overwrite an object
+        # despite If-None-Match. Support for deletions is found by a trial: `bucketpoint.stores.proven_deletes`. Host
+        # addressing needs rgw_dns_name, and a DNS name for every bucket.
         S3Service("ceph", header="ceph", checksums=False, conditional_put=False),
-        # Tested on the server itself, over a POSIX filesystem. Host addressing needs --virtual-domain.
+        # Source: tests against the server, over a POSIX filesystem. Host addressing needs --virtual-domain.
         S3Service("versitygw", header="versitygw", conditional_delete=True, expiring_delete=True),
         # https://cloud.google.com/storage/docs/request-preconditions: GCS honours ETags only in reads; writes take
         # x-goog-if-generation-match. GCS uses another header for checksums: x-goog-hash.
@@ -85,14 +85,13 @@ SERVICES: Mapping[str, S3Service] = {
     )
 }
 
-# MinIO lists uploads by their whole key only, and its replies do not distinguish it from stores without that limit.
 UNKNOWN = S3Service("unknown", addressing=None, lists_uploads=False)
-"""A service that neither the options nor the endpoint identify: features of S3, except those that MinIO lacks and those
-that only a trial can show."""
+"""A service that neither the options nor the endpoint identify. It has the features of S3, except those that only a
+trial can show, and `lists_uploads`: it may be MinIO, which lists uploads by their whole key only."""
 
 
 def named(name: str) -> S3Service:
-    """Return the service of this name. Raises BucketpointError, which lists the known names."""
+    """Return the service called `name`. Raises BucketpointError for an unknown name."""
     if name not in SERVICES:
         raise BucketpointError(
             f"service={name!r} is not known",
@@ -102,7 +101,7 @@ def named(name: str) -> S3Service:
 
 
 def at_endpoint(endpoint_url: str) -> S3Service:
-    """Return the service to which this endpoint certainly belongs, or `UNKNOWN`."""
+    """Return the service that the endpoint's host name identifies, or `UNKNOWN`."""
     host = f".{urlsplit(endpoint_url).hostname or ''}"
     return next((service for service in SERVICES.values() if host.endswith(service.hosts)), UNKNOWN)
 

@@ -1,4 +1,4 @@
-"""`S3Store`: one bucket through boto3. It makes the requests and interprets the replies."""
+"""`S3Store`: one bucket, accessed through boto3."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from bucketpoint.stores.s3.services import SERVICES, S3Service
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
 MAX_COPY_BYTES = 5 << 30
-# MinIO sends nothing until the copy is made, and stops it at the client's read timeout: in 60 s, 1 GiB needs 18 MB/s, 5
-# GiB 90.
+# MinIO sends nothing until the copy is complete, and cancels it at the client's read timeout. To copy 1 GiB in 60 s it
+# needs 18 MB/s; for 5 GiB, 90 MB/s.
 SILENT_COPY_BYTES = 1 << 30
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 MAX_DELETE_KEYS = 1_000
@@ -46,7 +46,7 @@ _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
 
 @dataclass(frozen=True)
 class S3Store(HttpStore):
-    """A bucket of S3."""
+    """A bucket of an S3-compatible service."""
 
     options: S3Options = field(default_factory=S3Options)
 
@@ -58,12 +58,12 @@ class S3Store(HttpStore):
     @property
     def _endpoint(self) -> str | None:
         endpoint = str(self.client.api.meta.endpoint_url)
-        # On AWS the bucket's name is enough: regional, dual-stack and private endpoints all lead to the same bucket.
+        # On AWS a bucket's name is unique: regional, dual-stack and private endpoints all lead to the same bucket.
         return None if (urlsplit(endpoint).hostname or "").endswith(SERVICES["aws"].hosts) else endpoint
 
     @property
     def plain_http(self) -> bool:
-        """True if requests are not encrypted on the way."""
+        """True if requests are sent over plain HTTP."""
         return str(self.client.api.meta.endpoint_url).startswith("http:")
 
     @property
@@ -82,7 +82,6 @@ class S3Store(HttpStore):
         )
 
     def prove_deletes(self, prefix: str) -> Capabilities:
-        """Return the capabilities, after a trial of deletions below `prefix` if those of the service are unknown."""
         service, deletes = self.service, self.client.deletes
         if not (service.conditional_delete or service.expiring_delete or self.bucket in deletes):
             deletes[self.bucket] = tried(self, prefix, service)
@@ -90,7 +89,7 @@ class S3Store(HttpStore):
 
     @property
     def service(self) -> S3Service:
-        """The service behind the endpoint, and its features, as known from the options or the endpoint."""
+        """The service that the options or the endpoint identify, with its features."""
         service: S3Service = self.client.service
         return service
 
@@ -119,14 +118,13 @@ class S3Store(HttpStore):
             # S3 answers If-Match on a missing key with 404. For the caller the condition did not hold.
             gone = PreconditionFailedError(error.message, url=error.url)
         else:
-            # The service's time: the reply does not contain the object's own.
+            # The time of the reply, by the service's clock: the reply does not contain the object's modification time.
             date = reply["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
             return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")), http_seconds(date))
         raise gone
 
     def _look(self, key: str, if_none_match: bool, if_match: str | None) -> None:
-        """Check a condition by HEAD if the service has no conditional writes. Writes between HEAD and PUT are not
-        noticed."""
+        """Check a condition by HEAD for a service without conditional writes. Misses writes between HEAD and PUT."""
         if not if_none_match and if_match is None:
             return
         try:
@@ -186,30 +184,28 @@ class S3Store(HttpStore):
         return True
 
     def delete_unseen(self, key: str, etag: str) -> bool:
-        """Delete like `delete_if`, but always by the service's own condition, even if it may not be honoured."""
+        """Delete like `delete_if`, but always with If-Match, even if it is unknown whether the service honours it."""
         with contextlib.suppress(ObjectNotFoundError):
             self._call("DeleteObject", key, Key=key, IfMatch=_quoted(etag))
         return True
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
-        """Sign a deletion that expires: see `ExpiringDeletes`."""
         client, url = self.client, self._url(key)
         return translated(lambda: signed_delete(client, self.bucket, key, seconds, url), "signing DeleteObject", url)
 
     def can_copy_from(self, other: Store) -> bool:
         if not super().can_copy_from(other):
             return False
-        # A copy reads and writes with one set of credentials and keys. Only a trial shows whether they may read.
+        # A copy reads the source with this store's credentials and key. Only a trial shows whether this is permitted.
         options = cast("S3Store", other).options
         return self.options == options or "SSECustomerKey" not in options.request_parameters()
 
     def copy_from(self, other: S3Store, source: ObjectInfo, target: str) -> ObjectInfo:
-        """Copy an object from a bucket that this store's credentials can read."""
-        # The source of a copy takes the ARN of an access point only with a slash before the name.
+        # CopySource accepts the ARN of an access point only with a slash before the name.
         bucket = other.bucket.replace(":accesspoint:", ":accesspoint/")
         origin: dict[str, Any] = {"CopySource": {"Bucket": bucket, "Key": source.key}}
         if source.etag is not None:
-            # The size decides how to copy, so the copied object must be the one whose size was measured.
+            # The size decides how to copy, so the source must still be the object of this size.
             origin["CopySourceIfMatch"] = _quoted(source.etag)
         try:
             if source.size > self._copy_bytes:
@@ -218,7 +214,7 @@ class S3Store(HttpStore):
             # The reply does not contain the size.
             return ObjectInfo(target, source.size, _unquoted(reply["CopyObjectResult"].get("ETag")))
         except (ObjectNotFoundError, PreconditionFailedError) as error:
-            # Only the source can be missing, or have another ETag. The message names the target.
+            # Only the source can be missing or have another ETag, but the message names the target.
             failure = type(error)(error.message, url=other._url(source.key))
         raise failure
 
