@@ -1,7 +1,4 @@
-"""Discovery of committed checkpoints under a root, and the `Catalog` of a run.
-
-Only a `.metadata` makes a checkpoint.
-"""
+"""The `Catalog` of a run, and discovery of checkpoints: folders with a `.metadata`."""
 
 from __future__ import annotations
 
@@ -39,19 +36,18 @@ _STEP = re.compile(r"(?:.*\D)?(\d+)")
 
 @dataclass(frozen=True)
 class Catalog:
-    """One run: its checkpoints and the notes on them. Holds configuration only; every call reads the store again.
+    """Catalog of one run: its checkpoints and the notes on them. Nothing is cached: every call reads the store.
 
     `docs/catalog.md` lists the keys, who writes them and when.
 
     Attributes:
-        url: the run's root, without a slash at its end.
+        url: URL of the run's root, without a slash at its end.
         store, prefix: the opened store, and the root's key prefix in it.
         template: template of the names of the run's checkpoint folders.
-        clock: returns seconds since the epoch by this machine's clock, which may be wrong: no age is computed from it.
-        now: the store's time at the beginning of a round that deletes, from an object that the round has written; None
-            for readers.
-        run: name of the run that a job saves; empty if the job gives none. Listings must be of a run of that name. None
-            for tools, which look at any run.
+        clock: returns seconds since the epoch by this machine's clock. It may be wrong, so no age is computed from it.
+        now: the store's time, read from an object that a round of deletion wrote at its beginning; None for readers.
+        run: name of a job's run, empty without a name: catalogs of runs with another name are refused. None in tools,
+            which read any run.
     """
 
     url: str
@@ -68,17 +64,15 @@ class Catalog:
         return f"{self.prefix}/{relative}" if self.prefix else relative
 
     def own_key(self, *parts: str) -> str:
-        """Return the key of one of the catalog's own objects."""
         return self.key("/".join([catalog_keys.CATALOG, self.template.namespace, *parts]))
 
     @property
     def arguments(self) -> str:
-        """The run as arguments of a command: its URL, and its template if it is not the default."""
+        """The run as arguments of a command: its URL, and `--step-dir` unless the template is the default."""
         other = [] if self.template.text == StepTemplate().text else ["--step-dir", self.template.text]
         return shlex.join([self.url, *other])
 
     def url_of(self, step: int) -> str:
-        """Return the URL of the checkpoint of this step."""
         return self.url_of_folder(self.template.folder(step))
 
     def url_of_folder(self, folder: str) -> str:
@@ -88,7 +82,7 @@ class Catalog:
         """Return the folder and the step of a checkpoint's URL.
 
         Raises:
-            InvalidURLError: it is not the URL of a checkpoint of this run.
+            InvalidURLError: `url` is not that of a checkpoint of this run.
         """
         folder = url.rstrip("/")[len(self.url) + 1 :] if url.startswith(self.url + "/") else ""
         step = self.template.step_of(folder)
@@ -100,15 +94,13 @@ class Catalog:
             )
         return folder, step
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- listings ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Snapshot:
-        """List commits, attempts under way and tombstones. One LIST for each 1,000 keys.
-
-        Notes are not read, so pins are unknown.
+        """List commits, attempts under way and tombstones, without notes. One LIST for each 1,000 keys.
 
         Raises:
-            OtherRunError: the checkpoints are those of another run.
+            OtherRunError: the folders belong to a run of another name.
         """
         snapshot = self.listed_steps()
         runs = snapshot.runs
@@ -117,14 +109,14 @@ class Catalog:
         return snapshot
 
     def listed_steps(self) -> Snapshot:
-        """List like `steps`, without a check of the run's name."""
+        """List as `steps`, without a check of the run's name."""
         return self._steps_of(self.listed(catalog_keys.STEPS))
 
     def _steps_of(self, listed: list[tuple[str, ObjectInfo]]) -> Snapshot:
-        """Read a listing of steps.
+        """Parse a listing of steps.
 
-        One small request for each step that was saved again by a job whose clock is behind: `.metadata` decides which
-        of its records counts, for a restore as for a prune.
+        One small GET of `.metadata` for each folder with several records whose order is uncertain, as after a second
+        save of the step by a job whose clock is behind: `.metadata` decides which record counts.
         """
         snapshot = read_steps(listed, self.template, taken=self.time_of(listed))
         for records in snapshot.doubtful():
@@ -134,7 +126,7 @@ class Catalog:
         return snapshot
 
     def record_of(self, folder: str) -> Checkpoint | None:
-        """Return the recorded checkpoint of one folder, or None. One LIST, of that step's keys alone."""
+        """Return the checkpoint of one folder if it has a record, or None. One LIST, of that step's keys only."""
         step = self.template.step_of(folder)
         if step is None:
             return None
@@ -142,22 +134,19 @@ class Catalog:
         return next((checkpoint for checkpoint in recorded if checkpoint.folder == folder), None)
 
     def step(self, step: int) -> Snapshot:
-        """List like `listed_steps`, but only one step. One LIST."""
+        """List as `listed_steps`, but only one step. One LIST."""
         return self._steps_of(self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""])))
 
     def committed(self, records: Sequence[Checkpoint]) -> Checkpoint | None:
-        """Return the record that describes the folder's present `.metadata`, or None. One small GET."""
+        """Return which of a folder's records describes its present `.metadata`, or None. One small GET."""
         info = self.metadata_info(records[0].folder)
         mark = catalog_keys.mark_of(info.etag if info is not None else None)
         return next((record for record in records if record.mark == mark != catalog_keys.UNKNOWN), None)
 
     def snapshot(self) -> Snapshot:
-        """List everything that a plan needs: `steps` and the notes.
-
-        One LIST for each 1,000 keys of either, and no GET.
-        """
-        # Steps are listed first: a checkpoint in the snapshot then has its notes in it, too. A prune would delete the
-        # best one for want of its metrics, if two saves ended between the two listings.
+        """List steps and notes, all that a plan needs. One LIST for each 1,000 keys of either; GETs as in `steps`."""
+        # Steps are listed first, so that the metrics of each listed checkpoint are listed too: a save writes metrics
+        # before the record. In the other order, the best checkpoint could seem to have no metrics, and be deleted.
         snapshot = self.steps()
         noted = self.listed(catalog_keys.NOTES)
         times = (snapshot.taken, self.time_of(noted))
@@ -165,10 +154,10 @@ class Catalog:
         return replace(snapshot, taken=taken).with_notes(read_notes(noted))
 
     def with_unrecorded(self, snapshot: Snapshot) -> Snapshot:
-        """Add the checkpoints without a record to a snapshot: those of plain writers, of torch, and of dead ranks.
+        """Add checkpoints without a record to a snapshot, such as those of plain writers, of torch and of dead jobs.
 
-        Records without a folder are of checkpoints that are gone. One LIST for each 1,000 folders, and one small GET
-        for each folder without a record, several at a time.
+        A checkpoint whose folder is missing moves to `gone`. One LIST for each 1,000 folders, and one small GET for
+        each folder without a record, several at a time.
         """
         unrecorded: list[Checkpoint | None] = []
         folders = self.folders()
@@ -184,13 +173,13 @@ class Catalog:
     def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
         """Yield the checkpoints to restore from, newest first; those with a tombstone for deletion come last.
 
-        The `.metadata` of a recorded checkpoint is not looked at: a caller that fails to load it asks for the next one.
-        A folder without a record costs one small GET, once the caller gets there.
+        A checkpoint with a record is yielded without a request for its `.metadata`. If that is gone, the caller tries
+        the next checkpoint. A folder without a record costs one small GET when its turn comes.
         """
         snapshot = self.steps()
-        # A run that was rolled back discards its highest steps, and must not resume from them after a restart.
+        # After a rollback the highest steps have tombstones: a restarted job must not resume from them.
         leaving = self.leaving(snapshot)
-        # Among equal steps, a checkpoint with a record comes first: it is known to be committed.
+        # Of equal steps, a checkpoint with a record comes first: it has been committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
             (checkpoint.folder not in leaving, checkpoint.step, True, checkpoint)
             for checkpoint in snapshot.checkpoints
@@ -204,10 +193,10 @@ class Catalog:
                 yield checkpoint
 
     def leaving(self, snapshot: Snapshot) -> set[str]:
-        """Return the folders whose present checkpoint a tombstone will delete.
+        """Return the folders whose present checkpoint has a tombstone for deletion.
 
-        One small GET for each tombstone in a folder without a record, or with one that a save under way may have
-        replaced: the tombstone of the checkpoint before stays until a pruner finds the new record.
+        If a folder has no record, or has an attempt under way, the tombstone may be that of an earlier checkpoint in
+        the folder. One small GET for each such tombstone checks this.
         """
         going, begun = snapshot.going(), {attempt.folder for attempt in snapshot.attempts}
         recorded = {one.folder: one.id for one in snapshot.checkpoints if one.folder not in begun}
@@ -223,36 +212,38 @@ class Catalog:
 
     @staticmethod
     def _without_record(snapshot: Snapshot, folders: Iterable[str]) -> list[str]:
-        """Return the folders that may hold a checkpoint and have no record."""
         return sorted({*folders, *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders)
 
     def unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
-        """Return the commit in a folder without reading its metadata, so without its attempt and contents."""
+        """Return the checkpoint in a folder without a record; None if nothing is committed there. One small GET.
+
+        The metadata is not read, so token and sizes are missing.
+        """
         committed, step = self.metadata_info(folder), self.template.step_of(folder)
         if committed is None or step is None:
             return None
         return Checkpoint(step, committed.modified or 0.0, "", kind, catalog_keys.mark_of(committed.etag), folder)
 
     def folders(self) -> list[str]:
-        """Return the run's checkpoint folders, whole or not, in the order of their names. One LIST for each 1,000."""
+        """Return the run's checkpoint folders, committed or not, sorted by name. One LIST for each 1,000."""
         above = self.key(self.template.parent)
         above = above if not above or above.endswith("/") else above + "/"
         names = [self.template.parent + name[len(above) :].rstrip("/") for name in self.store.list_folders(above)]
         return [name for name in names if self.template.step_of(name) is not None]
 
     def latest(self, kind: str = "full") -> Checkpoint | None:
-        """Return the newest checkpoint whose `.metadata` exists, or None. One small GET for each one looked at."""
+        """Return the newest checkpoint whose `.metadata` exists, or None. One small GET for each candidate."""
         for one in self.candidates(kind):
             if is_whole(self.metadata_info(one.folder)):
                 return one
         return None
 
     def metadata_info(self, folder: str) -> ObjectInfo | None:
-        """Return the `.metadata` object of a checkpoint; None if there is none, or a deletion marker. One small GET."""
+        """Return a folder's `.metadata` object; None if it is missing or a deletion marker. One small GET."""
         return committed_info(self.store, self.metadata_key(folder))
 
     def objects_of(self, folder: str) -> dict[str, ObjectInfo]:
-        """List the objects in a checkpoint's folder, by their paths within it. One LIST for each 1,000."""
+        """List the objects in a folder, by path within the folder. One LIST for each 1,000."""
         above = self.key(f"{folder}/")
         return {info.key[len(above) :]: info for info in self.store.list(above)}
 
@@ -260,14 +251,14 @@ class Catalog:
         return self.key(f"{folder}/{keys.METADATA}")
 
     def listed(self, where: str, first: str = "") -> list[tuple[str, ObjectInfo]]:
-        """List one folder of the catalog by the names in it, or only the names that begin with `first`."""
+        """List the names in the folder `where` of the catalog, or only those that begin with `first`."""
         above = self.own_key(where, "")
         return [(info.key[len(above) :], info) for info in self.store.list(above + first)]
 
     # -- the store's time --------------------------------------------------------------------------------------------
 
     def dated(self, written: ObjectInfo) -> Catalog:
-        """Return the catalog at the store's time of an object that was just written.
+        """Return a copy of the catalog whose `now` is the store's time of an object that was just written.
 
         One HEAD if the reply to the write did not contain the time.
         """
@@ -278,27 +269,26 @@ class Catalog:
         return replace(self, now=modified)
 
     def at_store_time(self) -> Catalog:
-        """Return the catalog at the store's time. Costs a PUT of an empty object, and a DELETE."""
+        """Return a copy of the catalog whose `now` is the store's time. A PUT of an empty object, and a DELETE."""
         dated = self.dated(self.write(self.own_key(catalog_keys.CLOCK)))
         with contextlib.suppress(AccessDeniedError):
             self.store.delete([self.own_key(catalog_keys.CLOCK)])
         return dated
 
     def time_of(self, listed: Iterable[tuple[str, ObjectInfo]]) -> float | None:
-        """Return the store's time of this round.
+        """Return `now`, or, for readers, the newest time in the listing. None if the store returns no times.
 
-        Readers may not write: for them it is the newest time in the listing, which is never later than now, so that no
-            object seems too old. None if the store returns no times: then no object counts as old.
+        The newest time in a listing is never later than the store's present time, so no object seems older than it is.
         """
         if self.now is not None:
             return self.now
         return max((info.modified for _, info in listed if info.modified is not None), default=None)
 
     def due(self, grace: float) -> float:
-        """Return the moment of a deletion after `grace` seconds, by the store's clock."""
+        """Return the time of a deletion that is due in `grace` seconds, by the store's clock."""
         if self.now is not None:
             return self.now + grace
-        # On a store without times a tombstone is never due, except one without a grace.
+        # On a store without times, only a tombstone without grace is ever due: `Tombstone.is_due`.
         return self.clock() + grace if grace else 0.0
 
     # -- small writes ------------------------------------------------------------------------------------------------
@@ -310,7 +300,7 @@ class Catalog:
     def create(self, key: str, data: bytes) -> ObjectInfo | None:
         """Write an object that must not exist yet. Return None if it exists with other content.
 
-        Equal content counts as written: an earlier request of this call may have written it, and its answer was lost.
+        Equal content counts as success: a first request, whose answer was lost, may have written it.
         """
         body = memoryview(data)
         try:
@@ -323,7 +313,7 @@ class Catalog:
 
 
 def committed_info(store: Store, key: str) -> ObjectInfo | None:
-    """Return a `.metadata` object; None if there is none, or a deletion marker in its place. One small GET."""
+    """Return the `.metadata` object at `key`; None if it is missing or a deletion marker. One small GET."""
     try:
         head, info = store.get(key, first=MARKER_HEAD_BYTES)
     except ObjectNotFoundError:
@@ -332,18 +322,18 @@ def committed_info(store: Store, key: str) -> ObjectInfo | None:
 
 
 def is_whole(committed: ObjectInfo | None) -> bool:
-    """Return True if there is a commit and it is not empty: tools that fail half-way leave empty objects."""
+    """Return True if there is a commit of at least one byte: copies that fail half-way leave empty objects."""
     return committed is not None and committed.size > 0
 
 
 def get_metadata(store: Store, key: str, *, max_bytes: int = MAX_METADATA_BYTES) -> tuple[bytes, ObjectInfo]:
-    """Read a `.metadata` object, and the store's description of it. Two GETs if it is larger than 128 KiB.
+    """Read a `.metadata` object. Return its bytes and ObjectInfo. Two GETs if it is larger than 128 KiB.
 
-    Only the head is read of an object that is larger than `max_bytes`, or that no writer can have made: it cannot be
-    decoded then, and the whole object could fill the memory of a pruner.
+    Only the head is read if the object is larger than `max_bytes` or is no metadata: it cannot be decoded, and its
+    whole content could exceed the memory of a pruner.
 
     Raises:
-        ObjectNotFoundError: there is none.
+        ObjectNotFoundError: there is no object.
     """
     head, info = store.get(key, first=HEAD_BYTES)
     if info.size <= len(head) or info.size > max_bytes or not (is_marker(head) or may_be_metadata(head)):
@@ -352,7 +342,7 @@ def get_metadata(store: Store, key: str, *, max_bytes: int = MAX_METADATA_BYTES)
 
 
 def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
-    """Return the error for a job that uses another run's folders."""
+    """Return the error for a job that uses the folders of the run `owner`."""
     whose = f"run {owner!r}" if owner else "a run that has no name"
     mine = f"this job is run {catalog.run!r}" if catalog.run else "this job has no run name"
     apart = "give this job another root or other folders (layout: {step_dir: ...})"
@@ -365,7 +355,7 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
 
 
 def open_catalog(root: Place, *, template: str = "step-{step}") -> Catalog:
-    """Open the catalog of the run at `root`. Makes no request: a run without a catalog has an empty one.
+    """Open the catalog of the run at `root`. Sends no request.
 
     Raises:
         InvalidURLError: `root` is empty, or `template` names no folders.
@@ -378,24 +368,22 @@ def open_catalog(root: Place, *, template: str = "step-{step}") -> Catalog:
 
 
 def latest_checkpoint(root: Place, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> str | None:
-    """Return the URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
-
-    A checkpoint at `root` itself does not count.
+    """Return the URL of the newest whole checkpoint in the folders below `root`, or None.
 
     The newest checkpoint has the highest number at the end of its folder's name (`step-500`, `step-00000500`,
-    `epoch=3-step=500`); folders without a number are ignored. A checkpoint with a tombstone in the run's catalog comes
-    after all others, because a rollback gives tombstones to the newer checkpoints. Costs one LIST per 1,000 folders,
-    one more if there is a catalog, and one small GET for each folder, from the newest on, until one is whole. Call it
-    on one rank and broadcast the answer.
+    `epoch=3-step=500`); folders without a number, and a checkpoint at `root` itself, are ignored. Checkpoints with a
+    tombstone in the run's catalog come last, because a rollback gives tombstones to the newer ones. One LIST per 1,000
+    folders, one more if there is a catalog, and one small GET for each folder, newest first, until one is whole. Call
+    this function on one rank and broadcast the result.
 
     Args:
-        root: URL of the folder that has a folder for each checkpoint.
+        root: URL of the folder that contains the checkpoints' folders.
         storage_options: as for `BucketReader`.
-        fs: an fsspec filesystem of your own, which then serves the URL.
+        fs: an fsspec filesystem to use for the URL.
 
     Raises:
         InvalidURLError: `root` is no URL of a store.
-        StoreError: the store cannot be reached, or refuses.
+        StoreError: the store cannot be reached, or refuses a request.
     """
     catalog = open_catalog(Location.of(root, storage_options, fs))
     folder = newest_folder(catalog.store, catalog.prefix)
@@ -403,7 +391,7 @@ def latest_checkpoint(root: Place, *, storage_options: Mapping[str, Any] | None 
 
 
 def newest_folder(store: Store, prefix: str) -> str | None:
-    """Return the folder below a prefix that `latest_checkpoint` names, or None."""
+    """Return the name of the folder whose URL `latest_checkpoint` returns, or None."""
     folders = []
     leaving: set[str] = set()
     for folder in store.list_folders(prefix + "/" if prefix else ""):

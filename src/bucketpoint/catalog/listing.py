@@ -1,4 +1,4 @@
-"""Listings of a run's catalog, parsed: checkpoints, attempts, tombstones and notes."""
+"""Parser of a catalog's listings: checkpoints, attempts, tombstones and notes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from bucketpoint.stores import ObjectInfo
 
 
 def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate, *, taken: float | None) -> Snapshot:
-    """Parse checkpoints, attempts and tombstones from a listing. Unknown names, and other folders', are ignored."""
+    """Parse checkpoints, attempts and tombstones from a listing. Names of unknown form or of other folders are ignored.
+
+    `taken` is the time of the snapshot.
+    """
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []
     tombstones: list[Tombstone] = []
@@ -43,13 +46,13 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
         elif isinstance(named, AttemptKey):
             attempts.append(Attempt(named.step, named.token, named.folder, info.key, info.modified))
         elif named is not None:
-            # A tombstone that was taken back is empty.
+            # A withdrawn tombstone is empty.
             (tombstones if info.size else void).append(named)
         elif run := catalog_keys.run_of(name):
             runs.add(run)
     current, superseded = [], []
     for records in by_folder.values():
-        # Of two records of one attempt, the thinned one is later: a thinned checkpoint never becomes whole again.
+        # Of two records of one attempt, that of the thinned checkpoint is later: thinning is never undone.
         *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
         current.append(last)
         superseded += older
@@ -66,8 +69,8 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate,
 
 
 def _checkpoint(commit: CommitKey, info: ObjectInfo) -> Checkpoint:
-    # A record is written after its commit. A later time of commit comes from a clock that was ahead: every other
-    # checkpoint would seem old.
+    # A record is written after its commit. A time of commit later than that write comes from a clock that was ahead,
+    # and is corrected: otherwise every other checkpoint would seem old.
     created, written = commit.created, info.modified
     ahead = created - written if written is not None and created - written > FUTURE_S else 0.0
     return Checkpoint(
@@ -85,7 +88,7 @@ def _checkpoint(commit: CommitKey, info: ObjectInfo) -> Checkpoint:
 
 
 def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
-    """Parse the notes, without tombstones, from a listing of names. Unknown and malformed names are ignored."""
+    """Parse metrics, pins, leases and resumes from a listing. Unknown and malformed names are ignored."""
     reports: list[MetricReport] = []
     pins: list[Pin] = []
     leases: list[ReadLease] = []

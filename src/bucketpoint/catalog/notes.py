@@ -1,6 +1,6 @@
-"""Notes of people and jobs on a step: metrics, pins, leases, resumes. Each note is a separate object.
+"""Notes on a step, by people and jobs: metrics, pins, leases, resumes.
 
-No note is read and rewritten: when several processes write notes at once, none is lost.
+Each note is a separate object that is never rewritten, so processes that write notes at once lose none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_METRIC_NAME_BYTES = 120
 
 @dataclass(frozen=True)
 class PinInfo:
-    """A pin, with the reason and the author that were given."""
+    """A pin with its reason and author."""
 
     step: int
     id: str
@@ -45,10 +45,10 @@ def report(
     at: float | None = None,
     token: str | None = None,
 ) -> None:
-    """Note metrics of a step, at any time and from any process. Of several values of a name, the last reported counts.
+    """Record metrics of a step, at any time and from any process. Of several values of a metric the last one counts.
 
-    The metrics are those of one commit: a checkpoint that later replaces it has none of them. The step may have no
-    checkpoint yet: the metrics then count for each that it gets. NaN and infinite values are kept as they are.
+    The metrics belong to one commit: a checkpoint that later replaces it does not inherit them. If the step has no
+    checkpoint yet, they belong to every later commit of the step. NaN and infinite values are kept.
 
     Args:
         at: time of the measurement in seconds since the epoch; by default now, or just after the step's last report.
@@ -67,20 +67,20 @@ def report(
 
 
 def _present_token(catalog: Catalog, step: int) -> str | None:
-    """Return the token of a step's checkpoint; None if there is none, or it is unknown."""
+    """Return the token of a step's checkpoint; None if it is unknown or the step has no checkpoint."""
     snapshot = catalog.step(step)
     tokens = {checkpoint.folder: checkpoint.id for checkpoint in snapshot.checkpoints}
     for folder in {attempt.folder for attempt in snapshot.attempts}:
-        # An attempt may have committed without a record, as the record is late or its coordinator died.
+        # An attempt without a record may have committed: the record is late, or the coordinator died before it.
         if (record := metadata_record(catalog, folder)) is not None and record.token is not None:
             tokens[folder] = record.token
     present = {token for _, token in tokens.items() - snapshot.given_up()}
-    # A step may have two folders, padded and not.
+    # A step may have two folders, with a padded and an unpadded number.
     return present.pop() if len(present) == 1 else None
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as Python's floats.
+    """Return metrics as Python floats.
 
     Raises:
         BucketpointError: a name is empty or too long, or a value is no number.
@@ -89,7 +89,6 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def has_checkpoint(catalog: Catalog, step: int) -> bool:
-    """Return True if there is a checkpoint of a step, with or without a record."""
     snapshot = catalog.steps()
     if any(saved.step == step for saved in snapshot.checkpoints):
         return True
@@ -107,14 +106,14 @@ def refuse_missing(catalog: Catalog, step: int) -> None:
 def pin(
     catalog: Catalog, step: int, *, reason: str = "", author: str | None = None, expires: float | None = None
 ) -> str:
-    """Keep a step until it is unpinned, or until `expires` (seconds since the epoch). Return the pin's id.
+    """Pin a step until it is unpinned, or until `expires` (seconds since the epoch). Return the pin's id.
 
-    If the checkpoint already has a tombstone, the pin takes the tombstone back.
+    The pin also withdraws the step's tombstones.
 
     Raises:
-        GoneError: the deletion of the checkpoint has begun. Nothing is pinned.
+        GoneError: the deletion of the checkpoint has begun; the step is not pinned.
     """
-    # A letter first: an id of digits alone would read as a step in `pin ROOT STEP ID --remove`.
+    # The id begins with a letter: `pin ROOT STEP ID --remove` would take an id of digits for a step.
     identity = f"p{os.urandom(4).hex()}"
     end = "" if expires is None else catalog_keys.milliseconds(expires)
     body = {"reason": reason, "author": author or _author(), "pinned": catalog.clock()}
@@ -123,14 +122,14 @@ def pin(
 
 
 def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (what the pin calls it)
-    """Remove one pin of a step, or all of them. Return the number of removed pins."""
+    """Remove the pin `id` of a step, or all its pins. Return the number of removed pins."""
     keys = [pin.key for pin in catalog.snapshot().notes.pins if pin.step == step and id in (None, pin.id)]
     delete_all(catalog.store, keys)
     return len(keys)
 
 
 def pins(catalog: Catalog) -> list[PinInfo]:
-    """Return all pins, expired ones too. One GET for each."""
+    """Return all pins, including expired ones. One GET for each."""
     infos = []
     for pin in catalog.snapshot().notes.pins:
         body: dict[str, Any] = {}
@@ -141,13 +140,13 @@ def pins(catalog: Catalog) -> list[PinInfo]:
 
 
 def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:
-    """Keep a step while it is read: for `seconds` from now by the store's clock. Call it again to renew.
+    """Protect a step from deletion while it is read, for `seconds` from now by the store's clock.
 
     Args:
-        holder: name of the reader. The same name renews the lease; another name makes another lease.
+        holder: name of the reader. A call with the same name renews the lease; another name makes another lease.
 
     Raises:
-        GoneError: the deletion of the checkpoint has begun. Nothing is leased.
+        GoneError: the deletion of the checkpoint has begun; there is no lease.
     """
     if seconds < 1 or not holder or len(holder.encode()) > 60:
         raise BucketpointError("A lease needs a holder's name of 1 to 60 bytes and a duration of at least one second")
@@ -155,16 +154,15 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
 
 
 def release(catalog: Catalog, step: int, holder: str) -> None:
-    """End a holder's lease on a step."""
     leases = catalog.snapshot().notes.leases
     delete_all(catalog.store, [one.key for one in leases if (one.step, one.holder) == (step, holder)])
 
 
 def note_restored(catalog: Catalog, step: int) -> None:
-    """Record that this run resumes from `step`, which is then kept until a newer full checkpoint is committed. One PUT.
+    """Record that this run resumes from `step`, which is then kept until the next commit of a full checkpoint. One PUT.
 
-    A tombstone of the step has no effect while the note is valid. The function does not check whether the deletion has
-    begun: the job has already read what it needs.
+    A waiting tombstone of the step is not carried out meanwhile. Whether the deletion has begun is not checked: the job
+    has already loaded the checkpoint.
     """
     now = catalog_keys.milliseconds(catalog.clock())
     put_note(catalog, NoteKey(step, catalog_keys.RESTORED, (now, os.urandom(4).hex())))
@@ -172,8 +170,8 @@ def note_restored(catalog: Catalog, step: int) -> None:
 
 def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
     key = put_note(catalog, note, body)
-    # A pruner first claims its tombstone and then looks for notes; this function first writes its note and then looks
-    # for claims. So at least one of the two sees the other.
+    # A pruner first claims a tombstone and then lists the notes; this function first writes the note and then looks for
+    # claims. So at least one of the two sees the other's object.
     try:
         undo(catalog, note.step)
     except GoneError:
@@ -198,7 +196,7 @@ def _metric_name(name: str) -> str:
 def _value(name: str, value: Any) -> float:
     try:
         if isinstance(value, (str, bytes)):
-            raise TypeError  # float() reads text, which would hide that another value was meant
+            raise TypeError  # float() would accept text, and hide a mistake of the caller
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise BucketpointError(f"A metric must be a number, not {type(value).__name__}", key=name) from None

@@ -1,4 +1,4 @@
-"""Observation of a run from outside: its snapshot, its newest whole checkpoint, and saves that have not committed."""
+"""Observation of a run without writes: its snapshot, its newest checkpoint, and saves that have not committed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTED_ATTEMPTS = 8
 """Limit on the attempts whose objects are listed. A run rarely has more than two saves under way."""
 
 _TRIED = 5
-"""Limit on the checkpoints whose `.metadata` is looked for, from the newest on."""
+"""Limit on the checkpoints whose `.metadata` is requested, newest first."""
 
 _NAMED_AT_MOST = 3
 
@@ -34,7 +34,7 @@ class AttemptProgress:
     """A save that has not committed: under way, or dead.
 
     Attributes:
-        token: token of its coordinator; None if the save left no intent, like saves of plain writers.
+        token: token of its coordinator; None if the save has no intent, as with plain writers.
         started: time of the intent, or of the oldest object if there is no intent; None if neither is known.
         objects, bytes: complete data objects in the store, and their size; None if they were not listed.
         latest: time at which the newest of these objects was completed.
@@ -49,21 +49,21 @@ class AttemptProgress:
     latest: float | None = None
 
     def is_live(self, now: float | None) -> bool:
-        """Return True if the save may still commit, by its last sign of life."""
+        """Return True if the save may still commit, by its start and its latest object."""
         times = [time for time in (self.started, self.latest) if time is not None]
         return Attempt(self.step, self.token or "", self.folder, "", max(times, default=None)).is_live(now)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A run at the time `snapshot.taken`.
+    """State of a run at the time `snapshot.taken`.
 
     Attributes:
-        snapshot: checkpoints, those without a record included, and notes.
-        newest: the checkpoint that a restore of the latest would try first and whose `.metadata` exists.
-        record: the record of `newest`; None if it has none, or none that can be read.
-        attempts: saves that have not committed, the highest step first.
-        problems: damage of the catalog, one sentence each.
+        snapshot: checkpoints, including those without a record, and notes.
+        newest: the checkpoint that `restore("latest")` would try first.
+        record: the record of `newest`; None if it is missing or unreadable.
+        attempts: saves that have not committed, highest step first.
+        problems: faults of the catalog, one sentence each.
     """
 
     snapshot: Snapshot
@@ -74,7 +74,6 @@ class Observation:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing of a run is there."""
         snapshot = self.snapshot
         noted = snapshot.notes != Notes() or snapshot.finished or snapshot.runs or self.problems
         return not (snapshot.checkpoints or self.attempts or noted)
@@ -82,10 +81,7 @@ class Observation:
 
 @dataclass
 class Observer:
-    """Looks at one run again and again.
-
-    It remembers commits without a record and the record of the newest checkpoint, which need no second request.
-    """
+    """Repeated observation of one run, which caches commits without a record and the newest checkpoint's record."""
 
     catalog: Catalog
     _commits: dict[str, Checkpoint] = field(default_factory=dict)
@@ -95,8 +91,8 @@ class Observer:
     def look(self) -> Observation:
         """Observe the run. No data object is read.
 
-        Three LISTs for each 1,000 notes, records and folders; one LIST for each attempt; one small GET for the newest
-        checkpoint; a small GET and a LIST for each folder without a record that was not committed before.
+        One LIST for each 1,000 notes, each 1,000 records, each 1,000 folders and each attempt; one small GET for the
+        newest checkpoint; a small GET and a LIST for each folder without a record whose commit is not cached.
         """
         catalog = self.catalog
         listed, noted = catalog.listed(catalog_keys.STEPS), catalog.listed(catalog_keys.NOTES)
@@ -125,7 +121,7 @@ class Observer:
         return Observation(snapshot, newest, record, tuple(self._listed(saves, snapshot)), tuple(problems))
 
     def _without_record(self, folders: set[str]) -> dict[str, Checkpoint]:
-        """Return the commits in folders without a record. The newest one is read each time, in case it was replaced."""
+        """Return the commits in folders without a record. The newest is requested each time: it may be replaced."""
         known = {folder: one for folder, one in self._commits.items() if folder in folders}
         if known:
             del known[max(known.values(), key=BY_STEP).folder]
@@ -171,7 +167,7 @@ class Observer:
         return record
 
     def _listed(self, saves: Iterable[AttemptProgress], snapshot: Snapshot) -> Iterator[AttemptProgress]:
-        """Yield the saves, with their objects as far as they are listed: those that may be alive, the newest first."""
+        """Yield the saves, highest step first. The first `LISTED_ATTEMPTS` live ones are yielded with their objects."""
         left = LISTED_ATTEMPTS
         committed = {one.id for one in (*snapshot.checkpoints, *snapshot.superseded)}
         starts = [(attempt.folder, attempt.started) for attempt in snapshot.attempts if attempt.started is not None]
@@ -181,7 +177,8 @@ class Observer:
                 continue
             left -= 1
             listed = self.catalog.objects_of(save.folder)
-            # A `.metadata` that is no commit is the marker of a deletion, or was committed a moment ago.
+            # A save without an intent is left out if its folder has a `.metadata`: a deletion marker, or a commit that
+            # was made after the listing of commits.
             if save.token is not None or keys.METADATA not in listed:
                 began = save.started if save.started is not None else 0.0
                 later = [time for folder, time in starts if folder == save.folder and time > began]
@@ -189,9 +186,9 @@ class Observer:
                 yield _with_objects(save, listed, committed | named, until=min(later, default=math.inf))
 
     def _named(self, folder: str, metadata: ObjectInfo | None) -> frozenset[str]:
-        """Return the tokens of the ranks that saved the committed checkpoint of a folder. One GET for each commit.
+        """Return the tokens that the folder's `.metadata` names. One GET for each commit.
 
-        A save that died there must not be shown with the objects of the one that succeeded after it.
+        Otherwise a save that died in this folder would be shown with the objects of a later save that committed.
         """
         if metadata is None:
             return frozenset()
@@ -206,29 +203,27 @@ class Observer:
 
 
 def _same_commit(former: Checkpoint, one: Checkpoint) -> bool:
-    """Return True if a commit is still the one whose folder has been sized."""
     return replace(one, groups=former.groups) == former
 
 
 def _has_committed(attempt: Attempt, commit: Checkpoint | None) -> bool:
-    """Return True if the commit in an attempt's folder is no older than the attempt: then only its record is
-    missing."""
+    """Return True if the commit in an attempt's folder is not older than the attempt, whose record is then missing."""
     return commit is not None and attempt.started is not None and commit.created >= attempt.started
 
 
 def _with_objects(
     save: AttemptProgress, listed: dict[str, ObjectInfo], committed: set[str], *, until: float
 ) -> AttemptProgress:
-    """Add to a save what a listing of its folder shows.
+    """Return a save with the counts, sizes and times of its objects, from a listing of its folder.
 
     Args:
-        committed: tokens of the run's checkpoints.
-        until: time at which another save to the same folder began.
+        committed: tokens of committed checkpoints, whose objects are left out.
+        until: time at which the next save to the same folder began.
     """
     data = [info for path, info in listed.items() if _is_data(path, save) and keys.token_of(path) not in committed]
     if save.token is not None and save.started is not None:
-        # Each rank has its own token, which a listing does not connect with the attempt, so times are compared. Both
-        # times are the store's, possibly in whole seconds.
+        # A listing does not show to which attempt a rank's token belongs, so times are compared. Both are the store's,
+        # possibly in whole seconds.
         data = [info for info in data if info.modified is None or save.started <= info.modified < until]
     times = [info.modified for info in data if info.modified is not None]
     return replace(
@@ -243,14 +238,14 @@ def _with_objects(
 def _is_data(path: str, save: AttemptProgress) -> bool:
     token = keys.token_of(path)
     if token is not None:
-        # Records do not include the index either.
+        # The index is left out, as in the sizes of commit records.
         return path != index_path(token)
-    # Other writers name their objects as they like. Deeper in the folder may be another run.
+    # Names of other writers are unknown, so any file counts. Objects in subfolders may belong to another run.
     return save.token is None and "/" not in path and keys.may_be_data(path)
 
 
 def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) -> Iterator[str]:
-    """Name the objects of the catalog whose keys cannot be parsed."""
+    """Yield a line about the objects of the catalog whose keys cannot be parsed."""
     notes = snapshot.notes
     read = {checkpoint.key for checkpoint in (*snapshot.checkpoints, *snapshot.superseded)}
     read |= {attempt.key for attempt in (*snapshot.attempts, *snapshot.finished)}

@@ -1,4 +1,4 @@
-"""The file of a policy: reading it, and naming it in errors. `bucketpoint.retention` interprets the content."""
+"""Reading of a policy's file, with the file's name in errors. `bucketpoint.retention` parses the content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery, 
 from bucketpoint.retention.yaml_text import MAX_BYTES
 
 POLICY_VARIABLE = "BUCKETPOINT_POLICY"
-"""Environment variable that names the file of a policy, for programs that pass none."""
+"""Environment variable with the path of a policy's file, for programs that pass no policy."""
 
 
 def policy_of(
@@ -22,9 +22,10 @@ def policy_of(
     best: str | None = None,
     every: int | None = None,
 ) -> RetentionPolicy:
-    """Return a policy that is given as such, read it from its file, or make it of a manager's keywords.
+    """Return `policy`, read it if it is a path, or make a policy of the keywords `keep`, `best` and `every`.
 
-    Raises as `read_policy`, and BucketpointError for another type, and if there are both or neither.
+    Raises the errors of `read_policy`, and BucketpointError if `policy` has another type, or if both `policy` and
+    keywords are given, or neither.
     """
     if policy is not None and (keep, best, every) == (None, None, None):
         if isinstance(policy, str | os.PathLike):
@@ -55,14 +56,13 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
     """Read the policy in a local YAML file.
 
     Args:
-        path: path of the file.
         environ: values of `${VAR}`; this process's environment by default.
 
     Raises:
-        PolicyError: the policy is wrong, with every fault and its line and column; or the file cannot be read.
+        PolicyError: the file cannot be read, or has faults: the error lists all of them, with line and column.
     """
     try:
-        # Reads one byte more than is allowed: the policy's reader then refuses a longer text.
+        # One byte more than the limit, so that `from_yaml` can refuse a longer text.
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
         text = raw.decode("utf-8", "strict" if len(raw) <= MAX_BYTES else "replace")
@@ -72,7 +72,7 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
     try:
         StepTemplate(policy.layout.step_dir)
     except InvalidURLError as error:
-        # The catalog's keys limit the length of a folder's name; the classes of the policy do not know that limit.
+        # The keys of the catalog limit the length of a folder's name. The policy's classes do not check that limit.
         fault = PolicyFault(error.message, error.remedy, ("layout", "step_dir"))
         raise PolicyError.of(fault, file=os.fspath(path)) from None
     return policy

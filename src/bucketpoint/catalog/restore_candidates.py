@@ -1,4 +1,4 @@
-"""The checkpoints to try on a restore, in the order in which they are tried."""
+"""The checkpoints that a restore tries, in order."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bucketpoint.retention.row import FULL
 logger = logging.getLogger(__name__)
 
 _BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
-"""Words in the names of metrics of which low values are better, and of those of which high ones are."""
+"""Parts of metric names that imply the mode: low values are better ("min"), or high values ("max")."""
 
 TRIED_AT_MOST = 20
-"""Limit on the checkpoints that one restore tries. So many damaged checkpoints in a row have a common cause."""
+"""Limit on the checkpoints that one restore tries. More damaged ones in a row must have a common cause."""
 
 
 def usual_mode(metric: str) -> str:
-    """Return which values of a metric are better by the words in its name: "min" or "max"; "" if no word is known."""
+    """Return the mode that a metric's name implies: "min", "max", or "" if it implies none."""
     return next((mode for mode, words in _BETTER.items() if re.search(words, metric.lower())), "")
 
 
 def metric_and_mode(text: str) -> tuple[str, str]:
-    """Return the two parts of `METRIC:min` or `METRIC:max`. Of another text: itself, and no mode."""
+    """Split `METRIC:min` or `METRIC:max`. For another text, return the text and an empty mode."""
     metric, _, mode = text.rpartition(":")
     return (metric, mode) if mode in ("min", "max") else (text, "")
 
@@ -42,16 +42,15 @@ def restore_candidates(
     *,
     given_up: Callable[[Checkpoint], bool] = lambda _: False,
 ) -> list[Checkpoint]:
-    """Return the checkpoints to try, best first. Empty if the run has no checkpoint, and only traces of saves that
-    died.
+    """Return the checkpoints to try, best first. Empty for a run that has only folders with an intent, or no folder.
 
     Args:
-        given_up: returns True if a rollback has given up a checkpoint. Those are tried last.
+        given_up: returns True for a checkpoint that a rollback has given up. Such checkpoints come last.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint of the named step, or none with a value of the metric.
-        IncompleteCheckpointError: there are checkpoint folders, no checkpoint, and no intent that explains the folders.
-        BucketpointError: `which` is not known, or no rule says which checkpoint is best.
+        IncompleteCheckpointError: there is no checkpoint, but there is a folder without an intent.
+        BucketpointError: `which` is not "latest", "best" or a step, or the policy has no `best` rule for the metric.
     """
     if isinstance(which, int):
         return [_named(catalog, which)]
@@ -66,13 +65,13 @@ def restore_candidates(
 
 
 def chosen(catalog: Catalog, which: str) -> Checkpoint:
-    """Return the checkpoint that a person names: a step, `latest`, `best`, or `best:METRIC:min` (or `max`).
+    """Return the checkpoint named on a command line: a step, `latest`, `best`, or `best:METRIC:min` (or `max`).
 
-    `best` alone needs a run with one metric, whose name says which values are better.
+    `best` without a metric needs a run with a single metric, whose name implies the mode.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        BucketpointError: `best` does not name one metric and its direction.
+        BucketpointError: the metric of `best`, or its mode, is not clear.
     """
     if which.isdecimal():
         return _named(catalog, int(which))
@@ -84,7 +83,7 @@ def chosen(catalog: Catalog, which: str) -> Checkpoint:
 
 
 def _spoken(catalog: Catalog, text: str) -> Best:
-    """Return the rule of `METRIC:min`, of a metric alone, or of the run's only metric if `text` is empty."""
+    """Return the rule for `METRIC:min`, a metric without a mode, or (for an empty text) the run's only metric."""
     metric, mode = metric_and_mode(text)
     if not metric or not mode:
         names = sorted(catalog.snapshot().metric_names())
@@ -100,7 +99,7 @@ def _spoken(catalog: Catalog, text: str) -> Best:
 
 
 def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-    """Return the first checkpoints, with those that were given up after all others."""
+    """Return at most `TRIED_AT_MOST` checkpoints, with those that were given up last."""
     last: list[Checkpoint] = []
 
     def kept() -> Iterable[Checkpoint]:
@@ -114,10 +113,9 @@ def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], b
 
 
 def _refuse_traces(catalog: Catalog) -> None:
-    """Raise if a run without a checkpoint may have lost one. It has lost none if dead saves explain all folders.
+    """Raise if a run without a checkpoint may have lost one: a folder without an intent may have held a `.metadata`.
 
-    A job that was killed in its first save starts from scratch again. A folder without an intent may have been a
-    checkpoint whose `.metadata` was deleted.
+    A folder with an intent is that of a dead save: a job that was killed in its first save starts from scratch.
     """
     attempts = catalog.steps().attempts
     begun = {attempt.folder for attempt in attempts}
@@ -129,7 +127,7 @@ def _refuse_traces(catalog: Catalog) -> None:
             remedy="Check these folders first: a checkpoint may have been damaged",
         )
     if attempts:
-        # A save that is killed during its first upload leaves an intent only, and no folder.
+        # A save that is killed during its first upload leaves an intent and no folder.
         steps = sorted({attempt.step for attempt in attempts})
         logger.warning(
             "%s has no checkpoint; the saves of these steps began and never committed: %s",
@@ -137,7 +135,7 @@ def _refuse_traces(catalog: Catalog) -> None:
             first_of(steps, TRIED_AT_MOST),
         )
     elif (mistake := at_checkpoint(catalog)) is not None:
-        # No error: a run may begin below a checkpoint.
+        # Only a warning: a run may begin below a checkpoint.
         logger.warning("%s", mistake)
 
 

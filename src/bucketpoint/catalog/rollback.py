@@ -15,17 +15,13 @@ from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, StoreE
 
 
 def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> Discarded:
-    """Give all checkpoints of higher steps a tombstone, and withdraw that of `step`, if there is one.
+    """Write tombstones for all checkpoints of higher steps, and withdraw those of `step`.
 
-    Checkpoints from `step` on that have no record get one.
-
-    Args:
-        grace: seconds until the deletion.
-        dry_run: report what would be done, and change nothing.
+    Checkpoints of `step` and above that have no record get one. `grace`: seconds until the deletion.
 
     Raises:
         CheckpointNotFoundError: there is no full checkpoint of this step.
-        CorruptDataError: the checkpoint of this step is not whole, so the others are kept.
+        CorruptDataError: the checkpoint of this step is not whole; the others get no tombstone.
         GoneError: the deletion of the checkpoint of this step has begun.
     """
     snapshot = catalog.with_unrecorded(catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot()))
@@ -47,14 +43,14 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
     discards = rolled_back(catalog, snapshot, step)
     if dry_run:
         return bury_discards(catalog, discards, due=catalog.due(grace), dry_run=True)
-    # Without a lease, a prune that began before this rollback could delete the step after the look at it.
+    # Without a lease, a prune that began before the rollback could delete the checkpoint after it was found whole.
     holder = f"rollback-{os.urandom(4).hex()}"
     lease(catalog, step, holder)
     try:
         _refuse_damaged(catalog, target)
         return bury_discards(catalog, discards, due=catalog.at_store_time().due(grace))
     finally:
-        # A role that saves may not delete. The lease then ends ten minutes later.
+        # Without permission to delete, the lease expires after ten minutes.
         with contextlib.suppress(StoreError):
             release(catalog, step, holder)
 

@@ -1,4 +1,4 @@
-"""The run of a checkpoint: the catalog of a policy's run, and the catalog above a checkpoint's URL."""
+"""The run that a policy names, or that a checkpoint's URL belongs to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,16})([^0-9]*)", re.ASCII | re.DOTALL)
 
 
 class OneFolder(StepTemplate):
-    """The template of a folder whose name has no number: it fits this folder alone, as step 0."""
+    """Template that matches a single folder, whose name has no number, as step 0."""
 
     def folder(self, step: int) -> str:
         return self.text
@@ -35,13 +35,10 @@ class OneFolder(StepTemplate):
 
 
 def open_run(policy: RetentionPolicy, root: Place | None = None) -> Catalog:
-    """Open the catalog of the run that a policy is for. Makes no request.
-
-    Args:
-        root: place of the run; by default the policy's `root`.
+    """Open the catalog of the run at `root`, by default the policy's `root`. Sends no request.
 
     Raises:
-        BucketpointError: neither `root` nor the policy says where the run is.
+        BucketpointError: neither `root` nor the policy names the URL of the run.
     """
     place = Location.of(policy.root if root is None else root)
     if not place.url and policy.root is None:
@@ -53,15 +50,15 @@ def open_run(policy: RetentionPolicy, root: Place | None = None) -> Catalog:
 
 
 def refuse_other_root(policy: RetentionPolicy, catalog: Catalog, place: Location) -> None:
-    """Compare the run that a job has opened at `place` with the root in its policy. Makes no request.
+    """Check that the run opened at `place` is at the policy's root. Sends no request.
 
     Raises:
-        BucketpointError: they are not the same place.
+        BucketpointError: the policy's root is another place.
     """
     if policy.root is None:
         return
     meant = open_catalog(place.at(policy.root), template=policy.layout.step_dir)
-    # One place may have several URLs, so the stores are compared.
+    # Several URLs may denote one place, so the stores are compared and not the URLs.
     if (meant.store.identity, meant.prefix) != (catalog.store.identity, catalog.prefix):
         raise BucketpointError(
             f"root= differs from the root of the policy, which is {meant.url}",
@@ -71,7 +68,7 @@ def refuse_other_root(policy: RetentionPolicy, catalog: Catalog, place: Location
 
 
 def is_elsewhere(root: str, catalog: Catalog) -> bool:
-    """Return True if the root in a policy is another place than the run, as far as URLs tell it without credentials."""
+    """Return True if a policy's root is another place than the run. Compares URLs only, so it needs no credentials."""
     with contextlib.suppress(InvalidURLError):
         return _parts_of(root) != _parts_of(catalog.url)
     return True
@@ -84,13 +81,12 @@ def _parts_of(url: str) -> tuple[str, str, str]:
 
 
 def catalog_above(place: Location) -> tuple[Catalog, str] | None:
-    """Find the catalog of the checkpoint at a place, and the checkpoint's folder in it. One LIST.
+    """Return the catalog above the checkpoint at a place, and the checkpoint's folder. One LIST.
 
-    None if no catalog above it has a run with folders of such a name. No catalog is created for a single checkpoint: a
-    policy would not see the checkpoints beside it.
+    None if no catalog above the checkpoint has a template that fits the folder's name.
 
     Raises:
-        AccessDeniedError: listing there is not allowed.
+        AccessDeniedError: the folder above may not be listed.
     """
     split = parent_and_name(place.url)
     if split is None:
@@ -107,7 +103,10 @@ def catalog_above(place: Location) -> tuple[Catalog, str] | None:
 
 
 def run_of(place: Location) -> tuple[Catalog, str]:
-    """Return the run of a checkpoint, and its folder there. Without a catalog the folder's name gives the template."""
+    """Return the catalog of a checkpoint's run, and the checkpoint's folder.
+
+    Without a catalog above the checkpoint, the template is derived from the folder's name.
+    """
     split = parent_and_name(place.url)
     if split is None:
         raise InvalidURLError(
@@ -123,9 +122,9 @@ def run_of(place: Location) -> tuple[Catalog, str]:
 
 
 def checkpoint_at_or_below(place: Location) -> str | None:
-    """Return the URL if there is a checkpoint, else that of the newest whole one below it; None if there is none."""
+    """Return the URL of the checkpoint at `place`, or else of the newest whole checkpoint below; None without one."""
     store, prefix = place.opened
-    # Checkpoints may lie within another one: the named one is used.
+    # If other checkpoints lie below a checkpoint, the one at the given URL is meant.
     if committed_info(store, keys.join(prefix, keys.METADATA)) is not None:
         return place.url
     return latest_checkpoint(place)
@@ -134,7 +133,7 @@ def checkpoint_at_or_below(place: Location) -> str | None:
 def record_above(place: Location) -> CommitRecord | None:
     """Return the record of the checkpoint at a place from the catalog above it, or None. Two small LISTs and a GET.
 
-    Raises as `catalog_above` and `read_record`.
+    Raises the errors of `catalog_above` and `read_record`.
     """
     above = catalog_above(place)
     if above is None:
@@ -145,10 +144,11 @@ def record_above(place: Location) -> CommitRecord | None:
 
 
 def fitted(catalog: Catalog) -> Catalog:
-    """Return the catalog with a template that fits folders of the run: its own, one that it was saved by, or a guess.
+    """Return the catalog with a template that fits folders of the run.
 
-    One LIST for each 1,000 folders. If its own template fits none: one more, and one for each template that the run was
-    saved by. Without such a template: another one, and a GET for each folder with a number in its name.
+    Candidates in order: the catalog's own template, the templates by which the run was saved, and the name of a folder
+    with a commit. The first costs one LIST for each 1,000 folders; the second one LIST more, and one for each template;
+    the third another LIST, and a GET for each folder with a number in its name.
     """
     if catalog.folders():
         return catalog
@@ -158,7 +158,7 @@ def fitted(catalog: Catalog) -> Catalog:
     if found is not None or catalog.template.namespace in {template.namespace for template in known}:
         return found or catalog
     above = catalog.key("")
-    # A folder with a number in its name may be anything, so it counts only with a commit.
+    # A number in a folder's name proves nothing, so the folder must have a commit.
     for name in (path[len(above) :].rstrip("/") for path in catalog.store.list_folders(above)):
         template = template_of(name)
         if template is not None and catalog.metadata_info(name):
@@ -167,13 +167,13 @@ def fitted(catalog: Catalog) -> Catalog:
 
 
 def _known_templates(catalog: Catalog) -> Iterator[StepTemplate]:
-    """Yield the templates by which the run was saved, as the folders of its catalog show them. One LIST."""
+    """Yield the templates by which the run was saved, from the names of the folders in `_bucketpoint`. One LIST."""
     for path in sorted(catalog.store.list_folders(catalog.key(catalog_keys.CATALOG) + "/")):
         yield from templates_of(path.rstrip("/").rpartition("/")[2])
 
 
 def template_of(folder: str) -> StepTemplate | None:
-    """Return the template that the last number in a folder's name tells; None if there is none."""
+    """Return the template of a folder's name, with `{step}` for its last number; None without a number."""
     match = _NUMBERED.fullmatch(folder)
     if match is None or {"{", "}"} & set(folder):
         return None
@@ -185,7 +185,7 @@ def template_of(folder: str) -> StepTemplate | None:
 
 
 def templates_of(namespace: str) -> Iterator[StepTemplate]:
-    """Yield the templates of runs whose catalog is in this folder. The name does not show the padding of steps."""
+    """Yield the possible templates of the runs whose catalog is in the folder `namespace`, without padding of steps."""
     parts = catalog_keys.decode(namespace)
     text = parts[0] if parts is not None and len(parts) == 1 else ""
     for at, letter in enumerate(text):

@@ -1,4 +1,4 @@
-"""Ownership of a run's folders: a named run claims them before its first save, and other runs are refused."""
+"""Ownership of a run's folders: a named run claims them before its first save; other runs are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bucketpoint.stores import delete_all
 
 
 def ensure(catalog: Catalog) -> None:
-    """Make sure that the folders are this run's, before anything is saved there. One GET; three writes the first time.
+    """Claim the folders for this run before a save. One GET; at the first save also a LIST and two writes.
 
     Raises:
         OtherRunError: the folders belong to another run, or to a run without a name.
@@ -37,12 +37,9 @@ def claimed_by(catalog: Catalog) -> str | None:
 
 
 def name_run(catalog: Catalog, name: str) -> str:
-    """Claim the folders for a run of this name, whatever is in them.
-
-    Return the owner's name: the first claim is valid.
-    """
+    """Claim the folders for the run `name`, whatever they contain. Return the owner's name: the first claim wins."""
     copy = catalog.own_key(catalog_keys.STEPS, catalog_keys.encode([catalog_keys.RUN, name]))
-    # The copy that listings show is written first: a process that sees a checkpoint then also sees the run's name.
+    # The copy among the steps is written first: any listing that shows a checkpoint then shows the run's name, too.
     catalog.write(copy)
     body = json.dumps({"run": name, "version": 1}, sort_keys=True).encode()
     if catalog.create(catalog.own_key(catalog_keys.CLAIM), body):
@@ -54,7 +51,7 @@ def name_run(catalog: Catalog, name: str) -> str:
 
 
 def unname(catalog: Catalog) -> str | None:
-    """Take the name of a run away, and return it; None if it has none. Jobs without a name may save there again."""
+    """Remove the name of a run, so that jobs without a name may save there. Return the name; None if it had none."""
     owner = claimed_by(catalog)
     names = {*catalog.listed_steps().runs, *([owner] if owner else [])} - {""}
     copies = [catalog.own_key(catalog_keys.STEPS, catalog_keys.encode([catalog_keys.RUN, name])) for name in names]

@@ -1,4 +1,4 @@
-"""Retention for a writer that the caller makes: the log of each save's run, which records and prunes by a policy."""
+"""Retention for a writer without a manager: finds the run of each save, and prunes it by a policy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class RunRetention:
-    """Source of the `SaveLog` of each save's run, found by the URL. The log records the commit and has the run pruned.
+    """Factory of the `SaveLog` for a save's URL. The log records the commit and starts a prune.
 
-    The run is at the policy's `root`; if the policy names none, at the parent of the checkpoint's folder. The step is
-    in the folder's name, by the policy's `layout`.
+    The root of the run is the policy's `root`, or by default the parent of the checkpoint's folder. The step is parsed
+    from the folder's name by the policy's `layout`.
 
     Raises:
-        PolicyError: the policy's file is wrong; the error lists all its faults.
+        PolicyError: the policy's file has faults; the error lists all of them.
         InvalidURLError: the policy's root or layout is invalid.
     """
 
@@ -45,10 +45,10 @@ class RunRetention:
         self._warned = False
         self._lock = ProcessLock()
         self.pruning: PruneWorker | None = None
-        """The worker of the run that this process saved into last."""
+        """The worker of the run of this process's last save."""
 
     def log_of(self, url: str) -> SaveLog | None:
-        """Return the log for a save to `url`; None if `url` is no step of a run, which is logged once as a warning."""
+        """Return the log for a save to `url`. If `url` is no step of a run, log one warning and return None."""
         split = parent_and_name(url)
         with self._lock:
             log = self._log(*split) if split is not None else None
@@ -73,7 +73,7 @@ class RunRetention:
         if root not in self._logs:
             catalog = self._open(root)
             if self._root is not None:
-                # One place may have several URLs, so the stores are compared.
+                # Several URLs may denote one place.
                 if (catalog.store.identity, catalog.prefix) != (self._root.store.identity, self._root.prefix):
                     return None
                 catalog = replace(self._root, url=root)
@@ -82,7 +82,7 @@ class RunRetention:
         return log if log.catalog.template.step_of(folder) is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process has its own worker, and finds it by the run.
+        # Each process makes its own worker: see `worker_of`.
         return {**self.__dict__, "_lock": None, "_logs": {}, "pruning": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveLog:
-    """Log that records a writer's commits in the catalog: pass it to the writer as `log=`.
+    """Log of a writer's saves in the catalog, passed to the writer as `log=`.
 
-    A save with a log costs one small PUT and one DELETE more; its record is stored in the catalog and not beside
-    `.metadata`. If the store lists uploads by their exact key only, each rank that uploads in parts costs as much
-    again. A trainer without the right to delete leaves its intents, which the pruner removes.
+    A log costs a small PUT and a DELETE for each save; the record is stored in the catalog and not beside `.metadata`.
+    On stores that list uploads by exact key only, each rank that uploads in parts sends another PUT and DELETE. The
+    intents of a trainer without permission to delete stay until a prune.
 
     Attributes:
         kind: kind of the checkpoints.
-        metrics: metrics known at save. They are in the record, and are reported like any others.
+        metrics: metrics known when the save begins, for the record and a report.
         git_sha, config_hash: commit and configuration of the job's program.
-        pruner: called at each commit, to carry out a policy.
+        pruner: worker that prunes after each commit.
     """
 
     catalog: Catalog
@@ -51,29 +51,28 @@ class SaveLog:
             raise BucketpointError(f"{self.kind!r} is not a kind of checkpoint", remedy=f"Use {', '.join(KINDS)}")
 
     def begin(self, url: str, token: str) -> None:
-        """Record that an attempt begins: on the coordinator, before any rank sends data. An error fails the save."""
+        """Write the intent of an attempt, on the coordinator, before any rank sends data. An error fails the save."""
         folder, step = self.catalog.folder_of(url)
         ensure(self.catalog)
         body = {"version": 1, "token": token, "url": url, "started": self.catalog.clock()}
-        # A tombstone on an existing checkpoint of this step stays: the run may have given that checkpoint up, and a
-        # save that dies must not bring it back. The deletion removes only data with that checkpoint's tokens, and the
-        # pruner waits for this attempt.
+        # A tombstone of an existing checkpoint of this step stays: the checkpoint may be given up, and must not come
+        # back if this save dies. Its deletion spares this attempt's data, which has other tokens, and waits while the
+        # attempt is under way.
         self.catalog.write(self._attempt(folder, step, token), _json(body))
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
-        """Note the paths below `url` to which a rank is about to begin multipart uploads. An error fails the save.
+        """Record the paths below `url` of the multipart uploads that a rank is about to begin. An error fails the save.
 
-        Called on each rank, and only if the store cannot list the uploads of a prefix.
+        Called on each rank, only if the store cannot list uploads by prefix.
         """
         body = {"version": 1, "paths": list(paths), "started": self.catalog.clock()}
         self.catalog.write(self._uploads(url, token, rank), _json(body))
 
     def uploaded(self, url: str, token: str, rank: int) -> None:
-        """Note that all of these uploads are complete. A BucketpointError is logged."""
+        """Delete the note of the rank's uploads, which are complete. A BucketpointError is logged by the caller."""
         self.catalog.store.delete([self._uploads(url, token, rank)])
 
     def facts(self, url: str) -> dict[str, Any]:
-        """Return plain values to put into `.metadata`."""
         ranked = self.pruner.policy.keep.best if self.pruner is not None else ()
         return {
             **({"best": [ranked[0].metric, ranked[0].mode]} if ranked else {}),
@@ -85,22 +84,23 @@ class SaveLog:
         }
 
     def committed(self, url: str, record: CommitRecord, *, intent_stays: bool = False) -> None:
-        """Record that the checkpoint exists. A BucketpointError is logged, as the record can be rebuilt.
+        """Write metrics and record of a commit, and delete the intent. A BucketpointError is logged by the caller.
 
-        With `intent_stays` an earlier request of the same commit may still arrive, so that the intent has to protect
-        the checkpoint from deletion for an hour.
+        `intent_stays`: True if an earlier request of the same commit may still arrive. The intent then stays, and
+        protects the checkpoint from deletion for an hour.
         """
         folder, step = self.catalog.folder_of(url)
-        # Before the record: a job that is killed between them leaves an intent, from which both are written.
+        # Metrics come before the record. If the job is killed between them, the next prune finds the intent, and writes
+        # both.
         if self.metrics:
             report(self.catalog, step, self.metrics, token=record.token)
-        # The host is not among the facts of `.metadata`, which may be published with the weights.
+        # The host is not stored in `.metadata`, which may be published with the weights.
         write_record(self.catalog, folder, step, replace(record, host=process_name()))
         try:
             if not intent_stays and record.token is not None:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
-            # A trainer may lack the right to delete. That must not fail the save; the pruner reports it in detail.
+            # A trainer without permission to delete must still be able to save. The pruner reports the error in detail.
             logger.warning("step %d is committed and recorded, but its intent could not be deleted: %s", step, error)
         if self.pruner is not None:
             self.pruner.after_commit(step)

@@ -1,4 +1,4 @@
-"""The state of a run's catalog at one moment: made from listings, and turned into the rows of a plan."""
+"""Snapshot of a run's catalog: parsed listings, and the rows that a plan is made from."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ DELETE = "delete"
 THIN = "thin"
 
 BEGUN_BYTES = 4096
-"""Size of a tombstone that a pruner has claimed, so that a listing shows the claim. A waiting tombstone is smaller."""
+"""Least size of a claimed tombstone. Waiting tombstones are smaller, so that a listing shows which are claimed."""
 
 SAFETY_AGE_S = 48 * 3600.0
-"""Age at which an attempt counts as dead. Far above the longest save."""
+"""Age in seconds at which an attempt counts as dead. Far above the longest save."""
 
 BY_STEP = attrgetter("step", "created", "id")
 _BY_TIME = attrgetter("created", "step", "id")
 
 CLOCKS_S = 900.0
-"""Limit on the difference of clocks, in seconds: S3 refuses requests that are 15 minutes off, and servers of one store
-may differ."""
+"""Limit on the difference between clocks of one store's servers, in seconds: S3 refuses requests 15 minutes off."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A commit, as the key of its record describes it.
+    """A commit, with the facts that the key of its record encodes.
 
     Attributes:
         id: token of the attempt that committed.
-        mark: mark of the `.metadata` that was committed.
+        mark: short hash of the ETag of the committed `.metadata`.
         folder: path below the run's root.
         groups: bytes by object group.
         key: key of the record; None if there is none yet.
         written: time at which the record was written, by the store's clock, in seconds since the epoch.
-        ahead: seconds by which the record claims to be younger than `written`; `created` is then `written`.
+        ahead: seconds by which the record's time of commit is later than `written`; `created` is then `written`.
     """
 
     step: int
@@ -59,7 +58,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A save that has begun and has no record yet: under way, dead, or committed without one."""
+    """A save that has an intent and no record yet: under way, dead, or committed before its record was written."""
 
     step: int
     token: str
@@ -69,17 +68,18 @@ class Attempt:
     """Seconds since the epoch, by the store's clock."""
 
     def is_live(self, now: float | None, age: float = SAFETY_AGE_S) -> bool:
-        """Return True if the attempt may still commit. Without a time from the store it never counts as old."""
+        """Return True if the attempt may still commit. On a store without times, always True."""
         return self.started is None or now is None or now - self.started < age
 
 
 @dataclass(frozen=True)
 class Tombstone:
-    """An order to delete or thin a checkpoint at `due`, by the store's clock. `etag`: the note's ETag as listed.
+    """Order to delete or thin a checkpoint at `due`, by the store's clock.
 
     Attributes:
-        begun: True if a pruner has claimed it, and may have begun to delete.
-        by_policy: True if a prune by a policy wrote it. Otherwise a person or a restore gave the checkpoint up.
+        etag: ETag of the tombstone as listed.
+        begun: True if a pruner has claimed the tombstone, and may have begun to delete.
+        by_policy: True if a prune by a policy wrote it; False if a person, a rollback or a restore did.
     """
 
     step: int
@@ -95,7 +95,6 @@ class Tombstone:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Folder and id of the checkpoint."""
         return self.folder, self.id
 
     @property
@@ -104,13 +103,13 @@ class Tombstone:
         return self.by_policy and not self.begun
 
     def is_due(self, now: float | None) -> bool:
-        """Return True if its time has come by the store's clock. Without a time from the store, only 0 has come."""
+        """Return True if `due` has passed by the store's clock. On a store without times: if `due` is 0."""
         return self.due <= (0.0 if now is None else now)
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A request to keep a step, until `expires` by the store's clock if that is set."""
+    """Request to keep a step: until `expires` by the store's clock, or without limit if it is None."""
 
     step: int
     id: str
@@ -123,7 +122,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class ReadLease:
-    """A lease, valid for `seconds` after its last heartbeat, and then for as long as clocks may differ (`CLOCKS_S`)."""
+    """Lease of a reader, valid for `seconds` plus `CLOCKS_S` after its last heartbeat, at `beaten`."""
 
     step: int
     holder: str
@@ -138,10 +137,10 @@ class ReadLease:
 
 @dataclass(frozen=True)
 class MetricReport:
-    """One metric of a step, as reported at `time`, by its job's clock, and at `written`, by the store's.
+    """One metric of a step, reported at `time` by the job's clock and at `written` by the store's.
 
-    It belongs only to the commit with this `token`. A report without a token, of version 0.2 or from before the save,
-    belongs to every commit of the step.
+    A report with a `token` belongs to the commit with this token. One without a token, written by version 0.2 or before
+    the save, belongs to every commit of the step.
     """
 
     step: int
@@ -155,7 +154,7 @@ class MetricReport:
 
 @dataclass(frozen=True)
 class Resume:
-    """A note that a job resumed from the step at `time`, by its own clock, and at `written`, by the store's."""
+    """Note that a job resumed from the step, at `time` by the job's clock and at `written` by the store's."""
 
     step: int
     time: float
@@ -167,7 +166,7 @@ class Resume:
 class Notes:
     """All notes on steps, with or without a checkpoint.
 
-    Tombstones are stored with the records, not with other notes. `void` are the remains of withdrawn ones.
+    Tombstones are stored with the records, not with the other notes. `void`: remains of withdrawn tombstones.
     """
 
     reports: tuple[MetricReport, ...] = ()
@@ -178,7 +177,7 @@ class Notes:
     void: tuple[Tombstone, ...] = ()
 
     def keys_of(self, step: int | None = None) -> set[str]:
-        """Return the keys of the notes on a step, or on all, without tombstones."""
+        """Return the keys of the notes on `step`, or on all steps, without tombstones."""
         notes: list[MetricReport | Pin | ReadLease | Resume] = [*self.reports, *self.pins, *self.leases, *self.resumes]
         return {note.key for note in notes if step in (None, note.step)}
 
@@ -188,13 +187,15 @@ class Snapshot:
     """The catalog at the time `taken`, by the store's clock; None if the store returns no times.
 
     Attributes:
-        checkpoints: in order, one for each folder. Those without a record are there only if they were looked for.
+        checkpoints: one for each folder, sorted by step. Checkpoints without a record are included only by
+            `Catalog.with_unrecorded` and `Observer`.
         superseded: records of commits that another commit in the same folder has replaced.
-        finished: attempts whose intent still exists although they have a record.
-        misleading: keys of superseded records that look younger than the record that counts, or as young.
-        gone: checkpoints with a record whose commit is not there any more. No rule counts them.
-        runs: name of the run that owns the folders; empty if the run has no name. Several names appear only while two
-            runs claim the folders at once.
+        attempts: attempts that have an intent and no record.
+        finished: attempts that have a record and still have their intent.
+        misleading: keys of superseded records that seem as young as the present commit's record, or younger.
+        gone: checkpoints whose record exists and whose commit does not. No rule counts them.
+        runs: name of the run that owns the folders; empty if the run has no name. Several names only while two runs
+            claim the folders at once.
     """
 
     taken: float | None
@@ -208,13 +209,13 @@ class Snapshot:
     misleading: tuple[str, ...] = ()
 
     def without_gone(self, gone: Collection[Checkpoint]) -> Snapshot:
-        """Return the snapshot in which these checkpoints are gone."""
+        """Return the snapshot with these checkpoints moved to `gone`."""
         names = {checkpoint.name for checkpoint in gone}
         left = tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.name not in names)
         return replace(self, checkpoints=left, gone=(*self.gone, *gone))
 
     def with_current(self, current: Checkpoint, records: Sequence[Checkpoint]) -> Snapshot:
-        """Return the snapshot in which `current` counts of a folder's records, and the first of them no longer does."""
+        """Return the snapshot in which the record `current` of a folder takes the place of the first of `records`."""
         first = records[0]
         return replace(
             self,
@@ -224,20 +225,20 @@ class Snapshot:
         )
 
     def with_notes(self, notes: Notes) -> Snapshot:
-        """Return the snapshot with these notes; the tombstones stay those of the snapshot."""
+        """Return the snapshot with these notes and its own tombstones."""
         return replace(self, notes=replace(notes, tombstones=self.notes.tombstones, void=self.notes.void))
 
     def rows(self) -> list[Row]:
-        """Return the rows that the rules decide on: checkpoints with a record that have not been given up.
+        """Return the rows that the rules decide on: checkpoints with a record that are not given up.
 
-        A row with a tombstone by a policy stays until a pruner begins to delete it: the policy, or a metric, may have
-        changed. A row with another tombstone stays if its step is held, unless a pruner has begun to delete it.
+        A checkpoint with a policy's tombstone is a row until a pruner claims the tombstone: the policy or a metric may
+        change before. With another tombstone it is a row only if its step is held and the tombstone is not claimed.
         """
         given_up = self.given_up()
-        # A suspended pruner deletes these once it wakes, even if they are held by now.
+        # A suspended pruner may have claimed these, and deletes the checkpoints when it wakes, even if they are held.
         begun = {stone.name for stone in self.notes.tombstones if stone.begun and stone.action == DELETE}
         revocable = [stone for stone in self.notes.tombstones if stone.is_revocable]
-        # Of two tombstones of one checkpoint the one for deletion counts.
+        # If a checkpoint has two tombstones, the one for deletion takes precedence.
         ordered = {stone.name: stone.action for stone in sorted(revocable, key=lambda stone: stone.action == DELETE)}
         held = self.held()
         metrics = self.metrics()
@@ -256,7 +257,7 @@ class Snapshot:
                 tombstone=ordered.get(checkpoint.name),
             )
             for checkpoint in self.recorded
-            # The tombstone of a step that is held will be withdrawn, so its checkpoint stays a row.
+            # If the step is held, its tombstone will be withdrawn, so the checkpoint counts.
             if checkpoint.name not in given_up or (checkpoint.step in held and checkpoint.name not in begun)
         ]
 
@@ -266,13 +267,13 @@ class Snapshot:
 
     @property
     def unrecorded(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints without a record, which no rule considers. Empty if nobody searched for them."""
+        """Checkpoints without a record, which no rule considers."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.key is None)
 
     def doubtful(self) -> list[list[Checkpoint]]:
-        """Return the records of each folder in which another one may be younger than its checkpoint, which comes first.
+        """Return the records of each folder whose youngest record is uncertain, the presumed youngest first.
 
-        They may be if the jobs' clocks give equal times, or if the store's clock contradicts them.
+        Records have equal times of commit, or times of writing, by the store's clock, that contradict their order.
         """
         groups = (
             [youngest, *(record for record in self.superseded if record.folder == youngest.folder)]
@@ -282,7 +283,7 @@ class Snapshot:
 
     @property
     def ahead(self) -> dict[int, float]:
-        """Steps whose records claim to be younger than they are, and by how many seconds."""
+        """Steps whose record has a time of commit later than its own write, with the difference in seconds."""
         return {checkpoint.step: checkpoint.ahead for checkpoint in self.recorded if checkpoint.ahead}
 
     @property
@@ -292,52 +293,49 @@ class Snapshot:
 
     @property
     def folders(self) -> set[str]:
-        """Folders of the checkpoints."""
         return {checkpoint.folder for checkpoint in self.checkpoints}
 
     def going(self) -> set[tuple[str, str]]:
-        """Return (folder, id) of the checkpoints that a tombstone will delete."""
+        """Return (folder, id) of the checkpoints that have a tombstone for deletion."""
         return {stone.name for stone in self.notes.tombstones if stone.action == DELETE}
 
     def given_up(self) -> set[tuple[str, str]]:
-        """Return (folder, id) of the checkpoints that will be deleted whatever a policy says.
+        """Return (folder, id) of the checkpoints whose deletion no policy can withdraw.
 
-        A person or a restore has given them up, or a pruner has begun to delete them.
+        A person, a rollback or a restore ordered it, or a pruner has claimed the tombstone.
         """
         stones = self.notes.tombstones
         return {stone.name for stone in stones if stone.action == DELETE and not stone.is_revocable}
 
     def spared(self, fates: Mapping[tuple[int, str], str]) -> list[Tombstone]:
-        """Return the tombstones that a policy takes back. `fates` maps (step, id) to the action that it plans now."""
+        """Return the tombstones that a policy withdraws. `fates` maps (step, id) to the action that it plans now."""
         revocable = [stone for stone in self.notes.tombstones if stone.is_revocable]
         void = {DELETE: (KEEP, THIN), THIN: (KEEP,)}
         return [stone for stone in revocable if fates.get((stone.step, stone.id)) in void[stone.action]]
 
     def without(self, tombstones: Collection[Tombstone]) -> Snapshot:
-        """Return the snapshot as it is once these tombstones are taken back."""
         keys = {stone.key for stone in tombstones}
         left = tuple(stone for stone in self.notes.tombstones if stone.key not in keys)
         return replace(self, notes=replace(self.notes, tombstones=left))
 
     def metrics(self) -> dict[tuple[str, str], dict[str, float]]:
-        """Return the metrics by checkpoint (folder, id) and name; of several values the one that was reported last."""
+        """Return the metrics by checkpoint (folder, id) and name. Of several values the last reported one counts."""
         steps: dict[int, list[Checkpoint]] = {}
         for checkpoint in self.checkpoints:
             steps.setdefault(checkpoint.step, []).append(checkpoint)
         metrics: dict[tuple[str, str], dict[str, float]] = {}
         for report in sorted(self.notes.reports, key=attrgetter("time", "key")):
             for checkpoint in steps.get(report.step, ()):
-                # Metrics of a commit that was rolled back or replaced must not rank the one in its place.
+                # Metrics of a replaced commit must not rank the commit that replaced it.
                 if report.token in (None, checkpoint.id):
                     metrics.setdefault(checkpoint.name, {})[report.name] = report.value
         return metrics
 
     def metric_names(self) -> frozenset[str]:
-        """Return the names of all metrics with values in the run."""
         return frozenset(report.name for report in self.notes.reports)
 
     def held(self) -> dict[int, set[str]]:
-        """Return the steps that are held at the moment, with the reasons: pinned, leased or restored from."""
+        """Return the steps that must be kept at the moment, with the reasons: pinned, leased or restored from."""
         notes = self.notes
         holds = [(pin.step, "pinned") for pin in notes.pins if pin.holds(self.taken)]
         holds += [(lease.step, "leased") for lease in notes.leases if lease.valid(self.taken)]
@@ -349,9 +347,9 @@ class Snapshot:
 
     @property
     def resumed(self) -> tuple[Resume, ...]:
-        """The resumes since which no full checkpoint was committed, by the jobs' clocks or by the store's.
+        """The resumes after which no full checkpoint was committed, by the jobs' clocks or by the store's.
 
-        The clock of the resuming job may be behind that of the saving job: then the store's times decide.
+        The store's times matter if the clock of the resuming job is behind that of the saving job.
         """
         never = float("-inf")
         created = max((checkpoint.created for checkpoint in self.full), default=never)
@@ -363,10 +361,10 @@ class Snapshot:
         )
 
     def newest(self) -> set[tuple[str, str]]:
-        """Return (folder, id) of the checkpoints that are never deleted.
+        """Return (folder, id) of the newest checkpoints, which are never deleted.
 
-        These are the newest full checkpoint by step and by time, and the newest of any kind by step and by time.
-        Checkpoints that were given up count only if no others are left: a rollback discards the highest steps.
+        These are the newest full checkpoint, and the newest of any kind, each by step and by time. Given-up checkpoints
+        count only if no others are left: after a rollback, they have the highest steps.
         """
         given_up = self.given_up()
         sets = ([one for one in some if one.name not in given_up] or some for some in (self.full, self.checkpoints))

@@ -1,4 +1,4 @@
-"""The survey of a run, whoever saved it: records and notes, checkpoints without a record, or nothing at all."""
+"""Survey of a run of any writer, and errors for URLs that are no run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _MODEL = "model.safetensors"
 
 
 def survey(catalog: Catalog) -> Snapshot:
-    """Return the snapshot of an existing run, including the checkpoints that have no record.
+    """Return the snapshot of an existing run, including checkpoints without a record.
 
-    Three LISTs for each 1,000 keys, and one small GET for each folder without a record.
+    One LIST for each 1,000 records, each 1,000 notes and each 1,000 folders; one small GET for each folder without a
+    record.
 
     Raises:
         CheckpointNotFoundError: the run has no checkpoint, no save and no note.
@@ -42,7 +43,7 @@ def size_of(catalog: Catalog, folder: str) -> int:
 
 
 def at_checkpoint(catalog: Catalog) -> CheckpointNotFoundError | None:
-    """Return the error for a root that is itself a checkpoint, or None. One small GET."""
+    """Return the error for a root that is a checkpoint and not a run, or None. One small GET."""
     if committed_info(catalog.store, catalog.key(keys.METADATA)) is None:
         return None
     return CheckpointNotFoundError(
@@ -53,19 +54,15 @@ def at_checkpoint(catalog: Catalog) -> CheckpointNotFoundError | None:
 
 
 def names_below(store: Store, prefix: str) -> list[str]:
-    """List the first 1,000 keys below a prefix, without the prefix, and without the markers of folders.
-
-    Consoles make such a marker for a folder: an empty object whose key ends in "/".
-    """
+    """List the first 1,000 keys below a prefix, relative to it. The `folder/` objects of consoles are left out."""
     above = f"{prefix}/" if prefix else ""
     return [info.key[len(above) :] for info in islice(store.list(above), LOOKED_AT) if not info.key.endswith("/")]
 
 
 def other_files(names: Sequence[str], url: str) -> CheckpointNotFoundError | None:
-    """Return the error for a folder whose files are of another format, or for the URL of such a file; else None.
+    """Return the error for a folder of files in another format, or for the URL of such a file; else None.
 
-    Args:
-        names: keys below the URL.
+    `names` are the keys below the URL.
     """
     found = [name for name in names if "/" not in name and name.endswith(keys.FILE_SUFFIXES)]
     if not found and (names or not url.endswith(keys.FILE_SUFFIXES)):

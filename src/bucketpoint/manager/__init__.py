@@ -1,4 +1,4 @@
-"""The checkpoint manager: the interface through which a training loop saves, restores and prunes."""
+"""The checkpoint manager, with which a training loop saves, restores and prunes."""
 
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.restoring import Restored

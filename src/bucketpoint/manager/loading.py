@@ -1,4 +1,4 @@
-"""One attempt to load a checkpoint, and the outcome on which all ranks agree: loaded, damaged, or an error to raise."""
+"""One attempt to load a checkpoint, with the same outcome on all ranks: loaded, damaged, or an error to raise."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ from bucketpoint.manager.ranks import Ranks
 
 _CALL = "the load of restore()"
 _RANKS = 1 << 24
-"""Larger than any rank: code and rank are combined into one number, and all ranks receive the largest."""
+"""Upper bound of ranks. `code * _RANKS + place` is one number, whose maximum over all ranks decides the outcome."""
 
 _LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
 
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """Outcome of one attempt to load, on which all ranks agree.
+    """Outcome of one attempt to load, the same on all ranks except for `error`.
 
     Attributes:
         error: the error of this rank, or else of the rank that decided the outcome; None if the state was loaded.
         damaged: True if the checkpoint is damaged, and no rank failed for another reason.
-        doubtful: True if the metadata was read but not understood: it may be damaged, or unchanged since the save.
-        refused: True if it was not understood because it names what the allow-list refuses, or has the format of a
-            newer bucketpoint.
+        doubtful: True if the metadata cannot be decoded: it is damaged, or not supported.
+        refused: True if the allow-list refuses the metadata, or it has the format of a newer bucketpoint.
     """
 
     error: BaseException | None = None
@@ -48,7 +47,7 @@ class LoadOutcome:
 
 
 class _WholeReader(BucketReader):
-    """Reader that treats a checkpoint as damaged if it does not hold all of its tensors."""
+    """Reader that treats a checkpoint as damaged if it does not cover all of its tensors."""
 
     def _decode(self, data: bytes) -> Metadata:
         metadata = super()._decode(data)
@@ -59,7 +58,7 @@ class _WholeReader(BucketReader):
 
 
 class _WithState:
-    """A stateful object with its `state_dict`, made before any collective. Its errors do not count as damage."""
+    """Stateful object with a `state_dict` made before any collective. Errors of its `load_state_dict` are no damage."""
 
     failed = False
 
@@ -77,9 +76,9 @@ class _WithState:
 
 
 def with_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Call every `state_dict`, which may fail, before any collective, and return a state with the results.
+    """Call every `state_dict` before DCP's collectives, because it may fail, and return a state with the results.
 
-    In DCP's order: a `state_dict` may be a collective call, and the keys may come in another order on each rank.
+    The order is that of the sorted keys, as in DCP: a `state_dict` may be a collective call.
     """
     values = {name: state[name] for name in sorted(state)}
     return {name: _WithState(value) if isinstance(value, Stateful) else value for name, value in values.items()}
@@ -88,7 +87,7 @@ def with_states(state: Mapping[str, Any]) -> dict[str, Any]:
 def attempt(
     state: dict[str, Any], url: str | os.PathLike[str], ranks: Ranks, *, planner: Any = None, **reading: Any
 ) -> LoadOutcome:
-    """Load `url` into `state` on all ranks. A failed attempt may leave part of the checkpoint's data in `state`."""
+    """Load the checkpoint at `url` into `state` on all ranks. A failed attempt may leave part of its data there."""
 
     def prepared() -> tuple[BucketReader, dict[str, Any]]:
         reader = _WholeReader(cooperative="node", process_group=ranks.group, **reading)
@@ -96,7 +95,7 @@ def attempt(
 
     error: BaseException | None = None
     try:
-        # Before DCP's collectives, in which the other ranks would wait for one that has failed.
+        # Before DCP's collectives, in which the other ranks would wait for a rank that has failed here.
         reader, held = ranks.together(_CALL, prepared)
     except Exception as raised:  # noqa: BLE001 (raised by the caller)
         return LoadOutcome(raised)
@@ -115,7 +114,7 @@ def attempt(
         error = raised
     failed = any(isinstance(value, _WithState) and value.failed for value in held.values())
     worst = (_FAILED if failed else _code(error)) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
-    # A long timeout, because some ranks read more than others.
+    # The timeout is long, because some ranks read more than others.
     (worst,) = ranks.most([worst], _CALL, limit_s=ranks.load_s)
     code, place = divmod(worst, _RANKS)
     if code == _LOADED:

@@ -1,4 +1,4 @@
-"""`CheckpointManager`, the interface of a training loop: it joins a run's catalog, policy, saves and loads."""
+"""`CheckpointManager`: saves, restores and prunes a run's checkpoints from a training loop."""
 
 from __future__ import annotations
 
@@ -51,33 +51,33 @@ from bucketpoint.transfer import TransferOptions
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Least timeout of the collectives of loads, in which ranks wait for each other's reads: torch's default."""
+"""Least timeout of the collectives of loads, in which ranks wait for each other's reads. It is torch's default."""
 
 
 class CheckpointManager:
-    """Manager of one run's checkpoints: saves them beside training, restores them, and keeps those of a policy.
+    """Manager of one run's checkpoints: saves beside training, restores, and deletes by a retention policy.
 
-    All ranks construct a manager, with the same arguments, and call `save`, `should_save`, `restore`, `steps`, `wait`
+    All ranks construct a manager with the same arguments, and call `save`, `should_save`, `restore`, `steps`, `wait`
     and `close` at the same points of the program. `report`, `pin` and `unpin` may be called on any rank.
 
     Args:
         root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
-        policy: the policy, which decides what is kept and when to save; or its YAML file, which each rank reads.
-        keep, best, every: a small policy, in place of `policy`: number of the latest checkpoints to keep; the metric
-            whose lowest value is kept besides ("eval/acc:max": the highest); and the steps between saves. With `every`,
-            `should_save` also saves the last step, and the next one after SIGTERM.
-        process_group: the ranks; None for all ranks of the job. The manager makes its own gloo group.
+        policy: the retention policy, or the path of its YAML file, which each rank reads.
+        keep, best, every: a small policy in place of `policy`: number of latest checkpoints to keep; metric of which
+            the checkpoint with the lowest value is kept too ("eval/acc:max": the highest); steps between saves. With
+            `every`, `should_save` also asks for a save at the last step and after SIGTERM.
+        process_group: group of the ranks; None for all ranks of the job. The manager makes a separate gloo group.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.
         on_commit: as for `async_save`.
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
-        grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits at most this
-            long for the last save. None: no limit.
+        grace_s: seconds between the scheduler's SIGTERM and SIGKILL, the longest time that `close` waits for the last
+            save after SIGTERM. None: no limit.
 
     Raises:
-        BucketpointError: an argument has a wrong type, there are both `policy` and `keep`, or neither, or `root` and
-            the policy's `root` are not the same place.
-        RanksDisagreeError: the policies of the ranks would save different steps.
+        BucketpointError: an argument has a wrong type, or both `policy` and `keep` are given, or neither, or `root` and
+            the policy's `root` are different places.
+        RanksDisagreeError: the policies of the ranks have different settings of saves.
     """
 
     def __init__(
@@ -119,8 +119,7 @@ class CheckpointManager:
         self._grace_s = grace_s
         save = self.policy.save
         self._ranks.connect("CheckpointManager()", timeout=save.in_flight.timeout, collectives=_COLLECTIVE_TIMEOUT)
-        # Each rank reads its own copy of the policy's file. If they differ, ranks would wait for each other until the
-        # timeout.
+        # Each rank reads the policy's file. If the copies differed, some ranks would save and wait for the others.
         self._ranks.refuse_unless_same("`save:` of the policy", save, "CheckpointManager()")
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged}
         self._writer_arguments = {**self._store_arguments, **own}
@@ -128,7 +127,7 @@ class CheckpointManager:
         self._saving: dict[str, Any] = {"planner": SavePlanner(), "async_stager": self._stager, "on_commit": on_commit}
         self._triggers = Triggers(save, self._ranks)
         self.pruning = PruneWorker(self.catalog, self.policy)
-        """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
+        """Worker that prunes beside training, on the coordinator, with the report of its last round."""
         self._running = Running.none()
         self._replacing = Replacing(self.catalog, self.pruning)
         self._standing = Standing()
@@ -140,9 +139,9 @@ class CheckpointManager:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int, *, last: bool = False) -> bool:
-        """Return True if the policy's `save:` asks to save this step, for any reason. All ranks, at every step.
+        """Return True if a trigger in the policy's `save:` asks for a save of this `step`. All ranks, at every step.
 
-        If the policy has time or signal triggers, each call costs one small collective.
+        If the policy has triggers by time or signal, each call costs one small collective.
 
         Args:
             last: True if training ends with this step.
@@ -154,7 +153,7 @@ class CheckpointManager:
 
     @property
     def stop_asked(self) -> bool:
-        """True once SIGTERM has reached any rank and `should_save` has reported it: save, leave the loop, `close`."""
+        """True after SIGTERM on any rank, once `should_save` has seen it: save, leave the loop and call `close`."""
         return self._triggers.stop_asked is not None
 
     def save(
@@ -167,26 +166,27 @@ class CheckpointManager:
         kind: str = FULL,
         newer: Newer = "error",
     ) -> SaveHandle | None:
-        """Save a state beside training. All ranks. Return None if another save is under way and the policy says skip.
+        """Save a state beside training. All ranks. Return None if another save is under way with `when_busy: skip`.
 
         Args:
+            step: the training step, in the name of the checkpoint's folder.
             state: the state, or a function that makes it, which is called if a save begins.
-            metrics: metrics of this step that are known. Only the coordinator's are used.
+            metrics: metrics of this step that are known already. Only those of the coordinator are used.
             overwrite: replace a checkpoint of this step.
-            kind: `"full"`, of which a job can resume; or `"weights"`, `"export"` or `"emergency"`, which `keep: latest`
-                does not count.
-            newer: treatment of checkpoints of higher steps, which exist if training was rolled back: `"error"` raises,
-                `"keep"` leaves them alone (they stay the latest), `"discard"` gives them a tombstone once this save is
-                committed. `restore(..., rollback=True)` discards them for all later saves.
+            kind: `"full"`, from which a job can resume; or `"weights"`, `"export"` or `"emergency"`, which
+                `keep: latest` does not count.
+            newer: treatment of checkpoints of higher steps, which exist after a rollback: `"error"` raises, `"keep"`
+                leaves them in place as the latest, `"discard"` gives them a tombstone after this save's commit. After
+                `restore(..., rollback=True)` the next commit discards them.
 
-        An error on one rank is raised on all of them. With `on_failure: warn` in the policy a save that fails is
-        logged and counted instead: the call that would raise its error returns None, or makes the next save.
+        An error on one rank is raised on all ranks. With `on_failure: warn` in the policy, a failed save is logged and
+        counted instead: this call returns None, or, if the previous save failed, continues with the new one.
 
         Raises:
-            BucketpointError: the previous save failed, and the program has not received that error on any rank;
-                or it is still under way, after the policy's timeout or with `when_busy: error`; or there are newer
-                checkpoints; or an argument is wrong, such as a metric that is no number; or the state of a rank cannot
-                be made; or a rank did not make this call within the policy's timeout.
+            BucketpointError: the previous save failed, and no rank of the program has received the error yet; or it is
+                still under way, after the policy's timeout or with `when_busy: error`; or there are newer checkpoints;
+                or an argument is wrong, such as a metric that is no number; or the state of a rank cannot be made; or a
+                rank did not make this call within the policy's timeout.
             CheckpointExistsError: this step is committed.
             StagingError: the state of a rank cannot be copied.
         """
@@ -219,7 +219,7 @@ class CheckpointManager:
             given = {"overwrite": bool(replaces), "log": log, **self._writer_arguments}
             return BucketWriter.of_run(url, self._uploads, self._earlier_saves, replaces_only=only, **given)
 
-        # Any failure from here on must withdraw this save's discards.
+        # If the save fails from here on, its discards must be withdrawn.
         try:
             saving = {"storage_writer": self._ranks.together(call, writer_of_save), **self._saving}
         except BaseException:
@@ -238,8 +238,10 @@ class CheckpointManager:
             return None
 
     def _make_room(self, step: int, call: str) -> bool:
-        """Return True if a save may begin: the last one has ended, and its error is not raised. The same on all
-        ranks."""
+        """Return True, the same on all ranks, if no save is under way; False if this one is skipped.
+
+        Raise the error of the previous save, unless it was raised before or the policy warns.
+        """
         running, how = self._running, self.policy.save.in_flight
         timeout_s = how.timeout.total_seconds()
         pressing = step == self._triggers.pressing
@@ -249,16 +251,16 @@ class CheckpointManager:
         error = running.handle.failure()
         fatal = error is not None and not self._warns(error)
         here = [not running.handle.done(), error is not None, running.received, fatal, running.step]
-        # Each rank may have waited for the save up to its limit, before it waits for the others.
+        # Other ranks may wait for the save up to its limit before they make this collective call.
         limit_s = 3 * timeout_s if when_busy == "wait" else None
-        # A rank that was interrupted may have no save where the others have one.
+        # The step is agreed too: a rank that was interrupted may have no save where others have one.
         busy, failed, received, raises, running.step = self._ranks.most(list(map(int, here)), call, limit_s=limit_s)
         if failed or not busy:
-            # On other ranks the save may still be on its way to the same failure. And an ended save may not have
-            # recorded its outcome yet, which must come before the next save's.
+            # A save that failed on another rank fails on this one, too. Its outcome must be recorded before that of the
+            # next save.
             running.wait(timeout_s)
             self._running = Running.none()
-            # An error would end a job under SIGTERM without its last checkpoint. The previous save's error is logged.
+            # After SIGTERM the error is logged and not raised: otherwise the job would end without a last checkpoint.
             if raises and not received and not pressing:
                 raise running.receive()
             if failed and not running.received:
@@ -276,23 +278,21 @@ class CheckpointManager:
         )
 
     def _not_saved(self, step: int, error: BaseException) -> None:
-        """Raise the error of a save unless the policy warns. Count the save, if it has ended."""
+        """Raise the error of a save unless the policy warns. Count the failure of a save that did not begin."""
         if self._running.step != step:
             self._replacing.failed()
             self._standing.lost()
             self._warn(step, error)
         elif isinstance(error, Exception):
-            # All ranks raise it, so that none needs to raise the save's error later.
+            # All ranks raise the error now, so no later call must raise it again.
             self._running.receive()
         if not self._warns(error):
             raise error
 
     def _warns(self, error: BaseException) -> bool:
-        """Return True if training continues after this error of a save."""
         return self.policy.save.on_failure == "warn" and may_be_warned(error, committed=self._standing.committed > 0)
 
     def _warn(self, step: int, error: BaseException) -> None:
-        """Log the failure of a save if training continues after it."""
         if self._ranks.is_coordinator and self._warns(error):
             logger.error(
                 "step %d was not saved, and training goes on (on_failure: warn); %s: %s",
@@ -313,17 +313,18 @@ class CheckpointManager:
         rollback: bool = False,
         planner: Any = None,
     ) -> Restored | None:
-        """Load a checkpoint into a state, in place. All ranks. Return None if the run has none yet.
+        """Load a checkpoint into a state, in place. All ranks. Return None if the run has no checkpoint yet.
 
         Args:
+            state: the state, whose tensors are overwritten.
             which: `"latest"`, `"best"` (by the policy's first `best` rule), or a step. For `"latest"` and `"best"`, a
-                damaged checkpoint is logged as an error, and the next one is tried. The next commit sets the damaged
-                checkpoints aside: a save of the same step may replace them, and they are deleted after their grace.
-            metric: for `"best"`: the metric to rank by, one of the policy's.
-            fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
-            rollback: discard newer checkpoints: later saves of this step, and of steps below existing checkpoints, are
-                no errors, and the next commit gives the newer checkpoints a tombstone. Pinned and leased checkpoints
-                stay. Until that commit, another `restore` loads them only by number, which undoes the rollback.
+                damaged checkpoint is logged as an error, and the next one is tried. After the next commit the damaged
+                ones get a tombstone; a save of their step may replace them.
+            metric: for `"best"`: the metric of the policy's `best` rule to use, if not the first.
+            fresh: begin from scratch if there are traces of checkpoints but none can be loaded.
+            rollback: discard newer checkpoints: later saves may have this step, and steps below existing checkpoints,
+                and the next commit gives the newer checkpoints a tombstone, except pinned and leased ones. Until that
+                commit, `restore` loads them only if their step is passed, which undoes the rollback.
             planner: a load planner; by default `LoadPlanner`.
 
         Raises:
@@ -343,7 +344,7 @@ class CheckpointManager:
 
         which = self._ranks.together(call, checked)
         if rollback:
-            # The running save may commit a newer step, which must then be given up too.
+            # The save under way may commit a newer step, which the rollback must discard too.
             timeout_s, running = self.policy.save.in_flight.timeout.total_seconds(), self._running
             running.wait(timeout_s)
             (busy,) = self._ranks.most([-1 if running.handle.done() else running.step], call, limit_s=3 * timeout_s)
@@ -371,12 +372,12 @@ class CheckpointManager:
             self._standing.restored(checkpoint.step)
         return checkpoint
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- checkpoints of the run ---------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Return the steps of all full checkpoints, with a record or without, oldest first.
+        """Return the steps of all full checkpoints, with or without a record, in ascending order. All ranks.
 
-        All ranks; only the coordinator asks the store.
+        Only the coordinator sends requests.
         """
         return self._ranks.on_coordinator(
             lambda: [checkpoint.step for checkpoint in self.catalog.with_unrecorded(self.catalog.steps()).full],
@@ -384,14 +385,14 @@ class CheckpointManager:
         )
 
     def status(self) -> ManagerStatus:
-        """Return the run's current status. Any rank and thread may call it. Never blocks, and sends no request."""
+        """Return the run's current status. Callable on any rank and thread. Never blocks and sends no request."""
         return self._standing.status(self._running, self.pruning, skipped=self.skipped)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report metrics of a step, at any time. Any ranks may call it; only the coordinator writes, and raises.
+        """Report metrics of a step, at any time. Callable on any rank; only the coordinator writes, and raises.
 
-        They are metrics of the step's present checkpoint, or of the one whose save is under way: one that later
-        replaces it has none of them.
+        The metrics belong to the step's present checkpoint, or to the save under way: a checkpoint that later replaces
+        it does not inherit them.
         """
         step = whole_step(step)
         if self._ranks.is_coordinator:
@@ -406,10 +407,10 @@ class CheckpointManager:
                 logger.error("the metrics of step %d are lost (on_failure: warn): %s", step, error)
 
     def pin(self, step: int, *, reason: str = "") -> None:
-        """Keep a step whatever the policy says. Only the coordinator writes.
+        """Pin a step: no policy deletes its checkpoint. Only the coordinator writes.
 
         Args:
-            reason: text that is stored with the pin, for those who look at the run later.
+            reason: text that is stored with the pin, for people.
 
         Raises:
             CheckpointNotFoundError: on the coordinator: there is no checkpoint of the step, and none is being saved.
@@ -421,18 +422,16 @@ class CheckpointManager:
             notes.pin(self.catalog, step, reason=reason)
 
     def unpin(self, step: int) -> None:
-        """Take back all pins of a step. Only the coordinator writes. Raises as `pin`, unless there is a pin."""
+        """Remove all pins of a step. Only the coordinator writes. Without a pin, raises as `pin`."""
         step = whole_step(step)
         if self._ranks.is_coordinator and not notes.unpin(self.catalog, step):
             notes.refuse_missing(self.catalog, step)
 
     def prune(self, *, force: bool = False) -> Round | None:
-        """Carry out the policy now.
-
-        The coordinator prunes and returns a report of the round; other ranks return None.
+        """Carry out the policy now, on the coordinator, and return the report. Other ranks return None.
 
         Args:
-            force: carry out a plan that `max_delete` refuses, too.
+            force: carry out the whole plan, even if `max_delete` refuses it.
         """
         return self.pruning.now(force=force) if self._ranks.is_coordinator else None
 
@@ -442,13 +441,12 @@ class CheckpointManager:
         """Wait for the save under way, at most `timeout` seconds. Return True if it has ended, or if there is none.
 
         Raises:
-            BucketpointError: the save failed, the program has not received its error on this rank, and the policy does
-                not warn.
+            BucketpointError: the save failed, this rank has not raised its error before, and the policy does not warn.
         """
         running = self._running
         if not running.wait(timeout):
             return False
-        # The save is dropped only when all ranks agree on its end, in `_make_room`: ranks may wait for different times.
+        # `self._running` stays until all ranks agree in `_make_room` that it has ended: their timeouts may differ.
         if running.failed and not running.received and not self._warns(running.error):
             raise running.receive()
         return True
@@ -456,18 +454,18 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save under way and for pruning, and release all memory. All ranks.
 
-        After SIGTERM `close` waits at most `grace_s` from the signal. The coordinator then logs that the last save is
-        committed; a rank logs a WARNING if no save has begun since the signal.
+        After SIGTERM `close` waits at most until `grace_s` seconds after the signal. The coordinator then logs that the
+        last save is committed; a rank logs a WARNING if no save has begun since the signal.
 
-        If the policy warns of failed saves, and the last save failed, the exit status of the program is 120.
+        With `on_failure: warn`, the exit status of the program is 120 if the last save failed.
 
         Raises:
-            BucketpointError: the last save failed, as `wait` raises it, or was not committed in time.
+            BucketpointError: the last save failed, as for `wait`, or was not committed in time.
         """
         if self._closed:
             return
         running = self._running
-        # Ctrl-C here leaves the manager open, so that the next close waits again and raises the save's error.
+        # After Ctrl-C here the manager is still open: the next `close` waits again and raises the save's error.
         running.wait(self._left_s())
         self._closed = True
         if self._triggers.unanswered:
@@ -506,17 +504,17 @@ class CheckpointManager:
         try:
             self.close()
         except BucketpointError as failure:
-            # The exception that ends training is the one to raise.
+            # The exception that ends training takes precedence.
             logger.error("the last save failed: %s", failure)
 
     def _leave_to_parent(self) -> None:
-        # The save under way, the collectives and the records of a fork's manager are the parent's.
+        # In a forked process: the save under way, the collectives and the catalog's records are the parent's.
         self._closed = True
         self._running = replace(self._running, settled=threading.Event())
         self._running.settled.set()
 
     def _left_s(self) -> float | None:
-        """Return the seconds until the scheduler's SIGKILL; None for no limit."""
+        """Return the seconds until the scheduler's SIGKILL; None before SIGTERM, or without `grace_s`."""
         asked = self._triggers.stop_asked
         if asked is None or self._grace_s is None:
             return None
@@ -531,7 +529,7 @@ class CheckpointManager:
 
 
 def _close_at_exit(manager: weakref.ref[CheckpointManager]) -> None:
-    """Close the manager of a program that ends without `close`: wait for its last save, and report an error."""
+    """Close the manager of a program that ends without `close`: wait for the last save, and log its error."""
     alive = manager()
     if alive is None or alive._closed:
         return

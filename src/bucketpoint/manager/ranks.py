@@ -1,4 +1,4 @@
-"""The ranks that use one manager together: a separate gloo group, on which they agree before they continue."""
+"""The ranks of one manager: a separate gloo group, and collective calls in which all ranks continue or all raise."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from bucketpoint.errors import BucketpointError, RanksDisagreeError
 T = TypeVar("T")
 
 _SLOTS = 8
-"""Number of values that one agreement compares. All agreements have one size, because different ones can meet: gloo
-ends a process on which messages of different sizes meet."""
+"""Number of values in each all-reduce. All have the same size, because ranks may be in different calls: gloo aborts a
+process that receives a message of another size."""
 
 _CALL_BYTES = 200
 _NOTES_AFTER_S = 1.0
 
 
 class Ranks:
-    """All ranks of a group, or this process alone if torch.distributed is not initialised.
+    """All ranks of a group, or only this process if torch.distributed is not initialised.
 
-    Steps that can fail on one rank run in `together`, after which all ranks continue or all raise. A rank that waits
-    for others logs after 10 s which are missing, and raises at the timeout an error that names them.
+    Code that can fail on one rank runs in `together`, after which all ranks continue or all raise. A rank that waits
+    for others logs after 10 s which are missing, and at the timeout raises an error that names them.
 
-    The group is a new gloo group, so that no collective of training can mix with the manager's. As the manager's ranks
-    communicate while a save is under way, all saves and loads of these ranks share another group. Both are made by
-    `connect`; before it, `together` uses the job's key-value store. The call after a failed wait reconnects.
+    `connect` makes two gloo groups: one for the manager's own collectives, so that they never mix with those of
+    training, and one for all saves and loads of these ranks, so that they never mix with the manager's while a save is
+    under way. Before `connect`, `together` uses the job's key-value store. The call after a failed wait reconnects.
 
     Args:
-        what: name of the user of the ranks, for messages.
+        what: name of the caller's object, for messages.
         members: torch's group of the ranks; None for all ranks of the job.
 
     Attributes:
-        members: as given; to be passed to `async_save`, too.
-        group: group on which the ranks agree; None before `connect`, and without torch.distributed.
-        load_s: longest time that a rank waits for the end of a load on the others.
+        members: the argument `members`, which `async_save` needs as its process group.
+        group: group of the manager's collectives; None before `connect`, and without torch.distributed.
+        load_s: longest time in seconds that a rank waits for the end of a load on the others.
 
     Raises:
         BucketpointError: there are several ranks and no process group.
@@ -58,7 +58,6 @@ class Ranks:
         self._ranks = process_groups.ranks_of(members)
         self.world = len(self._ranks)
         self.rank = self._ranks.index(process_groups.this_rank()) if self.world > 1 else 0
-        # A job of one rank connects, too: it has its group from the job's store.
         waits = process_groups.timeout_of(members) if process_groups.is_initialized() else timedelta()
         self._timeout_s = waits.total_seconds()
         self._come_s = self._timeout_s
@@ -71,9 +70,9 @@ class Ranks:
         """Make the groups. A collective call.
 
         Args:
-            timeout: longest time that a rank waits for the others; by default that of the members' group, which limits
-                waits for missing ranks in any case.
-            collectives: longest time that a rank waits in a load, in which others may read more than it does.
+            timeout: longest time that a rank waits for the others; by default the timeout of the members' group, which
+                also limits waits for missing ranks.
+            collectives: least value of `load_s`.
         """
         if not process_groups.is_initialized():
             return
@@ -84,7 +83,7 @@ class Ranks:
         self._reconnect(what)
 
     def limit(self, timeout: timedelta) -> None:
-        """Set the longest time that a rank waits for the others. The same on all ranks."""
+        """Set the longest time that a rank waits for the others. It must be the same on all ranks."""
         self._timeout_s = timeout.total_seconds()
         self._come_s = min(self._come_s, self._timeout_s)
 
@@ -102,19 +101,19 @@ class Ranks:
         return self._timeout_s
 
     def together(self, what: str, attempt: Callable[[], T]) -> T:
-        """Run a step that can fail on one rank, and continue once all ranks have done it. A collective call.
+        """Run `attempt`, which can fail on one rank, and return once all ranks have run it. A collective call.
 
         Args:
-            what: the call, as a program spells it, the same on all ranks.
+            what: the call as in the program's text, the same on all ranks.
 
         Raises:
-            BucketpointError: on all ranks, the failure of the first rank that has failed, with its rank. Errors of
-                other libraries are raised as their text, with the error as the cause on the rank itself.
-            BaseException: on an interrupted rank, the interruption.
+            BucketpointError: on all ranks, the failure of the lowest rank that failed, with its rank. An error of
+                another library becomes its text; on the rank where it was raised it is the cause.
+            BaseException: on an interrupted rank, the interrupt.
         """
         self._refuse_other_group(what)
         if self._connects and self.group is None:
-            # The attempt may look at the group.
+            # Before the attempt, which may use the group.
             self._reconnect(what)
         result, error = _tried(attempt)
         if self.world == 1:
@@ -129,7 +128,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def on_coordinator(self, find: Callable[[], T], what: str) -> T:
-        """Run `find` on the coordinator alone. Return its result, or raise its error, on every rank."""
+        """Run `find` on the coordinator only. Return its result, or raise its error, on every rank."""
         if self.world == 1:
             return find()
         result, error = _tried(find) if self.is_coordinator else (None, None)
@@ -139,14 +138,14 @@ class Ranks:
         return shared  # type: ignore[no-any-return]
 
     def most(self, numbers: Sequence[int], what: str, *, limit_s: float | None = None) -> list[int]:
-        """Return the largest value of each number among all ranks. A collective call.
+        """Return the maximum of each number over all ranks. A collective call.
 
         Args:
-            limit_s: seconds to wait for the others; by default as long as for missing ranks.
+            limit_s: seconds to wait for the others; by default the limit for missing ranks.
 
         Raises:
             BucketpointError: ranks are missing at the timeout, or were lost.
-            RanksDisagreeError: the ranks make different calls at the same time.
+            RanksDisagreeError: the ranks are in different calls.
         """
         self._refuse_other_group(what)
         if self.world == 1:
@@ -164,10 +163,10 @@ class Ranks:
         return [int(number) for number in most[: len(numbers)]]
 
     def refuse_unless_same(self, name: str, value: object, what: str) -> None:
-        """Compare a value, by its text, with those of the other ranks.
+        """Compare the `repr` of a value with those of the other ranks. A collective call.
 
         Raises:
-            RanksDisagreeError: they are not all the same. Raised on every rank.
+            RanksDisagreeError: on every rank, if the texts differ.
         """
         digest = zlib.crc32(repr(value).encode())
         if self.most([digest, -digest], what) != [digest, -digest]:
@@ -177,7 +176,7 @@ class Ranks:
             )
 
     def close(self) -> None:
-        """Leave the groups. Not a collective call."""
+        """Leave the manager's group. Not a collective call."""
         if self.group is not None:
             process_groups.leave(self.group)
         self.group = None
@@ -187,14 +186,14 @@ class Ranks:
     def calling_dcp(
         self, what: str, url: str | None, *, before: tuple[type[BucketpointError], ...] = ()
     ) -> Iterator[None]:
-        """Make a call of DCP on all ranks. Its error is raised as ours; an interrupt unchanged.
+        """Run a call of DCP on all ranks. Its errors are raised as BucketpointErrors, an interrupt unchanged.
 
-        An interrupt that DCP does not raise on all ranks leaves the others in a collective. This rank gives up the
-        group: `group` is None then, and the others raise an error that names it.
+        An interrupt on one rank would leave the others in a collective of DCP. So this rank leaves the group, which
+        sets `group` to None, and the others raise an error that names this rank.
 
         Args:
             what: the call, for messages.
-            before: classes of errors that are preferred to all others.
+            before: classes of errors that take precedence over all others.
         """
         with errors_of_dcp(url, what, self._ranks, before=before):
             try:
@@ -208,7 +207,7 @@ class Ranks:
     # -- on a group ---------------------------------------------------------------------------------------------------
 
     def _refuse_other_group(self, what: str) -> None:
-        """Check that torch's group still joins these ranks: without it a rank would save its own part as the whole."""
+        """Raise if torch's group no longer has these ranks: a rank could then save its part as a whole checkpoint."""
         if process_groups.is_initialized() or len(self._ranks) > 1:
             now = process_groups.ranks_of(self.members)
             if now != self._ranks:
@@ -229,12 +228,12 @@ class Ranks:
         self._store, self._calls = meeting.store, 0
         store, within = dist.PrefixStore("group", self._store), timedelta(seconds=self.load_s)
         self.group = process_groups.connect(self._ranks, store, meeting.name, within)
-        # Made now, while all ranks take part, and not at the first save. It is kept for as long as the members' group
-        # exists. One rank may free our own group earlier than another, and would then make the next mesh alone.
+        # The group of saves and loads is made now, in a collective call, and not at the first save. It lives as long as
+        # the members' group: ranks may free `self.group` at different times, and one would then make a new group alone.
         meshes.group_beside(self.members)
 
     def _raise_from(self, index: int, error: BaseException | None, what: str) -> NoReturn:
-        """Raise the failure of a rank, by its place among the ranks, on all of them."""
+        """Raise the failure of the rank at `index` on all ranks. A collective call."""
         failure = self.failure_of(index, error, what)
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -243,22 +242,16 @@ class Ranks:
         raise failure from error
 
     def failure_of(self, index: int, error: BaseException | None, what: str) -> BucketpointError:
-        """Return one rank's failure on all ranks. A collective call.
+        """Return the failure of the rank at `index` of the group, on all ranks. A collective call.
 
-        Args:
-            index: place of that rank among the ranks of the group.
-            error: failure of this rank, if it has one.
+        `error` is this rank's failure, or None.
         """
         mine = as_failure(error, self.global_rank) if error is not None and index == self.rank else None
         plain = self.shared(index, mine and to_plain(mine), what)
         return mine or from_plain(plain)
 
     def shared(self, index: int, value: Any, what: str) -> Any:
-        """Return one rank's value on all ranks. A collective call.
-
-        Args:
-            index: place of that rank among the ranks of the group; its value is plain data.
-        """
+        """Return the value, plain data, of the rank at `index` of the group, on all ranks. A collective call."""
         if self.world == 1:
             return value
         mine = index == self.rank
@@ -277,7 +270,7 @@ class Ranks:
         return [each.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for each in made]
 
     def _run(self, begin: Callable[[], Any], what: str, limit_s: float | None) -> None:
-        """Run a collective of the group, and give the group up if it does not succeed."""
+        """Run a collective of the group, and leave the group if the collective fails."""
         self._calls += 1
         here = Meeting(self._ranks, what, dist.PrefixStore(f"calls/{self._calls}", self._store))
         try:
@@ -287,7 +280,7 @@ class Ranks:
                 raise self._broken(here) from error
             self._wait(work, here, self._come_s if limit_s is None else limit_s)
         except BucketpointError:
-            # The collective may still wait for the others, and a later one must not be mixed with it.
+            # The failed collective may still wait for other ranks, and must not mix with a later one.
             self._give_up()
             raise
         except BaseException as error:
@@ -316,7 +309,7 @@ class Ranks:
                         raise self._broken(here) from error
             waited = time.monotonic() - begun
             if not noted:
-                # Only now, so that collectives without a wait send no request to the store.
+                # Not before `_NOTES_AFTER_S`, so that fast collectives send no request to the store.
                 noted = True
                 here.come()
             if waited >= limit_s:
@@ -328,17 +321,17 @@ class Ranks:
                 here.log_missing(waited)
 
     def leave_others(self, what: str, error: BaseException) -> None:
-        """Give the group up after an error of this rank alone. Ranks that wait for it raise an error, too."""
+        """Leave the group after an error on this rank only. Ranks that wait for this rank raise an error, too."""
         if self.group is not None:
             self._note_end(as_failure(error, self.global_rank, what=what))
             self._give_up()
 
     def _note_end(self, failure: BucketpointError) -> None:
-        """Record why this rank gives the group up, for the others, whose connections to it close."""
+        """Record why this rank leaves the group, for the other ranks, whose connections to it close."""
         self._store.set("end", Failure(self.global_rank, "lost", failure).encoded())
 
     def _broken(self, here: Meeting) -> BucketpointError:
-        """Return the error of a collective whose connections were closed: another rank has given up, or is dead."""
+        """Return the error of a collective whose connections were closed: another rank left the group, or is dead."""
         here.come()
         poll(lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + ANSWERS_WITHIN_S)
         if self._store.check(["end"]):

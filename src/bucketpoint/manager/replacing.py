@@ -1,4 +1,4 @@
-"""The check whether a save may add a step below existing ones, or replace a checkpoint of its own step."""
+"""Check whether a save may add a step below existing ones, or replace a checkpoint of the same step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _OTHER_JOB = (
 
 
 class Replacing:
-    """The check, on the coordinator, of each save against the checkpoints that exist.
+    """Check of each save against the existing checkpoints, on the coordinator.
 
-    The check sends requests until it knows the highest step; saves above that step send none. A checkpoint that was
-    given up, or has a tombstone, blocks a save only if it is pinned or leased. A damaged one that was given up never
-    does.
+    After the first check, which lists the run, saves above the highest step send no request. A checkpoint that was
+    given up, or has a tombstone, blocks a save only if it is pinned or leased. If it was given up because of damage, it
+    never does.
 
     Attributes:
-        rolled_back_to: step that training was rolled back to. It may be saved again until something is committed.
-        beside: True if the job may start beside checkpoints that could not be loaded: its saves may have lower steps.
+        rolled_back_to: step that training was rolled back to, which may be saved again until the next commit.
+        beside: True if the job was restored with `fresh=True`: saves may have lower steps than existing checkpoints.
     """
 
     def __init__(self, catalog: Catalog, pruner: PruneWorker) -> None:
@@ -44,8 +44,8 @@ class Replacing:
         self._discards: list[Discard] = []
 
     def restored(self, step: int | None, *, rollback: bool = False, beside: bool = False) -> None:
-        """Record that the job resumed from the checkpoint of a step, or none: the next save lists the run again."""
-        # A rollback holds until the next commit, also if its target is restored once more.
+        """Record that the job resumed from `step`, or from scratch (None). The next save lists the run again."""
+        # A rollback stays in effect until the next commit, even if its target is restored again without `rollback`.
         self.rolled_back_to = step if rollback or step == self.rolled_back_to else None
         self._looked, self.beside = False, beside
 
@@ -55,13 +55,13 @@ class Replacing:
         self._discards = []
 
     def committed(self, step: int) -> None:
-        """Note a commit. Called on the thread that saved."""
+        """Record a commit. Called on the thread of the save."""
         self._discards = []
         self._highest = step if self._highest is None else max(step, self._highest)
         self.rolled_back_to = None
 
     def allowed(self, step: int, *, overwrite: bool, newer: Newer) -> bool | frozenset[str]:
-        """Return True if any checkpoint of the step may be replaced, False if none, or the marks of those that may.
+        """Return True if any checkpoint of the step may be replaced, False if none, or the marks of those that may be.
 
         Two LISTs, three after a rollback, and one small GET for each checkpoint without a record.
 
@@ -107,14 +107,14 @@ class Replacing:
             self._pruner.give_up(discards)
         if overwrite:
             return True
-        # Only these commits may be replaced: another job may commit this step meanwhile.
+        # Marks and not True: a commit of this step by another job, made after this check, must not be replaced.
         marks = {checkpoint.mark for checkpoint in snapshot.checkpoints if checkpoint.step == step}
         marks |= {tombstone.mark for tombstone in snapshot.notes.tombstones if tombstone.step == step}
         marks |= {discard.checkpoint.mark for discard in given_up.values() if discard.checkpoint.step == step}
         return frozenset(marks) or False
 
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:
-        """Raise if only `overwrite=True` may replace a checkpoint: it is pinned or leased, or was not given up."""
+        """Raise unless a checkpoint may be replaced without `overwrite=True`: it was given up and is not held."""
         held = sorted(snapshot.held().get(one.step, set()) & HOLDS)
         given_up = one.name in gone or one.step == self.rolled_back_to
         same = [each for each in self._pruner.given_up if each.checkpoint.folder == one.folder]
@@ -133,7 +133,7 @@ class Replacing:
         )
 
     def _committer(self, one: Checkpoint) -> tuple[str, str]:
-        """Return a text about who committed a checkpoint and when, and a remedy in case it was another job."""
+        """Return a text with time and host of a checkpoint's commit, and a remedy if another job may have made it."""
         host = None
         if one.key is not None:
             with contextlib.suppress(BucketpointError):

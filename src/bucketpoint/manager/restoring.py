@@ -1,7 +1,6 @@
-"""Restoring a run: load the newest whole checkpoint, or the one that was asked for. All ranks agree on it.
+"""Restore of a run on all ranks: tries checkpoints in order until one can be loaded.
 
-Only this module tries one checkpoint after another; its caller supplies the function that loads one. It passes to the
-pruner the checkpoints that the restore gives up: damaged ones, and those newer than a rollback's target.
+The checkpoints that the restore gives up, which are damaged or newer than the target of a rollback, go to the pruner.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Restored:
     """The checkpoint that `restore` loaded.
 
     Attributes:
-        passed: steps that were tried first and could not be loaded, each with the reason.
+        passed: steps that were tried before and could not be loaded, each with the reason.
     """
 
     step: int
@@ -54,22 +53,21 @@ def restored(
     fresh_by: str = "fresh=True",
     rollback: bool = False,
 ) -> Restored | None:
-    """Load the requested checkpoint; return None if the run begins from scratch. All ranks.
+    """Load the requested checkpoint, and return it; None if the run begins from scratch. All ranks.
 
-    The coordinator lists the checkpoints, and records which one was restored. A checkpoint damaged on one rank is
-    skipped on all.
+    The coordinator lists the checkpoints and records the resume. All ranks skip a checkpoint damaged on one rank.
 
     Args:
-        load: loads the checkpoint of a step from its URL, on all ranks, with the same outcome on all of them.
-        pruner: on the coordinator, receives the checkpoints that are given up. They are set aside once another
-            checkpoint is committed.
+        load: loads the checkpoint of a step from its URL, with the same outcome on all ranks.
+        pruner: receives, on the coordinator, the checkpoints that are given up, which get a tombstone after the next
+            commit.
         which, metric, fresh, rollback: as for `CheckpointManager.restore`.
-        fresh_by: the setting by which the user asks for `fresh`, for messages.
+        fresh_by: name of the user's setting for `fresh`, for messages.
 
-    Raises as `CheckpointManager.restore`.
+    Raises the errors of `CheckpointManager.restore`.
     """
     named = isinstance(which, int)
-    # A damaged checkpoint that was given up is tried again: it may have been replaced.
+    # Given-up checkpoints that were damaged are tried again: they may have been replaced.
     gone_back = [discard for discard in pruner.given_up if not discard.damaged]
     try:
         checkpoints = ranks.on_coordinator(
@@ -95,14 +93,14 @@ def restored(
                 given_up += ranks.on_coordinator(functools.partial(_newer, catalog, step), _CALL)
             if ranks.is_coordinator:
                 _note(catalog, step)
-                # A rollback holds until the next commit, unless the run resumes from a checkpoint that it has given up.
+                # An earlier rollback stays in effect, unless the run resumes from a checkpoint that it has given up.
                 kept = [] if among(gone_back)(checkpoint) else gone_back
                 pruner.give_up_only(united([*kept, *given_up]))
             return Restored(step, url, tuple(passed))
         if named or not outcome.damaged:
             raise outcome.error
-        # Metadata that is not understood counts as damage only if it was altered: one that may be whole is never given
-        # up.
+        # Metadata that cannot be decoded is damage only if it was altered since the save. Otherwise this version may
+        # not support it, and the checkpoint is not given up.
         may_be_whole = functools.partial(_may_be_whole, catalog, checkpoint, outcome.refused)
         whole = outcome.doubtful and ranks.on_coordinator(may_be_whole, _CALL)
         if whole and not fresh:
@@ -128,15 +126,15 @@ def _newer(catalog: Catalog, step: int) -> list[Discard]:
 
 
 def _may_be_whole(catalog: Catalog, checkpoint: Checkpoint, refused: bool) -> bool:
-    """Return True if a checkpoint that is not understood may be what was saved.
+    """Return True if metadata that cannot be decoded may be unaltered.
 
-    The record tells. Without a record, True if it was refused, by the allow-list or for its newer format.
+    The metadata is compared with the record. Without a record: True if the allow-list or a newer format is the reason.
     """
     return refused if checkpoint.key is None else inspect(catalog, checkpoint).problem is None
 
 
 def _set_aside(catalog: Catalog, checkpoint: Checkpoint, error: BaseException) -> list[Discard]:
-    """Give up a checkpoint that could not be loaded. Empty if another one has replaced it, or that is unknown."""
+    """Return the discard of a checkpoint that could not be loaded. Empty if it was replaced, or cannot be checked."""
     try:
         discard = damaged(catalog, checkpoint, f"it could not be loaded: {error}")
     except BucketpointError as failure:
@@ -150,7 +148,7 @@ def _from_scratch(catalog: Catalog, ranks: Ranks, *, tried: bool) -> None:
         return
     logger.info("training begins from scratch: %s has no checkpoint that can be loaded", catalog.url)
     if tried:
-        # A load writes into the tensors of the state, and checks what it has written.
+        # A load writes into the tensors of the state before it verifies the checksums.
         logger.warning("the state may hold values of a checkpoint that could not be loaded: initialise it again")
 
 

@@ -1,4 +1,4 @@
-"""The save under way of a manager, as one rank sees it, and the effect of its failure on training."""
+"""A manager's save under way on one rank, and the effect of its failure on training."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _NEVER_WARNED = (
     WrongRegionError,
     PolicyError,
 )
-"""Errors that every later save would have: of the program, of its configuration, or of a second job in the run."""
+"""Errors that later saves would repeat: of the program, its configuration, or a second job in the run."""
 
 _OUTAGES_ONCE_COMMITTED = (AccessDeniedError, CredentialsError)
-"""Errors of a configuration that never worked; after a commit they count as outages, such as an expired token."""
+"""Errors of a wrong configuration before the first commit, and of an outage after it, such as an expired token."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Running:
-    """The save under way, as this rank sees it.
+    """State of the save under way on this rank.
 
     Attributes:
         full: True if a job can resume from the checkpoint.
-        settled: set when the follow-up work of the save is done. A future wakes waiting threads before it runs its
-            callbacks, so its end alone is not enough.
+        settled: set after the callback `note_end` has run. The handle is not enough: a future wakes waiting threads
+            before it runs its callbacks.
     """
 
     step: int
@@ -67,7 +67,7 @@ class Running:
 
     @classmethod
     def none(cls) -> Running:
-        """Return an ended save, as a stand-in for none."""
+        """Return a successful save with step -1, as a placeholder for no save."""
         none = cls(-1, SaveHandle(None))
         none.handle.set_result(Metadata({}))
         none.settled.set()
@@ -75,7 +75,6 @@ class Running:
 
     @property
     def failed(self) -> bool:
-        """True if the save is known to have failed on this rank."""
         return self.handle.failure() is not None
 
     @property
@@ -85,17 +84,17 @@ class Running:
 
     @property
     def error(self) -> BaseException:
-        """The error of the save, of this rank or of another."""
+        """The error of the save, on this rank or another."""
         error = self.handle.failure()
         return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
 
     def receive(self) -> BaseException:
-        """Return the error to raise, and record that the program has received it: it is raised once."""
+        """Return the error to raise, and record that the program has received it, so that it is raised only once."""
         self.handle._note_told()
         return self.error
 
     def hold_back(self, metrics: Mapping[str, float]) -> bool:
-        """Keep metrics until the commit, whose token they get. Return False if the save has ended."""
+        """Keep metrics until the save's commit, to report them with its token. Return False if the save has ended."""
         with self._lock:
             if self._metrics is None:
                 return False
@@ -103,13 +102,13 @@ class Running:
             return True
 
     def held_back(self) -> list[Mapping[str, float]]:
-        """Return the metrics that were kept. No more are."""
+        """Return the kept metrics, and keep no more."""
         with self._lock:
             metrics, self._metrics = self._metrics or [], None
             return metrics
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
+        """Wait for the save and for `settled`, at most `timeout` seconds each. Return True if both have ended."""
         return self.handle.wait(timeout) and self.settled.wait(timeout)
 
 
@@ -122,12 +121,12 @@ def begin_together(
     begun: Callable[[SaveHandle], None] = lambda handle: None,
     **options: Any,
 ) -> SaveHandle:
-    """Begin a save on all ranks, or raise on all of them the error of the one that could not make or copy its state.
+    """Begin a save on all ranks. If one rank cannot make or copy its state, raise its error on all ranks.
 
     Args:
-        what: the call, as a program spells it.
+        what: the call as in the program's text, for messages.
         state: the state, or a function that makes it.
-        begun: called with the handle as soon as the save is under way on this rank, whatever happens on the others.
+        begun: called with the handle once the save is under way on this rank, even if it then fails on another.
         options: as for `async_save`.
 
     Raises:
@@ -149,24 +148,24 @@ def begin_together(
     (failed,) = ranks.most([int(handle._unstaged() is not None)], what)
     if not failed:
         return handle
-    # The save fails as soon as the ranks meet in it.
+    # The save fails in its first collective, on all ranks.
     handle.wait(ranks.limit_s)
     handle._note_told()
     raise handle._unstaged() or handle.failure() or BucketpointError("The state of a rank could not be copied", url=url)
 
 
 def may_be_warned(error: BaseException, *, committed: bool) -> bool:
-    """Return True for an error of a save after which training can continue under `on_failure: warn`.
+    """Return True if training can continue after this error of a save, under `on_failure: warn`.
 
     Args:
-        committed: the run's saves have worked before in this process.
+        committed: True if this process has committed a save of the run before.
     """
     never = _NEVER_WARNED if committed else (*_NEVER_WARNED, *_OUTAGES_ONCE_COMMITTED)
     return isinstance(error, Exception) and not isinstance(error, never)
 
 
 def note_end(manager: weakref.ref[Any], catalog: Catalog, running: Running, handle: SaveHandle) -> None:
-    """Report the metrics of a save, and its outcome to the manager, if that still exists."""
+    """Report the kept metrics of an ended save, and record its outcome in the manager, if that still exists."""
     for metrics in running.held_back():
         try:
             notes.report(catalog, running.step, metrics)

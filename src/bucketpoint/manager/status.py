@@ -1,4 +1,4 @@
-"""Status of a manager: the age of the newest checkpoint, the save under way, and counts of saves."""
+"""Status of a manager: newest checkpoint, save under way, counts of saves."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from bucketpoint.manager.running import Running
 
 @dataclass(frozen=True)
 class ManagerStatus:
-    """Status of a run, from its manager on this rank, without a request to the store.
+    """Status of a run as recorded by its manager on this rank.
 
     Attributes:
-        newest_step: step of the newest full checkpoint that this manager has committed, or of the one that it has
-            restored; None without one.
-        newest_age_s: seconds since the state of that checkpoint was saved or restored: training that a crash loses.
-            None without one.
-        saving_step: step of the save under way; None if none is.
-        saving_s: seconds since that save began; None if none is under way.
-        committed: number of saves that were committed.
-        failed: number of saves that failed.
-        skipped: number of saves that were left out, because another one was under way.
-        pruned_s: seconds since the end of the last round of pruning; None on ranks that do not prune, and before the
-            first round.
-        prune_failure: text of the error of the last round; None if it did its work.
+        newest_step: step of the newest full checkpoint that this manager has committed or restored; None without one.
+        newest_age_s: seconds since the save of that checkpoint began, or since its restore: the training time that a
+            crash now would lose. None without a checkpoint.
+        saving_step: step of the save under way; None without one.
+        saving_s: seconds since that save began; None without one.
+        committed: number of committed saves.
+        failed: number of failed saves.
+        skipped: number of saves that were skipped because another one was under way.
+        pruned_s: seconds since the end of the last round of pruning; None before the first round, and on ranks other
+            than the coordinator.
+        prune_failure: text of the error of the last round; None if it succeeded.
     """
 
     newest_step: int | None
@@ -41,7 +40,7 @@ class ManagerStatus:
 
 
 class Standing:
-    """The newest checkpoint of a manager, and the number of its saves. Threads that end saves record them here."""
+    """Thread-safe record of a manager's newest checkpoint and of its counts of saves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,11 +49,6 @@ class Standing:
         self._failed_in_a_row = 0
 
     def status(self, running: Running, pruning: PruneWorker, *, skipped: int) -> ManagerStatus:
-        """Return the status now.
-
-        Args:
-            running: the last save.
-        """
         newest, now, failure = self.newest, time.monotonic(), pruning.failure
         under_way = None if running.handle.done() else running
         return ManagerStatus(
@@ -70,16 +64,12 @@ class Standing:
         )
 
     def restored(self, step: int) -> None:
-        """Record that training resumes from a checkpoint, even if there were newer ones."""
+        """Record that training resumes from the checkpoint of `step`, even if a newer one was recorded."""
         with self._lock:
             self.newest = step, time.monotonic()
 
     def saved(self, step: int, began: float, *, full: bool) -> None:
-        """Record a commit of the state of the time `began`, in `time.monotonic` seconds.
-
-        Args:
-            full: True if a job can resume from the checkpoint: not if it has only weights.
-        """
+        """Record the commit of a save that began at `began`, in `time.monotonic` seconds. `full`: as for `Running`."""
         with self._lock:
             self.committed += 1
             self._failed_in_a_row = 0
@@ -87,13 +77,12 @@ class Standing:
                 self.newest = step, began
 
     def lost(self) -> None:
-        """Record a failed save."""
         with self._lock:
             self.failed += 1
             self._failed_in_a_row += 1
 
     def at_risk(self) -> str:
-        """Return for a log line how many saves have failed in a row, and what a crash now would lose."""
+        """Return a text for logs: the number of consecutive failed saves, and the age of the newest checkpoint."""
         newest, failed = self.newest, self._failed_in_a_row
         in_a_row = f"{failed} saves have failed in a row" if failed > 1 else "the save before it was committed"
         if newest is None:

@@ -19,22 +19,22 @@ from bucketpoint.retention.policy import Save, SaveEvery, SaveEveryMinutes
 SIGNALS = {
     name: getattr(signal, name.upper()) for name in ("sigterm", "sigusr1", "sigusr2") if hasattr(signal, name.upper())
 }
-"""Signals by the names that a policy has for them."""
+"""Signal numbers by their names in a policy."""
 
 _CALL = "should_save()"
 
 
 class Signals:
-    """Handlers that record signals instead of acting on them, and pass them on to the previous handlers.
+    """Signal handlers that record a signal, without ending the process, and call the previous handler.
 
-    Only the main thread may install handlers (Python's rule): on another thread no signal is recorded.
+    Python installs handlers on the main thread only: an object made on another thread records no signal.
 
-    A forked child gets the previous handlers back: `multiprocessing` ends its processes by SIGTERM. Only the workers of
-    a data loader live on, unless SIGTERM comes from this process: a scheduler sends it to each process of a job, and
-    without its workers training fails before it can save.
+    In a forked child the previous handlers are restored, because `multiprocessing` ends its processes by SIGTERM. Only
+    the workers of a data loader ignore a SIGTERM, unless their parent sent it: a scheduler sends SIGTERM to all
+    processes of a job, and without these workers training would fail before it can save.
 
     Attributes:
-        seen: `time.monotonic()` of the first signal of each name that has not been answered.
+        seen: by name, `time.monotonic()` of the first signal that no save has answered.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -45,18 +45,19 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._listeners += [_Listener(name, self.seen) for name in names if name in SIGNALS]
-        # A manager may be dropped without `close`, after an error: then SIGTERM would no longer have an effect.
+        # After an error, a manager may be dropped without `close`: with its handlers, SIGTERM would have no effect.
         weakref.finalize(self, _restore, self._listeners).atexit = False
         if self._listeners:
             renew_in_child(self, Signals._in_child, before=Signals._hold_back, in_parent=Signals._let_in)
             register_after_fork(self, Signals._in_process)
 
     def close(self) -> None:
-        """Restore the previous handlers. Outside the main thread, ours stay and call them."""
+        """Restore the previous handlers. Outside the main thread, the new handlers stay and call them."""
         _restore(self._listeners)
 
     def _hold_back(self) -> None:
-        # A signal that reached a child before its handlers are restored would be lost, and the parent hang.
+        # Blocked during the fork: a signal that reached the child before its handlers are restored would be lost, and
+        # the parent would wait for the child forever.
         self._numbers = frozenset(listener.number for listener in self._listeners)
         if self._numbers:
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
@@ -71,28 +72,28 @@ class Signals:
         self._let_in()
 
     def _in_process(self) -> None:
-        """Stay active in the worker of a data loader. Called in each process that `multiprocessing` has forked."""
+        """Protect a data loader's worker from SIGTERM. Called in each process that `multiprocessing` has forked."""
         target = getattr(multiprocessing.current_process(), "_target", None)
         if self._numbers and getattr(target, "__name__", "") == _LOADER and hasattr(signal, "sigwaitinfo"):
-            # Not by a handler: torch sets its own in a worker, and Python's handlers do not receive the sender.
+            # A thread and not a handler: torch sets a handler in a worker, and Python's handlers do not get the sender.
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             threading.Thread(target=_obey_parent, args=(self._numbers,), daemon=True).start()
 
 
 _LOADER = "_worker_loop"
-"""Function that is run by the workers of a `DataLoader`, and of torchdata's `StatefulDataLoader`."""
+"""Name of the function that workers of `DataLoader` and of torchdata's `StatefulDataLoader` run."""
 
 
 def _obey_parent(numbers: frozenset[int]) -> None:
     while True:
         came = signal.sigwaitinfo(numbers)
         if came.si_signo == signal.SIGTERM and came.si_pid == os.getppid():
-            # Like torch's handler: another exit status would be reported as the failure of a worker.
+            # Exit status 0 as with torch's handler: any other would be reported as a worker's failure.
             os._exit(0)
 
 
 class _Listener:
-    """Handler of one signal. It must not hold the Signals, which would then never be dropped."""
+    """Handler of one signal. Must have no reference to its `Signals`, which would then never be freed."""
 
     def __init__(self, name: str, seen: dict[str, float]) -> None:
         self.number = SIGNALS[name]
@@ -106,12 +107,12 @@ class _Listener:
         if callable(self._before):
             self._before(number, frame)
         elif self._seen is None and self._before is not signal.SIG_IGN:
-            # Another handler, which was installed later, has passed the signal on.
+            # A handler that was installed later has called this one, which no longer records: take the default action.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def restore(self) -> None:
-        """Stop recording, and restore the previous handler, unless another was installed later."""
+        """Stop recording, and restore the previous handler unless another one was installed later."""
         self._seen = None
         before: Any = self._before
         while isinstance(before, _Listener) and before._seen is None:
@@ -131,10 +132,10 @@ def _restore(listeners: list[_Listener]) -> None:
 
 
 class Triggers:
-    """The decision whether a step is saved, the same on every rank.
+    """Decision whether a step is saved, the same on every rank.
 
-    All ranks count steps alike. Minutes are counted by the coordinator's clock, and a signal may reach any one rank, so
-    the ranks agree on these: one small collective for each call of `due`, and only if the policy has such a trigger.
+    Steps need no communication. Minutes count by the coordinator's clock, and a signal may reach any rank: if the
+    policy has such triggers, each call of `due` makes one small collective.
     """
 
     def __init__(self, save: Save, ranks: Ranks) -> None:
@@ -145,13 +146,13 @@ class Triggers:
         self._signals = Signals(tuple(name for name in save.on if name in SIGNALS))
         self._minutes = [one.minutes for one in save.every if isinstance(one, SaveEveryMinutes)]
         self.pressing: int | None = None
-        """The step that a signal or the end of training asks to save: there may be no later one to save instead."""
+        """Step of a save for a signal or the end of training, which must not be skipped: it may be the last."""
         self.stop_asked: float | None = None
-        """`time.monotonic()` when SIGTERM came to this rank, or when the ranks agreed on it; None before."""
+        """`time.monotonic()` at which SIGTERM reached this rank, or this rank learned of it in `due`; None before."""
 
     @property
     def unanswered(self) -> bool:
-        """True if this rank received SIGTERM, or the ranks agreed that one did, and no save has begun since."""
+        """True if SIGTERM reached this rank, or another as far as `due` has shown, and no save has begun since."""
         came = self.stop_asked if self.stop_asked is not None else self._signals.seen.get("sigterm")
         return came is not None and self._last_save < came
 
@@ -164,7 +165,7 @@ class Triggers:
         self._last_save = time.monotonic()
 
     def due(self, step: int, *, last: bool = False) -> str | None:
-        """Return the reasons to save now, as text, or None. All ranks, at the same steps."""
+        """Return the reasons to save now, as text; None without one. All ranks, at the same steps."""
         before = step - 1 if self._last_seen is None else self._last_seen
         reasons = []
         if self._last_seen is None and "first_step" in self._save.on:
@@ -172,7 +173,7 @@ class Triggers:
         if last and "last_step" in self._save.on:
             reasons.append("last_step")
         for one in self._save.every:
-            # If the loop steps over a multiple, the next step that it asks about is saved instead.
+            # If the loop skips a multiple, the next step for which it calls `due` is saved instead.
             if isinstance(one, SaveEvery) and step // one.steps > before // one.steps:
                 reasons.append(f"every {one.steps} steps")
         self._last_seen = max(before, step)
@@ -190,14 +191,14 @@ class Triggers:
         if not self._minutes and not listened:
             return []
         waited = time.monotonic() - self._last_save
-        # From one rank's clock only, so that the largest number is the coordinator's.
+        # Other ranks pass 0, so that the maximum is the coordinator's number.
         due = [self._ranks.is_coordinator and waited >= 60 * minutes for minutes in self._minutes]
         bits = sum(1 << place for place, is_due in enumerate(due) if is_due)
         (bits, *signals) = self._ranks.most([bits, *(int(name in self._signals.seen) for name in listened)], _CALL)
         reasons = [f"every {minutes} minutes" for place, minutes in enumerate(self._minutes) if bits >> place & 1]
         for name, seen in zip(listened, signals, strict=True):
             came = self._signals.seen.pop(name, time.monotonic()) if seen else None
-            # Only the first SIGTERM asks for a save.
+            # Only the first SIGTERM triggers a save.
             if came is None or (name == "sigterm" and self.stop_asked is not None):
                 continue
             if name == "sigterm":

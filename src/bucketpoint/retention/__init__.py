@@ -1,4 +1,4 @@
-"""Retention policies: a policy and the rows of checkpoints go in, a plan of deletions comes out."""
+"""Retention policies, and plans: the decisions of a policy on a run's checkpoints."""
 
 from bucketpoint.retention.engine import plan
 from bucketpoint.retention.plans import Entry, Plan, Reason, Verdict, circuit_breaker

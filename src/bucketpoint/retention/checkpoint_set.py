@@ -1,4 +1,4 @@
-"""The rows that one plan is made from, in the orders that rules need, and the decisions of rules on them."""
+"""Sorted set of the rows of one plan, and the classes of a rule's decision on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bucketpoint.retention.row import KINDS, ORDER, Row
 
 @dataclass(frozen=True)
 class CheckpointSet:
-    """All committed checkpoints of one run at one moment. Rules name rows by their position in `rows`.
+    """All committed checkpoints of one run at one moment. Rules refer to a row by its position in `rows`.
 
     Attributes:
-        rows: in the total order (step, created, id), the oldest first.
-        steps, created: the step and the time of creation of each row.
-        by_time: positions in the order (created, step, id), the oldest first.
+        rows: the rows in the total order (step, created, id).
+        steps, created: step and time of commit of each row, in the same order.
+        by_time: positions in the order (created, step, id).
     """
 
     rows: Sequence[Row]
@@ -31,10 +31,10 @@ class CheckpointSet:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> CheckpointSet:
-        """Make the set of these rows. Their order does not matter, and equal rows count once.
+        """Make the set of rows in any order. Equal rows count once.
 
         Raises:
-            BucketpointError: a row cannot be put in order, or two different rows claim to be the same checkpoint.
+            BucketpointError: a row has an invalid field, or two different rows have the same step and id.
         """
         distinct: dict[tuple[int, str], Row] = {}
         for row in rows:
@@ -52,11 +52,11 @@ class CheckpointSet:
 
     @property
     def newest_created(self) -> float:
-        """Time of the last commit, in seconds since the epoch: the engine's only clock."""
+        """Time of the last commit, in seconds since the epoch. Rules measure ages from it, and not from now."""
         return self.created[self.by_time[-1]] if self.by_time else -math.inf
 
     def younger(self, age: float) -> int:
-        """Return how many rows, the last ones in `by_time`, are at most `age` seconds older than the newest one."""
+        """Return the number of rows at most `age` seconds older than the newest. They are the last in `by_time`."""
         since = self.newest_created - age
         return len(self.by_time) - bisect_left(self.by_time, since, key=self.created.__getitem__)
 
@@ -81,9 +81,9 @@ class Explanation:
     """Explanation of a rule's decision on each position, for people.
 
     Attributes:
-        why, miss: return a text for why the rule keeps a position, and why it does not.
-        places: for each position that missed, the number of places by which it missed: about how many other rows would
-            have to go first. Positions that the rule keeps, or would never keep, are not in it.
+        why, miss: functions that return a text for a position: why the rule keeps it, and why the rule does not.
+        places: by position, about how many other rows would have to be removed before the rule keeps it. Positions
+            that the rule keeps or would never keep are missing.
     """
 
     why: Callable[[int], str]
@@ -96,8 +96,8 @@ class RuleDecision:
     """Decision of one rule on a set of checkpoints.
 
     Attributes:
-        kept: the positions that the rule keeps.
-        explain: makes the explanation on demand: most plans are made by pruners, and not shown.
+        kept: positions that the rule keeps.
+        explain: function that makes the explanation, which most plans never need.
     """
 
     kept: AbstractSet[int]
@@ -109,7 +109,6 @@ class RuleDecision:
 
 
 def nth(number: int) -> str:
-    """Format an ordinal number: 1st, 2nd, 3rd, 4th, ..."""
     return f"{number}th" if number % 100 in (11, 12, 13) else f"{number}{_ENDINGS[number % 10]}"
 
 

@@ -1,4 +1,4 @@
-"""The engine: makes a plan from rows and a policy, by the union of the policy's rules and the safety set."""
+"""Planning: a checkpoint is kept if any rule of the policy keeps it, or if it is in the safety set."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bucketpoint.retention.row import FULL, Row
 def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
     """Make the plan of `policy` for the committed checkpoints of one run, with reasons.
 
-    Checkpoints that are not committed, or are about to be deleted, must not be among `rows`. The plan depends on the
-    set of rows alone: not on their order, a clock or an earlier plan. While metrics, pins, leases and the answers of
-    `match` stay the same, keep(A | B) = keep(keep(A) | keep(B)), thinned rows included, so pruners that see different
-    rows end with the same ones.
+    `rows` must not contain uncommitted checkpoints, or those whose deletion has begun. The plan depends only on the set
+    of rows: not on their order, on a clock or on earlier plans. As long as metrics, pins, leases and the results of
+    `match` stay the same, keep(A | B) = keep(keep(A) | keep(B)), also for thinned rows: pruners that begin with
+    different listings arrive at the same checkpoints.
 
     Raises:
         PolicyError: `match` cannot be imported, or fails.
-        BucketpointError: rows contradict each other, or are of a kind that this version does not know.
+        BucketpointError: a row is invalid, contradicts another, or is of a kind that this version does not support.
     """
     universe = CheckpointSet.of(rows)
     judged = [_Judged(rule.label, rule.thins, rule.decide(universe)) for rule in policy.keep.rules()]
@@ -45,17 +45,15 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
 
 
 def _safety_set(universe: CheckpointSet) -> Iterator[tuple[int, str]]:
-    """Yield the positions that must be kept whole under every policy, each with the reason.
+    """Yield the positions that are kept whole under every policy, each with the reason. No setting switches this off.
 
-    This is code and not configuration: no setting may switch it off. Checkpoints committed after the listing are safe
-    in another way: a plan names its rows, and the pruner touches no other.
+    Checkpoints committed after the listing are safe because they are not in the plan.
     """
     rows = universe.rows
     if not rows:
         return
     yield from _newest("newest", len(rows) - 1, universe.by_time[-1])
-    # By step, as `latest` counts; and by time, since a job that was rolled back writes lower steps than those that
-    # exist.
+    # By step, as `latest` counts, and by time: after a rollback, the newest commit has a lower step than older ones.
     full_by_step = next((position for position in reversed(range(len(rows))) if rows[position].kind == FULL), None)
     full_by_time = next((position for position in reversed(universe.by_time) if rows[position].kind == FULL), None)
     if full_by_step is not None and full_by_time is not None:
@@ -80,12 +78,12 @@ def _newest(why: str, by_step: int, by_time: int) -> Iterator[tuple[int, str]]:
 
 
 def unreported(policy: RetentionPolicy, rows: Iterable[Row], reported: Collection[str]) -> list[str]:
-    """Return the metrics of `best` rules without a value in the run, although its checkpoints have other metrics.
+    """Return the metrics of `best` rules that were never reported, if the checkpoints have other metrics.
 
-    A rule whose `await` still keeps every checkpoint does not count: its metric may come in time.
+    A metric is left out while its rule's `await` keeps every checkpoint: it may still be reported in time.
 
     Args:
-        reported: names of all metrics of the run, those of steps without a checkpoint included.
+        reported: names of all metrics of the run, including those of steps without a checkpoint.
     """
     universe = CheckpointSet.of(rows)
     if not any(row.metrics for row in universe.rows):
@@ -110,7 +108,7 @@ class _Judged(NamedTuple):
 def _said(
     rows: Sequence[Row], judged: Sequence[_Judged], safe: Mapping[int, Sequence[str]], position: int
 ) -> tuple[tuple[Reason, ...], Reason | None]:
-    """Return the reasons for one position, and the rule that it missed."""
+    """Return the reasons that keep a position, and the reason why it is not kept, or not kept whole."""
     keeping = [rule for rule in judged if position in rule.decision.kept]
     whole = [Reason(SAFETY, why) for why in safe.get(position, ())]
     whole += [rule.reason(position) for rule in keeping if not rule.thins]
@@ -128,8 +126,5 @@ def _said(
 
 
 def _nearest(judged: Sequence[_Judged], position: int) -> _Judged:
-    """Return the rule that came nearest to keeping a position: the one that missed by the fewest places.
-
-    Among equals, and if no rule counts places, it is the first rule of the policy.
-    """
+    """Return the rule that missed a position by the fewest places; of several, the first in the policy."""
     return min(judged, key=lambda rule: rule.decision.explanation.places.get(position, math.inf))

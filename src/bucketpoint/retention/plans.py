@@ -1,4 +1,4 @@
-"""Plans: the action for each checkpoint with its reasons, a plan's JSON, and the circuit breaker's verdict."""
+"""Plans: the action for each checkpoint with its reasons, as objects and as JSON, and the limit on deletions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bucketpoint.retention.row import Row
 PLAN_VERSION = 1
 
 SAFETY = "safety"
-"""The rule's name in reasons that no policy can switch off."""
+"""Name of the safety set in the field `rule` of a reason."""
 
 Action = Literal["keep", "thin", "delete"]
 
 
 class Reason(NamedTuple):
-    """A reason why a checkpoint is kept, or is not.
+    """A reason to keep a checkpoint, or not to keep it.
 
     Attributes:
-        rule: the rule as the policy writes it, or `SAFETY`.
-        why: text on the row's relation to the rule.
+        rule: the rule as in the policy's text, or `SAFETY`.
+        why: text on how the row meets or misses the rule.
     """
 
     rule: str
@@ -35,46 +35,46 @@ class Reason(NamedTuple):
 
 
 Said: TypeAlias = tuple[tuple[Reason, ...], Reason | None]
-"""The reasons that keep a checkpoint, and the rule that it missed."""
+"""Values of `Entry.reasons` and `Entry.miss`."""
 
 
 class Entry:
-    """The action for one checkpoint. Must not be changed.
+    """The action for one checkpoint. Must not be modified.
 
     Attributes:
-        row: the row as it was when the plan was made.
-        action: `keep` it whole, `thin` it to its weights, or `delete` it.
+        row: the row from which the plan was made.
+        action: `keep` the whole checkpoint, `thin` it to its weights, or `delete` it.
     """
 
-    # Neither a dataclass nor a tuple, so that texts are made on demand: a plan may have 100,000 entries, most of them
-    # deletions whose texts are never read.
+    # Neither a dataclass nor a tuple: texts are made on demand, because a plan may have 100,000 entries, and most texts
+    # are never read.
     __slots__ = ("_position", "_say", "action", "row")
 
     def __init__(self, row: Row, action: Action, say: Callable[[int], Said], position: int = 0) -> None:
-        """Store `say` and `position`: `say(position)` makes the texts on each request, always the same."""
+        """Store `say`, which makes the texts for a `position` on demand: the same texts at each call."""
         self.row, self.action = row, action
         self._say, self._position = say, position
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """All reasons that keep the checkpoint, in the order of the policy, safety first. Empty if it is deleted."""
+        """All reasons that keep the checkpoint: the safety set, then the policy's order. Empty if it is deleted."""
         return self._say(self._position)[0]
 
     @property
     def miss(self) -> Reason | None:
-        """For a deleted one, the rule that came nearest to keeping it. For a thinned one, why not all of it is kept.
+        """The reason why the checkpoint is not kept, or not kept whole, from the rule that came nearest to keeping it.
 
-        None for a kept one, unless only a rule that thins keeps it: then the reason why it stays whole.
+        None for a kept checkpoint, unless it is full and only rules with `thin` keep it: then why it cannot be thinned.
         """
         return self._say(self._position)[1]
 
     @property
     def is_ordered(self) -> bool:
-        """True if an earlier prune has ordered and counted `action`, or a deletion, by the row's tombstone."""
+        """True if the row has a tombstone for this `action`, or for deletion: an earlier prune has counted it."""
         return self.action != "keep" and self.row.tombstone in ("delete", self.action)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as JSON data: one of the `checkpoints` of `Plan.to_dict`."""
+        """Return the entry as JSON data, a member of `checkpoints` in `Plan.to_dict`."""
         row = self.row
         reasons, miss = self._say(self._position)
         return {
@@ -88,7 +88,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """Return the entry that `to_dict` wrote as `data`."""
+        """Return the entry from `data`, its form by `to_dict`."""
         row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
         row["metrics"] = {name: float(value) for name, value in row["metrics"].items()}
         reasons = tuple(Reason(**reason) for reason in data["reasons"])
@@ -96,14 +96,7 @@ class Entry:
 
     @classmethod
     def told(cls, row: Row, action: Action, reasons: tuple[Reason, ...], miss: Reason | None = None) -> Entry:
-        """Make an entry with known texts.
-
-        Args:
-            row: as the attribute of that name.
-            action: as the attribute of that name.
-            reasons: as the attribute of that name.
-            miss: as the attribute of that name.
-        """
+        """Make an entry with the given attributes `row`, `action`, `reasons` and `miss`."""
         return cls(row, action, lambda position: (reasons, miss))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,13 +119,12 @@ _ROW_FIELDS = tuple(one.name for one in fields(Row))
 class Plan:
     """The decisions of a policy on a run's checkpoints at one moment.
 
-    It names every checkpoint that it was made from, by step, time and id. A checkpoint that it does not name was
-    committed later or by somebody else, and must not be touched; one of the same step with another id is another
-    checkpoint.
+    A plan covers only the checkpoints in its entries, identified by step and id. Others, such as a later commit of the
+    same step, must not be touched.
 
     Attributes:
         rules: the policy's rules, one line each.
-        entries: in the order (step, created, id), the oldest first.
+        entries: the entries in the order (step, created, id).
     """
 
     rules: tuple[str, ...]
@@ -153,12 +145,12 @@ class Plan:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of data that are freed once the plan is carried out."""
+        """Bytes of data that the plan's deletions and thinnings free."""
         thinned = sum(entry.row.bytes - entry.row.thinned().bytes for entry in self.thinned)
         return sum(entry.row.bytes for entry in self.deleted) + thinned
 
     def left(self) -> tuple[Row, ...]:
-        """Return the rows that remain once the plan is carried out."""
+        """Return the rows after all deletions and thinnings of the plan."""
         return tuple(
             entry.row.thinned() if entry.action == "thin" else entry.row
             for entry in self.entries
@@ -166,11 +158,11 @@ class Plan:
         )
 
     def agreed(self, later: Plan) -> Iterator[Entry]:
-        """Yield the deletions and thinnings that a later plan of the same run makes too.
+        """Yield the deletions and thinnings that the plan `later`, of the same run, contains too.
 
-        If a plan is carried out some time after it was made, or after a grace, make another plan and do only these: a
-        checkpoint that was pinned, leased or replaced since, or whose metric came in, is left alone. By path
-        independence, new commits alone remove nothing from a plan.
+        To carry out a plan some time after it was made, make another plan and carry out only these entries: checkpoints
+        that were pinned, leased or replaced meanwhile, or got a metric, are spared. By path independence, new commits
+        alone remove no deletion from a plan.
         """
         again = {(entry.row.step, entry.row.id): entry.action for entry in later.entries}
         for entry in self.entries:
@@ -178,12 +170,11 @@ class Plan:
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON data.
+        """Return the plan as JSON data. NaN and the infinities become the texts "nan", "inf" and "-inf".
 
-        NaN and the infinities, which JSON lacks, are the texts "nan", "inf" and "-inf".
-
-        Keys: `version`; `rules`; `summary` with the counts `keep`, `thin`, `delete` and `freed_bytes`; `checkpoints`,
-        each with the fields of `Row`, `action`, `reasons` (a list of `rule` and `why`) and `miss` (one, or null).
+        Keys: `version`; `rules`; `summary` with the counts `keep`, `thin` and `delete`, and `freed_bytes`;
+        `checkpoints`, each with the fields of `Row`, `action`, `reasons` (a list of objects with `rule` and `why`) and
+        `miss` (such an object, or null).
         """
         return {
             "version": PLAN_VERSION,
@@ -199,10 +190,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan that `to_dict` wrote.
+        """Return the plan from `data`, its form by `to_dict`.
 
         Raises:
-            BucketpointError: the data is malformed, or has another version than `PLAN_VERSION`.
+            BucketpointError: `data` is malformed, or its version is not `PLAN_VERSION`.
         """
         if data.get("version") != PLAN_VERSION:
             raise BucketpointError(
@@ -217,12 +208,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of the circuit breaker: whether a plan may be carried out without confirmation.
+    """Result of `circuit_breaker`: whether a plan may be carried out without confirmation.
 
     Attributes:
-        allowed: True if every deletion and thinning may be carried out.
+        allowed: True if all deletions and thinnings may be carried out.
         why: text of the reason.
-        unasked: number of them that one prune carries out in any case, the oldest first.
+        unasked: number of deletions and thinnings that one prune carries out in any case, oldest first.
     """
 
     allowed: bool
@@ -234,25 +225,26 @@ class Verdict:
 
 
 ALWAYS_ALLOWED = 5
-"""Deletions that one prune may always make.
+"""Number of deletions and thinnings that one prune may always make.
 
-A new checkpoint displaces about one for each rule, and few policies have more rules. In a small run a fraction alone is
-too strict: of three checkpoints, two are already more than half.
+A new checkpoint displaces about one old checkpoint for each rule, and few policies have more than five rules. A
+fraction alone would be too strict in a small run: two of three checkpoints are more than half.
 """
 
 
 def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int = 0) -> Verdict:
     """Refuse a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of the existing ones.
 
-    Only a wrong policy does that. The normal work of a right one is not refused: the fraction counts only above
-    `ALWAYS_ALLOWED`, and as many more checkpoints may go as were committed since the last prune. Under a refused plan,
-    `ALWAYS_ALLOWED` checkpoints (at most `count`) and as many as were committed may still go, so that any backlog
-    shrinks with each prune. A checkpoint with a tombstone counts neither as lost nor as existing.
+    Such a plan is probably the result of a wrong policy. Two allowances spare the plans of a right one: `committed` is
+    added to both limits, and the fraction applies only above `ALWAYS_ALLOWED`. Of a refused plan, a prune still carries
+    out `ALWAYS_ALLOWED` entries (at most `count`) plus `committed`, so that a backlog shrinks with each prune.
+    Entries that an earlier prune has ordered by a tombstone are not counted again; such deletions also do not count as
+    existing checkpoints.
 
     Args:
-        plan: the plan that is to be carried out.
+        plan: the plan to be carried out.
         count: limit on the deleted or thinned checkpoints, as `MaxDelete.count`.
-        fraction: the same limit as a share of the existing ones, between 0 and 1.
+        fraction: limit as a share of the existing checkpoints, between 0 and 1.
         committed: number of checkpoints that the job has committed since its last prune.
     """
     lost = sum(entry.action != "keep" and not entry.is_ordered for entry in plan.entries)

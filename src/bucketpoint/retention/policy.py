@@ -1,6 +1,6 @@
-"""A policy as Python objects: the rules that keep checkpoints, the triggers of saves, the settings of pruning.
+"""Classes of a policy: rules that keep checkpoints, triggers of saves, settings of pruning.
 
-Names, defaults and checks are those of YAML, since both come from these classes.
+The YAML form takes its keys, defaults and checks from these classes.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RetentionPolicy(Checked):
 
 
 def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any], bool]) -> Iterator[PolicyFault]:
-    """Yield the faults of list members that have no effect, because another member covers them."""
+    """Yield a fault for each list member without effect, because it ends early or another member covers it."""
     listed = values.get(key)
     for position, rule in enumerate(listed if isinstance(listed, (list, tuple)) else ()):
         if isinstance(rule, EverySteps) and rule.until is not None and rule.until < rule.steps:
@@ -155,7 +155,7 @@ def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any
             yield PolicyFault(message, "Raise `until`, or remove the rule", (key, position))
             continue
         for number, other in enumerate(listed or ()):
-            # Equal members are reported as duplicates already.
+            # `Several` reports equal members.
             if other != rule and covers(other, rule):
                 message = f"The rule keeps nothing that another rule does not keep: `{key}[{number}]` keeps all of it"
                 if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
@@ -177,9 +177,10 @@ def _covers_best(wide: Any, narrow: Any) -> bool:
 
 
 def _covers_every(wide: Any, narrow: Any) -> bool:
-    """Return True if `wide` keeps everything that `narrow` keeps.
+    """Return True if `wide` keeps all that `narrow` keeps.
 
-    If grids nest, the earliest checkpoint of a cell is also the earliest of the smaller cell that it lies in.
+    If each cell of `narrow` is a union of cells of `wide`, its earliest checkpoint is also the earliest of a cell of
+    `wide`.
     """
     if isinstance(wide, EverySteps) and isinstance(narrow, EverySteps):
         width, narrower = wide.steps, narrow.steps
@@ -192,7 +193,7 @@ def _covers_every(wide: Any, narrow: Any) -> bool:
     if narrower % width or (wide.thins and not narrow.thins):
         return False
     if wide.last is not None:
-        # Two grids, or two ends, have different highest cells, so only equal ones can cover each other.
+        # Rules with another width or another `until` have other highest cells, so neither covers the other.
         return width == narrower and ends[0] == ends[1] and narrow.last is not None and narrow.last <= wide.last
     return ends[0] is None or (ends[1] is not None and ends[1] <= ends[0])
 

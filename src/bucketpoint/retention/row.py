@@ -1,4 +1,4 @@
-"""The facts on one committed checkpoint that rules may use."""
+"""`Row`: the properties of a committed checkpoint that rules may use."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 FULL = "full"
-"""The kind of checkpoints that a job can resume from. No other kind counts as latest."""
+"""Kind of the checkpoints that a job can resume from. No other kind counts as latest."""
 
 WEIGHTS = "weights"
 
 KINDS = (FULL, WEIGHTS, "export", "emergency")
 
 MODEL = "model"
-"""The object group that stays when a checkpoint is thinned."""
+"""Object group that thinning keeps."""
 
 ORDER = ("step", "created", "id")
-"""The attributes that order rows. The order is total, even if clocks were wrong."""
+"""Attributes by which rows are sorted. The order is total, even if clocks were wrong."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,16 @@ class Row:
     Attributes:
         step: the training step.
         created: seconds since the epoch at the coordinator's commit.
-        id: the attempt's token, or another text that distinguishes two commits of one step. Rows are ordered by (step,
-            created, id), which is total.
+        id: the attempt's token, or another text that distinguishes two commits of one step.
         kind: one of `KINDS`.
         bytes: bytes of the data.
-        groups: bytes by object group, of which `model` stays when a checkpoint is thinned.
-        metrics: metrics of the step as reported, NaN and the infinities included.
-        pinned: it is kept until its pin is removed.
-        leased: a reader holds a lease that has not expired.
-        restored_from: the run resumed from it, and has committed no full checkpoint since.
-        tombstone: order of an earlier prune by a policy, `delete` or `thin`, which a later prune may withdraw; or None.
-            No rule uses it.
+        groups: bytes by object group. Thinning keeps the group `model`.
+        metrics: metrics as reported, including NaN and the infinities.
+        pinned: True if the step has a pin that has not expired.
+        leased: True if a reader has a lease that has not expired.
+        restored_from: True if the run resumed from the step, and has committed no full checkpoint since.
+        tombstone: order of an earlier prune, `delete` or `thin`, which a later prune may withdraw; or None. No rule
+            uses it.
     """
 
     step: int
@@ -53,12 +52,12 @@ class Row:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """The key by which rows are ordered, made of the attributes in `ORDER`."""
+        """Sort key of the row: the attributes in `ORDER`."""
         return self.step, self.created, self.id
 
     @property
     def can_be_thinned(self) -> bool:
-        """True if the weights are in separate objects, and there are other objects beside them."""
+        """True if the checkpoint has objects of weights and separate objects of other state."""
         return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1
 
     def thinned(self) -> Row:

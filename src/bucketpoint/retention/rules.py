@@ -1,9 +1,10 @@
-"""The rules of a policy: each decides which rows it keeps, from the rows alone.
+"""The rules of a policy. Each decides from the rows alone which of them it keeps.
 
-Every rule is path independent: keep(A | B) = keep(keep(A) | keep(B)). This holds because it has one of two forms: the
-first few of a fixed total order (of all rows, or of each cell of a fixed grid), or a test of one row whose only outside
-number is the time of the newest row, which is always kept. Unions of such rules are path independent again (Aizerman
-and Malishevski, 1981). A rule of another form, such as one anchored on the oldest row, is wrong with two pruners.
+Every rule must be path independent: keep(A | B) = keep(keep(A) | keep(B)). Otherwise two pruners with different
+listings could delete different checkpoints. Two forms of rules have this property: the first n rows in a fixed total
+order (of all rows, or of each cell of a fixed grid), and a test of one row that uses no other value than the time of
+the newest row, which is always kept. Unions of such rules have it, too (Aizerman and Malishevski, 1981). A rule that
+counts from the oldest row does not.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class RetentionRule:
 
     @property
     def label(self) -> str:
-        """The rule as its policy writes it, on one line."""
+        """The rule as in the policy's text, on one line."""
         raise NotImplementedError
 
     @property
     def thins(self) -> bool:
-        """True if checkpoints that only such rules keep are thinned to their weights."""
+        """True if the rule keeps only the weights of checkpoints that no other rule keeps."""
         return False
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
@@ -45,7 +46,7 @@ class RetentionRule:
 
 @dataclass(frozen=True)
 class Latest(RetentionRule):
-    """The `count` full checkpoints with the highest steps. Other kinds never count: a job cannot resume from them."""
+    """Rule that keeps the `count` full checkpoints with the highest steps: those that a job can resume from."""
 
     count: int
 
@@ -119,17 +120,18 @@ class Best(Checked, RetentionRule):
         return RuleDecision(frozenset((*ranked[: self.count], *waiting[:most])), explain)
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
-        """Return the positions of the rows with a value to rank, best first. The rows must be in their total order."""
+        """Return the positions of the rows with a finite value, best first. `rows` must be in their total order."""
         metrics = ((position, row.metrics.get(self.metric)) for position, row in enumerate(rows))
         values = {position: number for position, value in metrics if (number := _finite(value)) is not None}
-        # Sorting is stable, also in reverse: among equal values the order before decides.
+        # Sorting is stable, also with `reverse`: equal values keep this order.
         by_age = values if self.ties == "oldest" else reversed(values)
         return sorted(by_age, key=values.__getitem__, reverse=self.mode == "max")
 
     def _waiting(self, universe: CheckpointSet) -> list[int]:
-        """Return the rows without a value that are young enough, newest first.
+        """Return the positions of the rows without a value that are young enough, newest first.
 
-        Sorted by time: by step, an old checkpoint of a high step would expire first and readmit a dropped one.
+        The order is by time, so that the last rows expire first. By step, an old row with a high step would expire
+        before them, and a row that was dropped earlier would take its place.
         """
         if self.wait is None:
             return []
@@ -165,7 +167,7 @@ class EverySteps(_Grid):
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
         steps, width = universe.steps, self.steps
-        # The cell below the grid's first line contains only step 0.
+        # Of the rows below `width`, only step 0 is in a cell.
         zero, first = bisect_right(steps, 0), bisect_left(steps, width)
         end = len(steps) if self.until is None else bisect_right(steps, self.until)
         inside = [*range(min(zero, end)), *range(first, end)]
@@ -205,9 +207,9 @@ class EveryHours(_Grid):
 
 @dataclass(frozen=True)
 class Within(RetentionRule):
-    """The checkpoints at most `age` older than the newest one.
+    """Rule that keeps the checkpoints at most `age` older than the newest one.
 
-    Age is not counted from now, so an idle run loses nothing.
+    Ages do not count from now, so an idle run loses no checkpoint.
     """
 
     age: timedelta
@@ -234,7 +236,7 @@ class Within(RetentionRule):
 
 @dataclass(frozen=True)
 class Steps(RetentionRule):
-    """Named steps, which are kept forever."""
+    """Rule that keeps the listed steps."""
 
     steps: tuple[int, ...]
 
@@ -250,10 +252,10 @@ class Steps(RetentionRule):
 
 @dataclass(frozen=True)
 class Match(RetentionRule):
-    """The rows for which a function of the user's returns True.
+    """Rule that keeps the rows for which a function of the user returns True.
 
-    Its answer must depend on the row alone, be the same at each call, and never become True only because the row was
-    thinned. The function is imported when a plan needs it, and not when the policy is read.
+    The result must depend on the row alone, and be the same at each call. It must not be True for a thinned row and
+    False for the whole one. The function is imported for the first plan, and not when the policy is read.
     """
 
     path: str
@@ -292,10 +294,7 @@ class Match(RetentionRule):
 
 
 def _finite(value: object) -> float | None:
-    """Return a metric as a float that can be ranked, or None.
-
-    NaN, the infinities and values that are no numbers have no place in an order.
-    """
+    """Return a metric as a float if it can be ranked; None for NaN, the infinities and values that are no numbers."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
@@ -305,17 +304,16 @@ def _finite(value: object) -> float | None:
 
 
 def _ranks(ranked: Iterable[int]) -> dict[int, int]:
-    """Number the positions: 1 for the first, 2 for the second, and so on."""
     return {position: rank for rank, position in enumerate(ranked, 1)}
 
 
 def _missed(ranks: Mapping[int, int], count: int) -> dict[int, int]:
-    """Return, for each position after the first `count`, the number of places by which it missed."""
+    """Return, for each position with a rank above `count`, the difference."""
     return {position: rank - count for position, rank in ranks.items() if rank > count}
 
 
 def _same(why: str, miss: str) -> Callable[[], Explanation]:
-    """Return the explanation of a rule with the same text for every row, and without near misses."""
+    """Return a function that makes an explanation with the same texts for every row, and without places."""
     return lambda: Explanation(lambda position: why, {}, lambda position: miss)
 
 
@@ -326,13 +324,15 @@ def _earliest(
     name: Callable[[int], str],
     outside: Callable[[int], str],
 ) -> RuleDecision:
-    """Keep the first of each cell, in the given order, of the `last` highest cells that have any.
+    """Keep the first position of each cell, but only in the `last` highest cells that are not empty.
 
     Args:
-        ordered: the positions that lie in the grid.
-        cells: the cell of each of them.
+        ordered: positions in the grid, in the order that decides which is first.
+        cells: cell of each position in `ordered`.
+        name: returns the text for a cell.
+        outside: returns the text for a position that is not in `ordered`.
     """
-    # Reversed, so that the first position of a cell is written last and stays.
+    # In reverse, because the last assignment of a key stays.
     earliest = dict(zip(reversed(cells), reversed(ordered), strict=True))
     counted = sorted(earliest, reverse=True)[:last]
 
@@ -368,7 +368,6 @@ def _bounds(until: int | None, last: int | None, thin: str | None) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """Format a time span for people, with one unit."""
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
         if seconds >= 2 * size or (unit == "m" and seconds >= size):
             return f"{seconds / size:.1f}".removesuffix(".0") + f" {unit}"

@@ -1,7 +1,6 @@
-"""Shapes of a policy's settings: the values that a setting may hold.
+"""Shapes of a policy's settings: descriptions of the values that a setting may have.
 
-A dataclass whose fields are annotated with these shapes, or with types that have one, is checked, read from YAML,
-written back and described as JSON Schema from that one source.
+From the shapes in the annotations of a dataclass's fields come its checks, its YAML form and its JSON Schema.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ Path: TypeAlias = tuple[str | int, ...]
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 LONGEST = timedelta(days=36_500)
-"""The longest duration. Times of the catalog end in 2286; waits of Python and gloo overflow at 292 years."""
+"""Limit on durations. Times in catalog keys can be at most in 2286; timeouts of Python and gloo at most 292 years."""
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
 _LISTED_AT_MOST = 100
-"""Limit on the values of a list. Rules are compared with each other: 1,800 in a policy's text took 30 seconds."""
+"""Limit on the members of a list. All pairs of rules are compared: a policy with 1,800 rules took 30 seconds."""
 
 
 class Shape:
-    """Base of the shapes: the values that one setting may hold."""
+    """Base of the shapes. A shape describes the values that one setting may have."""
 
     def check(self, value: Any) -> Any:
         """Return the stored form of a value from YAML or Python.
 
         Raises:
-            PolicyError: the setting cannot hold it.
+            PolicyError: the value is not valid for this shape.
         """
         raise NotImplementedError
 
     def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        """Return the stored form of a value. With faults, record them and return None, or the valid part of a list."""
+        """Return the stored form of a value. Add its faults to `faults`: the result is then None, or a partial list."""
         try:
             if value is None:
                 raise wrong("The value is missing", "Write a value, or leave the key out")
@@ -52,25 +51,24 @@ class Shape:
             return None
 
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        """Like `read`, for a value that exists. The faults of the value itself are raised."""
+        """Return the stored form of a value other than None. Raises the value's faults, records those of its parts."""
         return self.check(value)
 
     def plain(self, value: Any) -> Any:
-        """Return a stored value as YAML holds it."""
+        """Return the YAML form of a stored value."""
         return value
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of the values in YAML."""
+        """Return the JSON Schema of the YAML form."""
         raise NotImplementedError
 
 
 def wrong(message: str, remedy: str) -> PolicyError:
-    """Return the error about one value."""
     return PolicyError.of(PolicyFault(message, remedy))
 
 
 def shown(value: Any) -> str:
-    """Format a value for a message, cut to a readable length."""
+    """Format a value for a message, at most 60 letters long."""
     if isinstance(value, (dict, list)):
         return "A mapping" if isinstance(value, dict) else "A list"
     text = repr(value)
@@ -79,7 +77,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class WholeNumber(Shape):
-    """A whole number from `minimum` to `maximum`, both included."""
+    """A whole number from `minimum` to `maximum`, inclusive."""
 
     minimum: int
     maximum: int | None = None
@@ -116,7 +114,7 @@ class Duration(Shape):
 
     Attributes:
         zero: True if 0 is allowed.
-        least: the shortest allowed duration, with the reason.
+        least: the shortest allowed duration, and the reason for it.
     """
 
     zero: bool = False
@@ -155,7 +153,7 @@ class Duration(Shape):
 
 
 def written(value: timedelta) -> str:
-    """Format a duration in the largest unit that divides it, as `Duration` reads it."""
+    """Format a duration for `Duration`, in the largest unit up to days that divides it."""
     micros = (value.days * 86_400 + value.seconds) * 1_000_000 + value.microseconds
     for unit, seconds in _UNITS.items():
         if micros and unit != "w" and micros % (seconds * 1_000_000) == 0:
@@ -165,7 +163,7 @@ def written(value: timedelta) -> str:
 
 @dataclass(frozen=True)
 class OneOf(Shape):
-    """One of a few words."""
+    """One of several texts."""
 
     words: tuple[str, ...]
 
@@ -180,7 +178,7 @@ class OneOf(Shape):
 
 @dataclass(frozen=True)
 class Text(Shape):
-    """Text that matches `pattern` as a whole, in a syntax that JSON Schema shares; `what` describes it in messages."""
+    """Text that fully matches `pattern`, a regular expression for Python and JSON Schema. `what` is for messages."""
 
     what: str
     pattern: str
@@ -198,7 +196,7 @@ class Text(Shape):
 
 @dataclass(frozen=True)
 class Several(Shape):
-    """A list without duplicates, kept as a tuple. It is not empty: a key without content is a mistake."""
+    """A non-empty list without duplicates, stored as a tuple."""
 
     of: Shape
 
@@ -226,7 +224,7 @@ class Several(Shape):
 
 
 class Checked:
-    """Base of the dataclasses that hold settings: each field is checked by the shape that it is annotated with."""
+    """Base of the dataclasses of settings: each field is checked by the shape in its annotation."""
 
     def __post_init__(self) -> None:
         faults: list[PolicyFault] = []
@@ -243,16 +241,16 @@ class Checked:
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
-        """Return the faults between settings. `values` are by field; settings that are wrong may have any type."""
+        """Return the faults between settings. `values` are by field name; invalid settings may have any type."""
         return []
 
 
 @dataclass(frozen=True)
 class Fields(Shape):
-    """A mapping that becomes one object of `kind`.
+    """A mapping in YAML, stored as an object of class `kind`.
 
     Attributes:
-        besides: settings of the mapping in YAML that the object does not have.
+        besides: further settings of the mapping, which are checked and dropped.
     """
 
     kind: type[Checked]
@@ -292,7 +290,7 @@ class Fields(Shape):
         return None
 
     def plain(self, value: Any) -> dict[str, Any]:
-        """Return the keys that differ from their defaults, and those without a default."""
+        """Return the settings that differ from their default or have no default."""
         kept = ((setting, getattr(value, setting.name)) for setting in settings_of(self.kind))
         return {
             setting.key: setting.shape.plain(content)
@@ -313,7 +311,7 @@ class Fields(Shape):
 
 @dataclass(frozen=True)
 class Either(Shape):
-    """One of several kinds of mapping, distinguished by the first key of each."""
+    """A mapping of one of several classes, distinguished by the key of the class's first field."""
 
     kinds: tuple[type[Checked], ...]
 
@@ -340,14 +338,14 @@ class Either(Shape):
 
 @dataclass(frozen=True)
 class Key:
-    """The name of a setting in YAML, if it differs from the Python field's."""
+    """Key of a setting in YAML that differs from the name of the field."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a `Checked` dataclass."""
+    """A field of a `Checked` dataclass."""
 
     name: str
     key: str
@@ -366,7 +364,6 @@ class Setting:
 
 
 def settings_of(kind: type[Checked]) -> tuple[Setting, ...]:
-    """Return the settings of a dataclass, in the order of its fields."""
     hashable: Any = kind  # every class is hashable, but mypy looks at the hash of its instances
     return _settings_of(hashable)
 
@@ -386,7 +383,7 @@ def _settings_of(kind: Any) -> tuple[Setting, ...]:
 
 
 def _shape_of(hint: Any) -> Shape:
-    """Return the shape of a type: words, a duration, a class of settings, alternative classes, or a list."""
+    """Return the shape of a type annotation: `OneOf`, `Several`, `Either`, `Duration` or `Fields`."""
     parts = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is Literal:
         return OneOf(tuple(parts))

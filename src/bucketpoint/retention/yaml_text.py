@@ -1,7 +1,7 @@
-"""Reading a policy from YAML text, and writing it. Every fault is found, with its line and column.
+"""Reader and writer of a policy as YAML. The reader reports every fault, with its line and column.
 
-The text is read as YAML's node graph, which has line and column of every node, and scalars are resolved as in YAML 1.2:
-`on` is a word. Aliases, tags and merge keys are refused: a policy is short, and its values should be written out.
+It uses YAML's node graph, where each node has line and column, and resolves scalars as in YAML 1.2, where `on` is text.
+Aliases, tags and merge keys are refused: in a short text, values should be written out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
 from bucketpoint.retention.setting_types import Fields, Path, Setting, Shape, shown, wrong
 
 MAX_BYTES = 64 << 10
-"""Limit on the bytes of a policy's text. The longest example in the documents has 2 kB."""
+"""Limit on the bytes of a policy's text. The longest example in `docs/` has 2 kB."""
 
 MAX_DEPTH = 20
-"""Limit on the nesting. A policy has 6 levels. PyYAML's time grows with the square of the depth."""
+"""Limit on the levels of nesting, because PyYAML's time grows with their square. A policy has 6 levels."""
 
 _ORDER = ("version", "root", "run", "layout", "save", "keep", "prune")
 
@@ -43,17 +43,17 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
     """Read the policy in `text`.
 
     Args:
-        text: YAML; `docs/retention.md` describes it, `policy.schema.json` beside this module does so for editors.
+        text: YAML as in `docs/retention.md` and, for editors, `policy.schema.json` beside this module.
         environ: values of `${VAR}` and `${VAR:-default}` in `root`, such as `os.environ`.
-        file: name of the file in errors.
+        file: name of the file, for errors.
 
     Raises:
-        PolicyError: the policy is wrong, with every fault and its line and column.
+        PolicyError: the policy has faults; the error lists all of them, with line and column.
     """
     reader = _Reader(environ)
     faults = reader.faults
     try:
-        # A text that is slightly too long may have been cut by its reader, so its length is not named.
+        # The message does not give the length, because `read_policy` reads only one byte more than the limit.
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise wrong(f"The text is longer than {MAX_BYTES} bytes, too long for a policy", "Name the policy's file")
         policy = POLICY.read(reader.data(_composed(text)), (), faults)
@@ -66,23 +66,23 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
 
 
 def to_yaml(policy: RetentionPolicy) -> str:
-    """Return the YAML text of `policy` as `from_yaml` reads it, without the settings that have their default."""
+    """Return `policy` as YAML for `from_yaml`, without settings that have their default."""
     plain = {"version": POLICY_VERSION, **Fields(RetentionPolicy).plain(policy)}
     if policy.root is not None:
         plain["root"] = policy.root.replace("$", "$$")
-    # A setting missing in the order raises: to leave it out would write another policy.
+    # `index` raises for a setting that is not in `_ORDER`, so no setting is lost.
     ordered = dict(sorted(plain.items(), key=lambda item: _ORDER.index(item[0])))
     return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)  # type: ignore[no-any-return]
 
 
 class _Key(str):
-    """A key of a mapping, with its line and column."""
+    """Key of a mapping with its line and column."""
 
     place: _Place
 
 
 class _Reader:
-    """Reader of a text's nodes as plain data, which notes the place of each value."""
+    """Converter of YAML nodes to plain data. It records the line and column of each value in `places`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -112,7 +112,7 @@ class _Reader:
         return mapping
 
     def placed(self, fault: PolicyFault) -> PolicyFault:
-        """Return a fault with the place of the longest part of its path that is in the text."""
+        """Return a fault with the line and column of the innermost node of its path that is in the text."""
         parts = (fault.path[:end] for end in range(len(fault.path), -1, -1))
         place = next((self.places[part] for part in parts if part in self.places), (None, None))
         path = tuple(str(part) if isinstance(part, str) else part for part in fault.path)
@@ -120,7 +120,7 @@ class _Reader:
         return PolicyFault(fault.message, fault.remedy, path, line, column)
 
     def _interpolated(self, text: str, node: yaml.ScalarNode) -> str:
-        """Replace the variables in the root, or note a fault at a variable that is not set."""
+        """Replace the variables in `root`. Record a fault for each variable that is not set."""
 
         def replaced(match: re.Match[str]) -> str:
             name, default = match[1], match[2]
@@ -140,7 +140,7 @@ class _Reader:
 
 
 class _Version(Shape):
-    """Shape of the format's version: only this version is accepted."""
+    """Shape of the format's version, which accepts only `POLICY_VERSION`."""
 
     def check(self, value: Any) -> int:
         if type(value) is not int or value != POLICY_VERSION:
@@ -156,13 +156,13 @@ POLICY = Fields(RetentionPolicy, (Setting("version", "version", _Version(), "ver
 
 
 SCHEMA_FILE = "policy.schema.json"
-"""The JSON Schema of policy files, for editors, beside this module."""
+"""Name of the file beside this module with the JSON Schema of policies, for editors."""
 
 
 def schema_text() -> str:
-    """Return the content of the schema file, as JSON Schema 2020-12.
+    """Return the content of the schema file: JSON Schema 2020-12 for keys, types and bounds.
 
-    It covers keys, types and bounds. Unreachable rules and variables that are not set are found by reading the policy.
+    Rules without effect and unset variables are found only by `from_yaml`.
     """
     title = "A retention policy of bucketpoint"
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -175,7 +175,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # PyYAML quotes only texts that are numbers in YAML 1.1; `1e3` is a number in 1.2 only.
+    # PyYAML quotes only texts that are numbers in YAML 1.1, and `1e3` is a number only in 1.2.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if isinstance(_plain(text), str) else '"')
 
 
@@ -221,7 +221,7 @@ def _place(node: yaml.Node) -> _Place:
 
 
 def _plain(text: str) -> str | int | float | bool | None:
-    """Resolve a scalar without quotes, by YAML 1.2's core schema without octal and hexadecimal numbers."""
+    """Resolve an unquoted scalar by YAML 1.2's core schema, without octal and hexadecimal numbers."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):

@@ -1,1 +1,1 @@
-"""Deletion of checkpoints: tombstones, the pruner, removal by hand, rollback, thinning, and the sweep of dead saves."""
+"""Deletion of checkpoints: tombstones, pruning, removal by name, thinning, and the sweep of dead saves."""

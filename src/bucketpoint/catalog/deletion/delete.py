@@ -1,11 +1,11 @@
-"""Deletion and thinning of checkpoints that a pruner has claimed. A deletion is a commit.
+"""Deletion and thinning of checkpoints whose tombstone a pruner has claimed.
 
-One conditional request removes `.metadata` before any data. If the store can compare and delete in one step, and all
-data carries the commit's own token, it is a DELETE. Otherwise it replaces `.metadata` by a marker, which lists for the
-next pruner what to delete, and is deleted last. Only objects that the commit names are deleted, not everything in the
-folder. Data objects carry a token of their rank and attempt.
+One conditional request ends the checkpoint before any data is deleted. If the store supports conditional deletes, and
+all data carries the coordinator's token, the request deletes `.metadata`. Otherwise it replaces `.metadata` by a
+deletion marker. The marker names the objects to delete, for the next pruner if this one dies, and is deleted last. Only
+objects of the deleted commit are deleted, not the whole folder: data objects carry a token of rank and attempt.
 
-Thinning reduces a checkpoint to its weights: it writes new metadata and deletes other objects. No tensor is read.
+Thinning writes new metadata without the optimizer, and deletes the optimizer's objects. It reads no tensor.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven
 from bucketpoint.stores.retry import retry_transient
 
 SIGNED_S = 300
-"""Seconds for which a signed deletion of a marker is valid. More than deleting some thousand objects takes."""
+"""Seconds for which a signed deletion of a marker is valid: longer than the deletion of some thousand objects."""
 
 LOOKED_S = 300.0
-"""Seconds for which a check of the newest checkpoint is valid. A pruner suspended for longer deletes nothing."""
+"""Seconds for which a check of the newest checkpoint is valid. A pruner that was suspended longer deletes nothing."""
 
 
 class Doomed(NamedTuple):
-    """Objects that are deleted with one checkpoint.
+    """Objects to delete with one checkpoint.
 
     Attributes:
         data: keys of its objects.
-        remove: function that removes the marker in place of `.metadata`; None if there is no marker, or it has to stay.
+        remove: function that removes the deletion marker; None if there is no marker, or if it has to stay.
     """
 
     data: list[str]
@@ -65,19 +65,19 @@ def delete_checkpoints(
     looked: Stopwatch,
     by: str,
 ) -> None:
-    """Delete checkpoints whose tombstones this pruner has claimed, and report the outcome in `done`.
+    """Delete the checkpoints of claimed tombstones, and report the outcome in `done`.
 
-    The order is: the commit, then the record and the data, then the notes and the tombstone. Each checkpoint costs a
-    LIST of its folder and a conditional request for its `.metadata`; all other deletes share requests.
+    The order is: `.metadata`, then record and data, then notes and tombstone. Each checkpoint costs a LIST of its
+    folder and a conditional request for its `.metadata`; all other deletes share requests.
 
     Args:
-        looked: stopwatch, started when the newest checkpoint was checked.
-        by: author of the deletion, which the marker names to those who try to load the checkpoint.
+        looked: stopwatch that was started when the newest checkpoint was checked.
+        by: author of the deletion, for the errors of readers that find the marker.
     """
     able = proven_deletes(catalog.store, catalog.key(catalog_keys.CATALOG))
     uncommitted = ((tombstone, _uncommit(catalog, able, snapshot, tombstone, done, looked, by)) for tombstone in going)
     doomed = {one: objects for one, objects in uncommitted if objects is not None}
-    # Records of replaced commits are deleted too: without the newer one they would count as a checkpoint.
+    # Records of replaced commits in the folder are deleted too: without the newer record they would count.
     records = [*snapshot.checkpoints, *snapshot.superseded]
     wanted = {
         one: [other.key for other in records if other.key and other.folder == one.folder] + objects.data
@@ -86,7 +86,7 @@ def delete_checkpoints(
     _delete_all(catalog, wanted, doomed, done)
     for objects in doomed.values():
         if objects.remove is not None:
-            # A save may have committed in the marker's place. Its commit stays.
+            # The removal fails if a save has replaced the marker by its commit.
             with contextlib.suppress(PreconditionFailedError):
                 objects.remove()
     _delete_all(catalog, {tombstone: _notes(snapshot, tombstone) for tombstone in doomed}, doomed, done)
@@ -99,15 +99,13 @@ def delete_checkpoints(
 def put_marker(
     catalog: Catalog, able: Capabilities, there: ObjectInfo, marker: DeletionMarker
 ) -> Callable[[], object] | None:
-    """Replace `there` by a marker.
+    """Replace the object `there` by a marker. Return a function that removes it; None if the store has no safe removal.
 
-    Return a function that removes the marker later; None if the store cannot do so safely.
-
-    The removal deletes only this marker, however late it arrives: it is conditional on the marker's ETag, or it is
-    signed before the marker is put, and expires. A save waits for that expiry before it commits in the marker's place.
+    The function deletes only this marker, even if its request arrives late: the request depends on the marker's ETag,
+    or it is signed before the marker is written, and expires. A save waits for the expiry before it replaces a marker.
 
     Raises:
-        ObjectNotFoundError, PreconditionFailedError: the object is not `there` any more.
+        ObjectNotFoundError, PreconditionFailedError: the object was removed or replaced.
     """
     store = catalog.store
     signed = None
@@ -116,27 +114,26 @@ def put_marker(
     etag = catalog.write(there.key, marker.encode(), if_match=there.etag).etag
     if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
         return lambda: store.delete_if(there.key, etag)
-    # A signed deletion may be repeated after a lost answer: the service refuses expired ones.
+    # A signed deletion may be sent again after a lost answer, because the service refuses it once it has expired.
     return None if signed is None else lambda: retry_transient(signed)
 
 
 def _uncommit(
     catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned, looked: Stopwatch, by: str
 ) -> Doomed | None:
-    """Remove the commit. Return None if it stays: another commit has replaced it, or the deletion was refused."""
+    """Remove the commit, and return the objects to delete. None if it was replaced, or must not be deleted now."""
     listed = catalog.objects_of(one.folder)
     committed = listed.get(keys.METADATA)
-    # A trainer without the right to delete leaves the objects that its commit replaced: they are deleted too.
+    # Objects of replaced commits are deleted too: a trainer without permission to delete has left them.
     ended = {one.id, *(other.id for other in snapshot.superseded if other.folder == one.folder)}
     if committed is None:
-        # `.metadata` was deleted by hand, or by a pruner that died after this point.
+        # `.metadata` was deleted by hand, or by a pruner that died before it deleted the data.
         return Doomed(_data(listed, ended, ()))
     same = one.mark != catalog_keys.UNKNOWN and catalog_keys.mark_of(committed.etag) == one.mark
     tokens: set[str] = {one.id}
     paths: tuple[str, ...] = ()
-    # If all data in the folder carries the commit's own token, no other token can belong to it. If several ranks saved,
-    # the other ranks have other tokens. Only the metadata distinguishes them from the tokens of a save under way, which
-    # may have as many objects of the same size.
+    # If all data in the folder has the coordinator's token, no other rank saved data. Otherwise only the metadata
+    # distinguishes tokens of other ranks from those of a save under way, so it is read.
     if not same or {token for path in listed if (token := keys.token_of(path)) is not None} != tokens:
         try:
             data = get_metadata(catalog.store, committed.key)[0]
@@ -147,7 +144,7 @@ def _uncommit(
             return Doomed(_data(listed, ended, ()))
         if marker is not None:
             tokens, paths = set(marker.tokens), marker.paths
-        # The token identifies the commit, too: in a run copied by another tool, ETags differ from the record.
+        # If another tool has copied the run, the ETag differs from the record's, and the token identifies the commit.
         elif same or _token_in(data, committed) == one.id:
             tokens = keys.tokens_in(data)
             paths = () if tokens else _flat_paths(data)
@@ -155,7 +152,7 @@ def _uncommit(
             withdraw(catalog, one, done)
             return None
     if _fenced(catalog, listed, tokens):
-        # If the checkpoint were deleted now, a second request would commit it without its data: see `prune._unheard`.
+        # A repeated commit would make a checkpoint without data: see `prune._unheard`.
         done.refused[one.step, one.id] = "its save still has a fence, and may send its commit again"
         return None
     if looked.seconds() > LOOKED_S:
@@ -168,7 +165,7 @@ def _uncommit(
         if tokens == {one.id} and committed.etag is not None and able.conditional_delete:
             catalog.store.delete_if(committed.key, committed.etag)
         else:
-            # If this pruner dies, the marker lists the objects to delete for the next one.
+            # The marker names the objects to delete, for the next pruner if this one dies.
             at = catalog.now if catalog.now is not None else catalog.clock()
             marker = DeletionMarker(one.id, at, by, tuple(sorted(tokens)), paths)
             remove = put_marker(catalog, able, committed, marker)
@@ -194,7 +191,7 @@ def _token_in(data: bytes, info: ObjectInfo) -> str | None:
 
 
 def _flat_paths(data: bytes) -> tuple[str, ...]:
-    """Return the objects beside `.metadata` that another writer's metadata names. Deeper ones may belong to others."""
+    """Return the paths in another writer's metadata, without subfolders, which may belong to another run."""
     try:
         paths = data_paths(plain.read_metadata(data))
     except (MetadataError, UnsafeDataError):
@@ -207,7 +204,7 @@ def _is_flat(path: str) -> bool:
 
 
 def _data(listed: dict[str, ObjectInfo], tokens: set[str], paths: tuple[str, ...]) -> list[str]:
-    """Return the keys to delete: the attempt's objects, by the tokens of its ranks or by the names in its metadata."""
+    """Return the keys to delete: data and fences with these tokens, objects at `paths`, and the record."""
     named_by_it = {keys.RECORD, *filter(_is_flat, paths)}
     return [
         info.key
@@ -217,10 +214,10 @@ def _data(listed: dict[str, ObjectInfo], tokens: set[str], paths: tuple[str, ...
 
 
 def _notes(snapshot: Snapshot, one: Tombstone) -> list[str]:
-    """Return the keys of the notes on a step, if this is its last checkpoint, and of the checkpoint's tombstones."""
+    """Return the keys of the checkpoint's tombstones, and, if it is the step's last checkpoint, of the step's notes."""
     last = sum(other.step == one.step for other in snapshot.checkpoints) <= 1
     notes = sorted(snapshot.notes.keys_of(one.step)) if last else []
-    # The tombstone of a pending thinning is deleted too: taking it back would suggest that the checkpoint still exists.
+    # A tombstone for thinning is deleted too: `undo` of it would suggest that the checkpoint still exists.
     tombstones = [other.key for other in snapshot.notes.tombstones if other.name == one.name]
     return [*notes, *dict.fromkeys([*tombstones, one.key])]
 
@@ -228,7 +225,7 @@ def _notes(snapshot: Snapshot, one: Tombstone) -> list[str]:
 def _delete_all(
     catalog: Catalog, wanted: dict[Tombstone, list[str]], doomed: dict[Tombstone, Doomed], done: Pruned
 ) -> None:
-    """Delete in shared batches. A checkpoint with a refused key leaves `doomed`: the next prune tries again."""
+    """Delete in shared batches. A checkpoint with a failed key leaves `doomed`, so its tombstone stays for a retry."""
     failures = catalog.store.delete([key for one in doomed for key in wanted[one]])
     done.failures += failures
     failed = {failure.key for failure in failures}
@@ -237,7 +234,7 @@ def _delete_all(
 
 
 def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> None:
-    """Thin a checkpoint: replace the metadata, then the record; delete the optimizer's objects, then the tombstone."""
+    """Thin a checkpoint: replace metadata and record, and delete the optimizer's objects and then the tombstone."""
     name = (one.step, one.id)
     key = catalog.metadata_key(one.folder)
     try:
@@ -249,7 +246,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         if outline.facts.get("kind") != WEIGHTS:
             data = outline.thinned(info.etag)
             outline = Outline(data)
-            # If another process has replaced the metadata meanwhile, the condition fails, and that metadata stays.
+            # The condition fails if another process has replaced the metadata.
             info = catalog.write(key, data, if_match=info.etag)
     except (ObjectNotFoundError, CheckpointDeletedError):
         withdraw(catalog, one, done)
@@ -265,11 +262,11 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     records = [*snapshot.checkpoints, *snapshot.superseded]
     old = [other for other in records if other.name == one.name]
     for other in old:
-        # Another writer's metadata has no time and no token: the old record supplies them.
+        # Metadata of other writers has no time and no token, so those of the old record are used.
         former = _record_of(catalog, other)
         created = record.created if record.created is not None else other.created
         metrics = {**(former.metrics if former else {}), **record.metrics}
-        # Thinning leaves the `covers` of the kept tensors valid.
+        # If the checkpoint covered all its tensors, the thinned one does, too.
         covers = (former and former.covers) or None
         record = dataclasses.replace(record, token=other.id, created=created, metrics=metrics, covers=covers)
     if record.token is None:
@@ -278,11 +275,11 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     failures = catalog.store.delete([other.key for other in old if other.key and other.key != written])
     objects = {path: info.key for path, info in catalog.objects_of(one.folder).items()}
     if keys.METADATA not in objects:
-        # Another pruner has deleted the checkpoint meanwhile: the new record describes nothing, and must go.
+        # Another pruner has deleted the checkpoint meanwhile, so the new record has no commit.
         done.failures += failures + catalog.store.delete([written])
         withdraw(catalog, one, done)
         return
-    # Only objects of this attempt: a save that is under way has objects of the same groups in the same folder.
+    # Only the paths that the old metadata named: a save under way may have optimizer objects in the same folder.
     goes = set(outline.facts.get("thinned_paths", ())) - outline.paths
     failures += catalog.store.delete([objects[path] for path in sorted(goes & objects.keys()) if keys.token_of(path)])
     done.failures += failures
@@ -294,7 +291,6 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
 
 
 def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
-    """Return the checkpoint's record; None also if it is damaged: the notes then supply the metrics."""
     try:
         return read_record(catalog, one.key) if one.key else None
     except MetadataError:

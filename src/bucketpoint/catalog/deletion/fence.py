@@ -1,12 +1,12 @@
-"""The fence of an attempt: either its save may commit, or a sweep may remove its data, and never both.
+"""Fence of an attempt: an object for which a save and a sweep compete, so that only one of them continues.
 
-A sweep removes nothing that is younger than `MIN_SWEEP_AGE_S`. A save that is about to commit and has given no sign of
-life for `FENCE_AGE_S` first writes its fence, create-only, and then checks that all its data is there. A sweep writes
-the same object before it removes data of the attempt: the second of the two stops. Once the data is gone, the sweep
-removes the fence, and a save that comes later finds its data missing. A younger save makes no such request.
+A sweep removes only objects older than `MIN_SWEEP_AGE_S`. If a save reaches its commit more than `FENCE_AGE_S` after
+its last sign of life, it first writes its fence, create-only, and then checks that all its data exists. A sweep writes
+the same object before it removes data of the attempt. The second of the two stops. Once the data is removed, the sweep
+removes the fence too, and a save that comes later finds its data missing. Faster saves write no fence.
 
-The condition cannot guard against a commit that is sent in time and reaches the store half an hour later. Amazon S3 and
-similar stores refuse requests that were signed more than 15 minutes before (`RequestTimeTooSkewed`).
+A fence cannot stop a commit request that reaches the store half an hour after it was sent. Amazon S3 and similar stores
+refuse requests that were signed more than 15 minutes before (`RequestTimeTooSkewed`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import crc32c
 
 MIN_SWEEP_AGE_S = 3600.0
-"""Least age of what a sweep removes. Twice `FENCE_AGE_S`, which leaves half an hour for a commit that is under way."""
+"""Least age in seconds of objects that a sweep removes. The half hour above `FENCE_AGE_S` is for a commit under way."""
 
 FENCE_AGE_S = MIN_SWEEP_AGE_S / 2
-"""Seconds without a sign of life after which a save writes its fence before it commits."""
+"""Seconds without a sign of life after which a save must write its fence before it commits."""
 
 ATTEMPTS = 3
 
@@ -37,15 +37,13 @@ SAVE, SWEEP = "save", "sweep"
 
 
 class AttemptFence:
-    """The fences of one attempt to save, on the rank that commits it.
-
-    Each rank names its objects and its fence by its own token.
+    """The fences of one attempt, written by the rank that commits: one for the token of each rank.
 
     Args:
-        since: started before any rank of the attempt sent data.
+        since: stopwatch that was started before any rank of the attempt sent data.
 
     Attributes:
-        sizes: sizes in bytes of the data objects that the commit will name, by their paths.
+        sizes: sizes in bytes of the data objects that the commit will name, by path.
     """
 
     def __init__(self, store: Store, prefix: str, since: Stopwatch, sizes: Mapping[str, int] | None = None) -> None:
@@ -56,19 +54,19 @@ class AttemptFence:
         self._etags: dict[str, str | None] = {}
 
     def ensure(self) -> None:
-        """Make sure that no sweep can remove the data of this attempt now. Call it right before each PUT of the commit.
+        """Write the fences if they are needed. Must be called right before each PUT of the commit.
 
         Raises:
             IncompleteSaveError: a sweep has removed data, or may have.
         """
-        # Checked again after each `take`: the process may have been suspended meanwhile.
+        # A loop, because the process may be suspended during `take`.
         while self._alive.seconds() >= FENCE_AGE_S:
             self.take()
 
     def take(self) -> None:
-        """Write or renew the fences: from now on sweeps treat the attempt as one that has just begun.
+        """Write or renew the fences: sweeps then treat the attempt as one that has just begun. Raises as `ensure`.
 
-        A PUT for each rank, and one LIST for each 1,000 objects. Raises as `ensure`.
+        A PUT for each rank, and one LIST for each 1,000 objects.
         """
         alive = Stopwatch()
         for token in sorted({token for path in self.sizes if (token := keys.token_of(path)) is not None}):
@@ -81,7 +79,7 @@ class AttemptFence:
         self._alive = alive
 
     def release(self) -> None:
-        """Remove the fences, once the attempt has committed. Best effort: sweeps remove fences that stay."""
+        """Remove the fences after the commit. Best effort: a sweep removes those that stay."""
         self._store.delete([*self._etags])
         self._etags = {}
 
@@ -102,16 +100,16 @@ class AttemptFence:
             except ObjectNotFoundError:
                 break
             if data == body:
-                # The fence is this save's own: the answer to its PUT was lost.
+                # This save wrote the fence; the answer to its PUT was lost.
                 return info
             if _held_by(data) != SAVE:
                 break
-            # The fence is of another copy of the same checkpoint, and is taken over.
+            # Another process that copies the same checkpoint wrote the fence: this process takes it over.
             taken, etag = True, info.etag
         raise self._swept("a sweep has replaced the fence of this save")
 
     def _missing(self) -> str | None:
-        """Return an object that is gone or has another size, or None. One LIST for each 1,000 objects."""
+        """Return the key of an object that is missing or has another size, or None."""
         # A sweep removes only objects with a token in their name.
         sizes = {keys.join(self._prefix, path): size for path, size in self.sizes.items() if keys.token_of(path)}
         if not sizes:
@@ -119,8 +117,7 @@ class AttemptFence:
         try:
             there = {info.key: info.size for info in self._store.list(keys.join(self._prefix, f"{keys.DATA_FOLDER}/"))}
         except AccessDeniedError:
-            # Without the right to list, each object is asked for alone; the store denies access to a missing one as
-            # well.
+            # Without permission to list: one HEAD for each object. S3 then denies access to a missing object, too.
             there = {}
             for key in sizes:
                 with contextlib.suppress(AccessDeniedError, ObjectNotFoundError):
@@ -137,10 +134,10 @@ class AttemptFence:
 
 
 def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> bool:
-    """Write the fence of an attempt for a sweep. Return True if its save can no longer commit, so that its data may go.
+    """Write the fence of an attempt for a sweep. Return True if the save can no longer commit: its data may be removed.
 
     Args:
-        there: the fence as it was listed, if it is old enough; None if there was none.
+        there: the fence as listed; None if there was none.
     """
     key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body(SWEEP))
     etag = there.etag if there is not None else None
@@ -155,7 +152,7 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
 
 
 def _body(holder: str) -> bytes:
-    # S3 makes an ETag of the bytes alone: the nonce gives a renewed fence another ETag than a sweep has listed.
+    # S3 derives an ETag from the bytes alone: with a nonce, a renewed fence has another ETag than a sweep has listed.
     return json.dumps({"held_by": holder, "nonce": os.urandom(8).hex()}).encode()
 
 

@@ -1,6 +1,6 @@
-"""The lock of pruners, an object that expires, and the check that this process may delete.
+"""The pruners' lock, an object that expires, and the check of the permission to delete.
 
-Losing the lock is harmless: it only avoids double work.
+The lock only avoids double work: two pruners at once do no harm.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from bucketpoint.stores import ObjectInfo
 from bucketpoint.stores.base import SCRATCH
 
 LOCK_SECONDS = 900.0
-"""Seconds for which a lock holds, by the store's time of its write. Longer than the deletion of a batch."""
+"""Seconds for which a lock is valid, from the store's time of its write. Longer than the deletion of a batch."""
 
 _GIVEN_BACK = ""
-"""Holder of a lock that a pruner without the right to delete has given back."""
+"""Holder in a lock that was released by a pruner without permission to delete it."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Lock:
     """The pruners' lock.
 
     Attributes:
-        catalog: the catalog at the store's time of the lock, which is the time of its holder's round.
-        watch: stopwatch, started before the lock was written.
-        etag: ETag of the lock; None if the store has none.
+        catalog: the catalog whose `now` is the store's time of the lock, and so of the holder's round.
+        watch: stopwatch that was started before the lock was written.
+        etag: ETag of the lock; None if the store has no ETags.
     """
 
     catalog: Catalog
@@ -42,14 +42,14 @@ class Lock:
 
     @property
     def holds(self) -> bool:
-        """True while the lock cannot have expired, so that no other pruner holds it."""
+        """True while the lock cannot have expired, so that no other pruner can acquire it."""
         return self.watch.seconds() < LOCK_SECONDS
 
 
 def acquire(catalog: Catalog, holder: str) -> Lock | None:
-    """Acquire the lock; None while another holder's has not expired. One PUT if it is free."""
+    """Acquire the lock; None while the lock of another holder is valid. One PUT if there is no lock."""
     key, watch = catalog.own_key(catalog_keys.LOCK), Stopwatch()
-    # Version 0.2 goes by `expires`, a time by the clock of the holder's machine.
+    # `expires`, by the holder's clock, is for version 0.2, and for stores without times.
     body = json.dumps({"expires": catalog.clock() + LOCK_SECONDS, "holder": holder}, sort_keys=True).encode()
     written = catalog.create(key, body)
     if written is None:
@@ -66,7 +66,7 @@ def acquire(catalog: Catalog, holder: str) -> Lock | None:
 
 
 def under_lock(catalog: Catalog, holder: str, work: Callable[[Lock], Pruned]) -> Pruned:
-    """Return the report of `work`, which runs under the lock, or a report that names the lock's holder."""
+    """Run `work` under the lock and return its report. If another pruner holds the lock, return a report naming it."""
     lock = acquire(catalog, holder)
     if lock is None:
         return Pruned(stopped=held_by(catalog))
@@ -77,7 +77,7 @@ def under_lock(catalog: Catalog, holder: str, work: Callable[[Lock], Pruned]) ->
 
 
 def held_by(catalog: Catalog) -> str:
-    """Describe who holds the lock, and when it is free at the latest. One small GET."""
+    """Return a text with the lock's holder and the time of its expiry. One small GET."""
     try:
         data, info = catalog.store.get(catalog.own_key(catalog_keys.LOCK), first=1 << 16)
     except ObjectNotFoundError:
@@ -88,8 +88,10 @@ def held_by(catalog: Catalog) -> str:
 
 
 def give_back(lock: Lock) -> None:
-    """Remove the lock, unless it has expired and may belong to another pruner by now. Or overwrite it without a
-    holder."""
+    """Release the lock: delete it, or, without permission to delete, overwrite it without a holder.
+
+    Do nothing if the lock has expired: it may belong to another pruner.
+    """
     if not lock.holds:
         return
     key = lock.catalog.own_key(catalog_keys.LOCK)
@@ -101,17 +103,17 @@ def give_back(lock: Lock) -> None:
 
 
 def _is_free(catalog: Catalog, data: bytes, info: ObjectInfo) -> bool:
-    """Return True if another's lock has expired. Two requests, as only an object written now has the store's time."""
+    """Return True if another holder's lock has expired. Two requests, to get the store's present time."""
     now = catalog.at_store_time().now
     if now is None or info.modified is None:
-        # The store returns no times. A lock only saves work, so the machines' clocks decide.
+        # The store returns no times, so the machines' clocks decide. An error is harmless: two pruners do double work.
         return _expires(data) <= catalog.clock()
     return info.modified + LOCK_SECONDS <= now
 
 
 def _expires(data: bytes) -> float:
     expires = catalog_keys.content_of(data).get("expires")
-    # A lock that cannot be read, or that names no time, counts as expired.
+    # A lock that cannot be parsed, or has no time, counts as expired.
     return expires if isinstance(expires, (int, float)) and 0 <= expires < 1e11 else 0.0
 
 
@@ -121,20 +123,20 @@ def _holder(data: bytes) -> str | None:
 
 
 _NOBODYS = f"{SCRATCH}delete"
-"""Name of an object that is never written. In a bucket with versioning its deletion leaves a delete marker."""
+"""Name of an object that never exists. In a bucket with versioning its deletion leaves a delete marker."""
 
 _granted: set[tuple[str, str]] = set()
-"""Stores and prefixes where this process may delete."""
+"""Stores and prefixes for which the permission to delete was checked."""
 
 
 def require_deletes(catalog: Catalog, folder: str, *, written: int = 0) -> None:
-    """Check that data in a checkpoint's folder may be deleted, by a deletion of an object that does not exist.
+    """Check the permission to delete data in a checkpoint's folder, by deleting an object that does not exist.
 
-    A marker in place of `.metadata` ends a checkpoint, and a role that may only save can write one. Without the right
-    to delete, such a role would end checkpoints and leave all their data. One request for each store and prefix.
+    A role that may only write could still replace `.metadata` by a deletion marker, which ends the checkpoint, and then
+    be unable to delete the data. One request for each store and prefix.
 
     Args:
-        written: number of tombstones that this prune has written, for the error.
+        written: number of tombstones that this prune has written, for the error's text.
 
     Raises:
         AccessDeniedError: the deletion was refused.
@@ -144,7 +146,7 @@ def require_deletes(catalog: Catalog, folder: str, *, written: int = 0) -> None:
     if place in _granted:
         return
     try:
-        # Among the data, because a trainer may be allowed to delete notes.
+        # The object's key is among the data: a trainer may have permission to delete notes only.
         kept = next(iter(catalog.store.delete([catalog.key(f"{folder}/{_NOBODYS}")])), None)
         reason, remedy = (f"{kept.code}: {kept.message}", kept.remedy) if kept is not None else (None, None)
     except AccessDeniedError as error:

@@ -1,6 +1,6 @@
-"""A round of pruning: tombstone, grace, deletion. It carries out orders and refuses unsafe ones.
+"""One round of pruning: writes tombstones for a policy's orders, and carries out those whose grace is over.
 
-If a pruner is killed at any request, the next one finishes its work.
+If a pruner is killed at any request, the next pruner completes its work.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class Order:
-    """An order for one checkpoint: `delete`, `thin` or `keep`, with the reason.
+    """Order for one checkpoint: `delete`, `thin` or `keep`, with the reason. Other checkpoints are left unchanged.
 
-    An order to keep withdraws the tombstone of an earlier prune; an order to thin withdraws a tombstone for deletion. A
-    checkpoint without an order is left as it is.
+    `keep` withdraws the tombstone of an earlier prune; `thin` withdraws one for deletion.
     """
 
     step: int
@@ -39,7 +38,7 @@ class Order:
 
 
 Decide = Callable[[Sequence[Row]], Sequence[Order]]
-"""A policy, as a pure function. Called under the lock with all rows; returns the orders."""
+"""Pure function from all rows to the orders of a policy, called under the lock."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Round:
     """Report of one prune by a policy.
 
     Attributes:
-        plan: the policy's plan; None if the round did not start, for the reason in `done.stopped`.
+        plan: the policy's plan; None if no plan was made, for the reason in `done.stopped`.
         verdict: the circuit breaker's verdict on the plan.
         done: the pruner's report.
     """
@@ -65,10 +64,10 @@ class Round:
 def prune_by(
     catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
 ) -> Round:
-    """Prune once by a policy. Raises as `prune`, and `PolicyError` if `policy.keep.match` fails.
+    """Prune once by a policy. Raises the errors of `prune`, and `PolicyError` if `policy.keep.match` fails.
 
     Args:
-        force: carry out the whole plan, even if the circuit breaker refuses it.
+        force: carry out the whole plan, even if `max_delete` refuses it.
         committed: number of checkpoints that the job has committed since its last round.
     """
     planned: Plan | None = None
@@ -78,9 +77,9 @@ def prune_by(
         nonlocal planned, verdict
         planned, verdict = judged(policy, rows, committed=committed)
         entries = [entry for entry in (*planned.deleted, *planned.thinned) if not entry.is_ordered]
-        # The oldest go first; later rounds delete the rest.
+        # Of a refused plan, the oldest few are carried out; later rounds continue.
         allowed = entries if verdict or force else entries[: verdict.unasked]
-        # An order that keeps more of a checkpoint than its tombstone is no loss: the circuit breaker does not count it.
+        # Orders that keep more of a checkpoint than its tombstone delete nothing, so `max_delete` does not count them.
         spared = [
             entry
             for entry in planned.entries
@@ -95,13 +94,12 @@ def prune_by(
 
 
 def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) -> tuple[Plan, Verdict]:
-    """Return the policy's plan for these rows, and the circuit breaker's verdict on it."""
     planned, limit = plan(policy, rows), policy.prune.max_delete
     return planned, circuit_breaker(planned, count=limit.count, fraction=limit.fraction, committed=committed)
 
 
 def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Collection[str]) -> dict[str, str]:
-    """Return a line for each metric of a `best` rule that no checkpoint has: the name is probably misspelt."""
+    """Return, by metric, a warning for each `best` rule whose metric was never reported: the name may be misspelt."""
     names = first_of(sorted(reported), _NAMED_AT_MOST)
     return {
         metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
@@ -110,7 +108,7 @@ def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Coll
 
 
 def gone_lines(arguments: str, gone: Collection[int]) -> Iterator[str]:
-    """Yield a line about records whose checkpoints something other than bucketpoint has removed or replaced."""
+    """Yield a line about records whose checkpoints another tool has removed or replaced."""
     if gone:
         yield (
             f"the checkpoint that the record names is gone, or another one is in its place, so no rule counts it: step "
@@ -119,7 +117,7 @@ def gone_lines(arguments: str, gone: Collection[int]) -> Iterator[str]:
 
 
 def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield a line for each step that claims to have been committed after its record was written."""
+    """Yield a line for each step whose record has a time of commit later than its own write."""
     for step, seconds in sorted(ahead.items()):
         yield (
             f"step {step} was saved by a machine whose clock was {seconds / 3600:.1f} h ahead: its "
@@ -128,22 +126,22 @@ def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
 
 
 def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pruned:
-    """Run one round: write the tombstones that `decide` orders, and carry out those that are due.
+    """Run one round: write the tombstones that `decide` orders, and carry out all that are due.
 
-    Tombstones of earlier rounds are taken back first, if `decide` orders to keep their checkpoints.
+    First, tombstones of earlier rounds are withdrawn if `decide` orders to keep their checkpoints.
 
     Args:
         grace: seconds from the tombstone to the deletion; 0 deletes in this round.
-        holder: name of the pruner, for the lock. A pruner of the same name takes over the lock.
+        holder: name of the pruner in the lock. A pruner of the same name takes the lock over.
 
     Raises:
-        StoreError: a request failed, after all retries. The next round finishes what was begun.
+        StoreError: a request failed, after all retries. The next round completes unfinished deletions.
     """
     return under_lock(catalog, holder, lambda lock: _round(lock, decide, grace))
 
 
 def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
-    # The round uses the store's time. A pruner's own clock may be wrong by days.
+    # `lock.catalog` has the store's time. The clock of the pruner's machine may be wrong by days.
     catalog = lock.catalog
     snapshot, newest = _newest(catalog, reconcile(catalog, catalog.snapshot()))
     done = Pruned(metrics=snapshot.metric_names(), now=catalog.now)
@@ -167,8 +165,8 @@ def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
     for tombstone in spared:
         spare(catalog, tombstone, done)
     _bury(catalog, snapshot, orders, catalog.due(grace), done)
-    # Intents left by a trainer without the right to delete: they lengthen the listing of every restore. The intent of
-    # an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be left.
+    # Intents of a trainer without permission to delete make the listings of all restores longer, so they are deleted.
+    # The intent of an overwrite stays: it directs the sweep to a folder that may hold objects of the old checkpoint.
     replaced, unheard = {checkpoint.folder for checkpoint in snapshot.superseded}, _unheard(snapshot)
     ended = [attempt for attempt in snapshot.finished if attempt not in unheard and attempt.folder not in replaced]
     notes = catalog.snapshot().notes
@@ -178,11 +176,10 @@ def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
 
 
 def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected | None]:
-    """Return the newest full checkpoint that exists, and the snapshot without newer ones that are gone."""
+    """Return the newest full checkpoint that exists, and the snapshot with those that do not exist moved to `gone`."""
     while True:
         given_up = snapshot.given_up()
-        # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
-        # others.
+        # A given-up checkpoint does not count as the newest: a damaged one would block all deletions, its own included.
         staying = [checkpoint for checkpoint in snapshot.full if checkpoint.name not in given_up] or snapshot.full
         newest = inspect(catalog, staying[-1]) if staying else None
         if newest is None or not newest.gone:
@@ -193,10 +190,10 @@ def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected |
 def existing(
     catalog: Catalog, snapshot: Snapshot, decide: Decide, *, looked_at: Checkpoint | None = None, dry_run: bool = False
 ) -> tuple[Snapshot, Sequence[Order]]:
-    """Decide on the checkpoints that exist. Return the snapshot without those that are gone, and the orders.
+    """Return the orders for the checkpoints that exist, and the snapshot with the others moved to `gone`.
 
-    A checkpoint that something else removed leaves its record: if a rule counted it, another one would be deleted in
-    its place. So before anything is deleted, the existence of each checkpoint that stays is checked: one HEAD for each.
+    If another tool has removed a checkpoint, its record remains. A rule that counted the record would keep one existing
+    checkpoint fewer. So before any deletion, one HEAD for each checkpoint that stays checks that it exists.
 
     Args:
         looked_at: a checkpoint that is known to exist.
@@ -227,8 +224,7 @@ def existing(
 def _damage_of_newest(
     catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
 ) -> str | None:
-    """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or nothing is
-    deleted."""
+    """Describe the damage of the newest full checkpoint that stays; None if it is whole, or no deletion is planned."""
     stones = snapshot.notes.tombstones
     if newest is None or (not orders and not any(stone.is_due(snapshot.taken) for stone in stones)):
         return None
@@ -246,7 +242,7 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
         name = (order.step, order.id)
         one = there.get(name)
         if one is None:
-            # Committed after the snapshot, or gone: the plan does not cover it.
+            # Committed or deleted since the snapshot was taken.
             done.refused[name] = "it was committed or deleted after the plan was made"
         elif reason := _held(snapshot, one):
             done.refused[name] = reason
@@ -256,7 +252,7 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
 
 
 def _held(snapshot: Snapshot, one: Checkpoint | Tombstone) -> str | None:
-    """Return the reason why a checkpoint must not be deleted or thinned, or None. No order overrides it."""
+    """Return the reason why no order may delete or thin a checkpoint, or None."""
     if one.name in snapshot.newest():
         return "it is the newest checkpoint"
     reasons = snapshot.held().get(one.step)
@@ -272,29 +268,30 @@ def carry_out(
     held: Callable[[Snapshot, Tombstone], str | None] = _held,
     by: str = "by the retention policy",
 ) -> None:
-    """Carry out tombstones that are due. One claim and one LIST for each; deletes share requests.
+    """Carry out the tombstones in `due`. One claim and one LIST for each; deletes share requests.
 
     Args:
-        looked: stopwatch, started when the newest checkpoint was checked.
-        lock: nothing is begun after it has expired.
-        held: returns the reason to keep a checkpoint, None if there is none.
-        by: author of the deletion, which the marker names.
+        looked: stopwatch that was started when the newest checkpoint was checked.
+        lock: no deletion begins after it has expired.
+        held: returns the reason to keep a checkpoint, or None.
+        by: author of the deletion, for the deletion marker.
     """
     catalog = lock.catalog
     if due:
-        # Before the claims: no undo takes back a claimed tombstone.
+        # Checked before the claims: a claimed tombstone cannot be undone.
         require_deletes(catalog, due[0].folder, written=len(done.buried))
     claimed = [(tombstone, begun) for tombstone in due if (begun := claim(catalog, tombstone)) is not None]
     if not claimed:
         return
-    # Listed again, now that the claims are visible: a pin, lease or save that came between the two listings is in this
-    # one.
+    # Listed again after the claims, to find pins, leases and saves made since the first listing. Pins and leases made
+    # later find the claim, and fail.
     snapshot = catalog.snapshot()
     going = []
     for one, begun in claimed:
         if still_goes(catalog, snapshot, begun, done, held=held(snapshot, one), taken_over=one.begun):
             going.append(begun)
-    # A checkpoint may have two: the one by a restore is for its present `.metadata`, which may differ from its record.
+    # A checkpoint may have two tombstones. That of a restore takes precedence over the policy's: its mark is that of
+    # the present `.metadata`, which may differ from the record.
     by_policy_first = sorted(going, key=lambda tombstone: not tombstone.by_policy)
     deleted = {tombstone.name: tombstone for tombstone in by_policy_first if tombstone.action == DELETE}
     if lock.holds and deleted:
@@ -308,14 +305,12 @@ def carry_out(
 def still_goes(
     catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned, *, held: str | None, taken_over: bool
 ) -> bool:
-    """Return True if a claimed deletion may be carried out.
-
-    If not, withdraw the claim, put it back, or leave it as it is.
+    """Return True if a claimed tombstone may be carried out. Otherwise withdraw it, unclaim it, or leave it claimed.
 
     Args:
-        held: the reason to keep the checkpoint; None if there is none.
-        taken_over: True if another pruner had claimed it before. That pruner may be suspended, and deletes the
-            checkpoint once it wakes: so the claim cannot be withdrawn, and a checkpoint that is held is left as it is.
+        held: the reason to keep the checkpoint, or None.
+        taken_over: True if another pruner had claimed the tombstone before. That pruner may be suspended and delete
+            the checkpoint when it wakes, so the tombstone of a held checkpoint stays claimed.
     """
     current = next((other for other in snapshot.checkpoints if other.folder == one.folder), None)
     replaced = current is not None and current.id != one.id
@@ -326,7 +321,7 @@ def still_goes(
         withdraw(catalog, one, done)
         return False
     if any(attempt.folder == one.folder for attempt in _running(snapshot)):
-        # A pruner that has taken over meanwhile makes the same decision.
+        # If `unclaim` fails, another pruner has claimed the tombstone, and decides likewise.
         if taken_over or unclaim(catalog, one):
             done.refused[one.step, one.id] = "a save into its folder is under way"
         return False
@@ -334,15 +329,14 @@ def still_goes(
 
 
 def _running(snapshot: Snapshot) -> list[Attempt]:
-    """Return the saves that may still send their commit, or send it again."""
+    """Return the attempts that may still send their commit, for the first time or again."""
     return [*(attempt for attempt in snapshot.attempts if attempt.is_live(snapshot.taken)), *_unheard(snapshot)]
 
 
 def _unheard(snapshot: Snapshot) -> list[Attempt]:
-    """Return the committed attempts whose saves may not have received the answer, and may send their commit again.
+    """Return the committed attempts whose save may send its commit again, because it received no answer.
 
-    A save that loses the answer to its commit sends the same request again, within minutes. If its checkpoint were
-    deleted in between, the second request would commit it without its data. Such a save has not removed its intent yet;
-    if it is older than `FENCE_AGE_S`, it has a fence (see `delete_checkpoints`).
+    The second request follows within minutes. If the checkpoint were deleted before, the request would commit it
+    without data. Such a save still has its intent; if older than `FENCE_AGE_S`, it also has a fence.
     """
     return [attempt for attempt in snapshot.finished if attempt.is_live(snapshot.taken, MIN_SWEEP_AGE_S)]

@@ -1,7 +1,7 @@
-"""Removal of checkpoints without a policy: by name, by a rollback, or because they could not be loaded.
+"""Removal of checkpoints without a policy: by name, by a rollback, or because of damage.
 
-A checkpoint that a person names is deleted at once, by the steps of a prune. Checkpoints that a run gives up, damaged
-ones and those newer than the step of a rollback, get a tombstone only after the commit of another checkpoint.
+A checkpoint that a person names is deleted at once, by the steps of a prune. Checkpoints that a job gives up (damaged,
+or newer than the step of a rollback) get a tombstone after the commit of another checkpoint.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from bucketpoint.stores import this_url
 logger = logging.getLogger(__name__)
 
 LOOKED_AT_MOST = 20
-"""Limit on the checkpoints that are searched for a whole one. So many damaged ones in a row are no accident."""
+"""Limit on the checkpoints that are checked to find a whole one. More damaged ones in a row have a common cause."""
 
 HOLDS = frozenset({"pinned", "leased"})
-"""Notes that keep a given-up checkpoint. "restored from" is not among them: it ends with the next commit."""
+"""Reasons that keep a given-up checkpoint. "restored from" is not included, because it ends with the next commit."""
 
 
 @dataclass(frozen=True)
 class Discard:
-    """A checkpoint that is given up.
+    """A checkpoint that is given up, with the reason.
 
     Attributes:
-        checkpoint: the checkpoint as it was found. Its mark is that of the present `.metadata`, altered or not. Its id
-            is empty if there is no record, and no metadata that can be read.
-        damaged: True if it could not be loaded. Otherwise training was rolled back to an earlier step.
+        checkpoint: the checkpoint, with the mark of its present `.metadata`, altered or not. Its id is empty if there
+            is no record and no readable metadata.
+        damaged: True if it could not be loaded; False if training was rolled back to an earlier step.
     """
 
     checkpoint: Checkpoint
@@ -63,9 +63,9 @@ class Discarded:
 
     Attributes:
         due: time of the deletion, in seconds since the epoch.
-        buried: have a tombstone now.
-        held: stay, because they are held, or because their commit is unknown. A restart finds them.
-        void: are gone, were given up before, or were saved again.
+        buried: checkpoints that got a tombstone.
+        held: checkpoints that stay, with the reason: pinned, leased, or without readable metadata.
+        void: checkpoints that are gone, replaced, or had such a tombstone before.
     """
 
     due: float
@@ -80,7 +80,7 @@ class Discarded:
 
 
 def damaged(catalog: Catalog, checkpoint: Checkpoint, reason: str) -> Discard | None:
-    """Give up a checkpoint that could not be loaded. None if another one has been committed in its place.
+    """Return the discard of a checkpoint that could not be loaded; None if another one has replaced it.
 
     One small GET, and a GET of the whole `.metadata` if it differs from the record.
     """
@@ -89,7 +89,7 @@ def damaged(catalog: Catalog, checkpoint: Checkpoint, reason: str) -> Discard | 
 
 
 def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None:
-    """Return the checkpoint with the id and the mark of its present `.metadata`. None if another one replaced it."""
+    """Return the checkpoint with id and mark of its present `.metadata`; None if that is another commit's."""
     committed = catalog.metadata_info(checkpoint.folder)
     if committed is None:
         return checkpoint if checkpoint.key is not None else None
@@ -106,9 +106,9 @@ def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None
 
 
 def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard]:
-    """Give up the checkpoints of higher steps, of all kinds, except those that were given up already.
+    """Return discards of the checkpoints of higher steps, of all kinds, except those that were given up already.
 
-    Two GETs for each checkpoint without a record, to find out which commit it is.
+    Two GETs for each checkpoint without a record, to identify its commit.
     """
     given_up = snapshot.given_up()
     reason = f"training was rolled back to step {step}"
@@ -118,7 +118,6 @@ def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard
 
 
 def united(discards: Iterable[Discard]) -> tuple[Discard, ...]:
-    """Return each checkpoint once, with the first reason that is given."""
     first: dict[tuple[str, str], Discard] = {}
     for discard in discards:
         first.setdefault(discard.name, discard)
@@ -126,7 +125,7 @@ def united(discards: Iterable[Discard]) -> tuple[Discard, ...]:
 
 
 def among(discards: Iterable[Discard]) -> Callable[[Checkpoint], bool]:
-    """Return a test whether a listed checkpoint is one of these."""
+    """Return a function that returns True for a listed checkpoint that is one of the discards."""
     names, folders = set(), set()
     for discard in discards:
         # A checkpoint without a record has no id in a listing, so its folder identifies it.
@@ -137,9 +136,9 @@ def among(discards: Iterable[Discard]) -> Callable[[Checkpoint], bool]:
 
 
 def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:
-    """Give tombstones to given-up checkpoints, except those that are held or were saved again.
+    """Write tombstones of given-up checkpoints, except those that are held or were replaced.
 
-    Two LISTs, and a PUT for each.
+    Two LISTs, and a PUT for each tombstone.
     """
     done = Discarded(due)
     snapshot = catalog.snapshot()
@@ -147,9 +146,9 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
         snapshot = _with_records(catalog, snapshot, discards)
     there = {checkpoint.folder: checkpoint for checkpoint in snapshot.checkpoints}
     if dry_run:
-        # Without `dry_run` they would have a record by now.
+        # Without `dry_run`, `_with_records` has added these checkpoints.
         there |= {one.folder: one for one in (discard.checkpoint for discard in discards) if one.key is None}
-    # A tombstone by a policy is not enough: a later prune may take it back.
+    # `given_up` does not include tombstones by a policy, which a later prune may withdraw.
     given_up, held = snapshot.given_up(), snapshot.held()
     for discard in discards:
         current = there.get(discard.checkpoint.folder)
@@ -169,14 +168,14 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
 
 
 def _same(current: Checkpoint, given_up: Checkpoint) -> bool:
-    """Return True if the listed checkpoint is the one that was given up, and no later one of its step."""
+    """Return True if the listed checkpoint is the one that was given up, and not a later commit in its folder."""
     if given_up.key is not None:
         return current.key == given_up.key
     return (current.id, current.mark) == (given_up.id, given_up.mark)
 
 
 def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Discard]) -> Snapshot:
-    """Write the missing records of given-up checkpoints, since a tombstone needs one. Return the snapshot with them."""
+    """Write the missing records of given-up checkpoints, which their tombstones need. Return the new snapshot."""
     missing = (one for one in (discard.checkpoint for discard in discards) if one.key is None and one.id)
     commits = [(one.step, one.folder, one.id) for one in missing if one.folder not in snapshot.folders]
     return catalog.snapshot() if write_missing(catalog, commits) else snapshot
@@ -187,9 +186,9 @@ class Removal:
     """A checkpoint to remove.
 
     Attributes:
-        checkpoint: the checkpoint, with its token and the mark of its `.metadata` even if it has no record.
+        checkpoint: the checkpoint, with token and mark even if it has no record.
         bytes: bytes of its data.
-        reasons: reasons to keep it. Only a person overrides them.
+        reasons: reasons to keep it, which only `force` overrides.
     """
 
     catalog: Catalog
@@ -203,7 +202,7 @@ class Removal:
 
 
 def plan_removal(place: Place) -> Removal:
-    """Inspect a checkpoint to remove, and the rest of its run. Changes nothing.
+    """Return the `Removal` of the checkpoint at `place`, with the reasons against it. Changes nothing.
 
     Raises:
         InvalidURLError: the URL cannot be that of a checkpoint.
@@ -218,22 +217,22 @@ def plan_removal(place: Place) -> Removal:
     if checkpoint.key is None:
         checkpoint = _identified(catalog, checkpoint)
     elif committed := catalog.metadata_info(folder):
-        # A person means the present checkpoint, damaged or not, and not the one in the record.
+        # The present commit is removed, even if it is damaged or differs from the record.
         checkpoint = replace(checkpoint, mark=catalog_keys.mark_of(committed.etag))
     return Removal(catalog, checkpoint, nbytes, tuple(_reasons(catalog, snapshot, checkpoint)))
 
 
 def remove(removal: Removal, *, holder: str, force: bool = False, of_run: bool = False) -> Pruned:
-    """Delete the checkpoint by the steps of a prune: a tombstone that is due at once, a claim, the commit, the data.
+    """Delete the checkpoint by the steps of a prune: a tombstone that is due at once, a claim, `.metadata`, the data.
 
     Args:
-        holder: name of the remover, for the pruner's lock.
-        force: remove it despite all reasons to keep it.
-        of_run: the whole run is removed, so only a checkpoint that is held stays.
+        holder: name of this process in the pruners' lock.
+        force: delete the checkpoint despite all reasons to keep it.
+        of_run: True if the whole run is removed: then only a pin, a lease or a resume is a reason to keep a checkpoint.
 
     Raises:
-        AccessDeniedError: data may not be deleted. Nothing was begun.
-        StoreError: a request failed, after all retries. The next prune or removal finishes what was begun.
+        AccessDeniedError: data may not be deleted; nothing was changed.
+        StoreError: a request failed, after all retries. The next prune or removal completes the deletion.
     """
     catalog, one = removal.catalog, removal.checkpoint
     require_deletes(catalog, one.folder)
@@ -278,7 +277,7 @@ def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
 
 
 def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:
-    """Add the token, which only the metadata has, to a checkpoint without a record. One GET."""
+    """Return a checkpoint without a record with the token from its metadata. One GET."""
     record = metadata_record(catalog, one.folder)
     if record is not None:
         return replace(one, id=record.token or "", mark=catalog_keys.mark_of(record.metadata_etag))
@@ -286,15 +285,14 @@ def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:
         data, info = get_metadata(catalog.store, catalog.metadata_key(one.folder))
     except ObjectNotFoundError:
         raise _not_there(catalog, one.folder) from None
-    # The metadata is damaged. What is left of it may still contain the tokens of its data.
+    # The metadata is unreadable, so the id is a hash. Its bytes may still contain the tokens of data to delete.
     return replace(one, id=hashlib.sha256(data).hexdigest()[:12], mark=catalog_keys.mark_of(info.etag))
 
 
 def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]:
-    """Return the reasons to keep a checkpoint: it is held, or the run would have no whole one without it.
+    """Return the reasons to keep a checkpoint: it is held, or is the newest whole one, or no checkpoint is whole.
 
-    The search for the newest whole checkpoint costs two GETs and a LIST, and as much for each damaged one that is
-    newer.
+    Two GETs and a LIST for each full checkpoint, newest first, until one is whole.
     """
     reasons = _held(snapshot, one)
     if one.kind != FULL:

@@ -1,6 +1,6 @@
-"""The states of a deletion: the table of all transitions, and functions that change the state of a tombstone.
+"""State machine of a deletion: the table of all transitions, and those of tombstones as functions.
 
-Each object that takes part changes by a request with a condition, so that of two processes exactly one wins.
+Transitions for which processes compete are conditional requests, so exactly one process succeeds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from bucketpoint.stores import DeleteFailure
 
 
 class Change(NamedTuple):
-    """A change of an object from one state to another. An empty state means that the object does not exist.
+    """Transition of an object between two states. In the empty state the object does not exist.
 
     Attributes:
         by: process that makes the change, and when.
-        condition: condition on which the store accepts it, and what that process has checked before.
-        guards: names of guards in `tests/simulation`, without which data is lost.
+        condition: condition of the request, and checks that the process makes before it.
+        guards: guards in `tests/simulation`, by name; without any of them data is lost.
     """
 
     what: str
@@ -81,7 +81,7 @@ CHANGES = {
 
 
 _WAITING_BYTES = BEGUN_BYTES // 2
-"""Limit on a waiting tombstone, so that a tombstone's size shows its state: the reason is cut."""
+"""Limit on the bytes of a waiting tombstone, whose reason is cut: a tombstone's size shows its state."""
 
 
 @dataclass
@@ -89,18 +89,18 @@ class Pruned:
     """Report of one prune. Checkpoints are (step, id).
 
     Attributes:
-        buried: got a tombstone.
-        deleted, thinned: checkpoints that were deleted, and those that were reduced to their weights.
-        withdrawn: had a tombstone that is now void: the policy keeps them, they are held, or they were saved again.
-        refused: were ordered to be deleted or thinned but stay, with the reason.
-        freed: bytes of data that were removed with each deleted or thinned checkpoint.
-        metrics: names of all metrics with values in the run.
-        failures: keys that the store did not delete, with the reason; the next prune tries them again.
-        gone: steps with a record whose checkpoint something else has removed or replaced. No rule counts them.
-        ahead: steps that were saved by a machine whose clock was ahead, and by how many seconds.
-        now: the store's time of the round; None if it returns none.
-        stopped: the reason why nothing was done at all: another pruner is at work, or the newest checkpoint is not
-            whole.
+        buried: checkpoints that got a tombstone.
+        deleted, thinned: checkpoints that were deleted, and those that were thinned to their weights.
+        withdrawn: checkpoints whose tombstone was withdrawn: the policy keeps them, they are held, or they were
+            replaced by another save.
+        refused: checkpoints that were to be deleted or thinned and stay, with the reason.
+        freed: bytes of data of each deleted checkpoint, and the bytes removed from each thinned one.
+        metrics: names of all metrics reported in the run.
+        failures: keys that the store did not delete, with the reason; the next prune repeats the deletion.
+        gone: steps with a record whose checkpoint another tool has removed or replaced. No rule counts them.
+        ahead: steps saved by a machine whose clock was ahead, with the difference in seconds.
+        now: the store's time at the beginning of the round; None if the store returns no times.
+        stopped: reason why the round did nothing, such as another pruner at work or a damaged newest checkpoint.
     """
 
     buried: list[tuple[int, str]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Pruned:
 
 
 class GoneError(CommitConflictError):
-    """The error for a checkpoint that is being deleted or thinned, and cannot be recovered: a deletion is a commit."""
+    """Error for a checkpoint whose deletion or thinning has begun and cannot be undone."""
 
     remedy_default = "It is too late to keep this checkpoint: `bucketpoint ls ROOT` lists those that are left"
 
@@ -126,10 +126,10 @@ class GoneError(CommitConflictError):
 def schedule_deletion(
     catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "", by_policy: bool = False
 ) -> str:
-    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (see `Catalog.due`). Return its key.
+    """Write a tombstone: the checkpoint is deleted or thinned at `due` (see `Catalog.due`). Return the tombstone's key.
 
     Args:
-        by_policy: a later prune whose policy keeps the checkpoint takes the tombstone back.
+        by_policy: True if a later prune whose policy keeps the checkpoint may withdraw the tombstone.
     """
     author = (catalog_keys.BY_POLICY,) if by_policy else ()
     fields = (checkpoint.id, catalog_keys.milliseconds(due), action, checkpoint.mark, checkpoint.folder, *author)
@@ -140,7 +140,7 @@ def schedule_deletion(
 
 
 def undo(catalog: Catalog, step: int) -> int:
-    """Take back all tombstones of a step. Return their number. One LIST, and three requests for each.
+    """Withdraw all tombstones of a step. Return their number. One LIST, and three requests for each tombstone.
 
     Raises:
         GoneError: a pruner has begun to delete or thin the checkpoint.
@@ -153,7 +153,7 @@ def undo(catalog: Catalog, step: int) -> int:
 
 
 def spare(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
-    """Withdraw a waiting tombstone, and report it. Do nothing if a pruner has claimed it. Three requests."""
+    """Withdraw a waiting tombstone, and add it to the report `done`, unless a pruner has claimed it. Three requests."""
     with contextlib.suppress(GoneError):
         _take_back(catalog, tombstone)
         done.withdrawn.append((tombstone.step, tombstone.id))
@@ -163,11 +163,11 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
     try:
         data, info = catalog.store.get(tombstone.key, first=BEGUN_BYTES)
     except ObjectNotFoundError:
-        return  # another process withdrew it, or its pruner is done, which the next load will show
+        return  # another process withdrew it, or the deletion is complete
     gone = bool(data) and state_of(data) != WAITING
     if not gone and _change(catalog, replace(tombstone, etag=info.etag), "undo") is None:
         with contextlib.suppress(ObjectNotFoundError):
-            # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
+            # An empty tombstone is withdrawn: by another undo, or by this one, if the answer to its write was lost.
             gone = bool(catalog.store.get(tombstone.key, first=BEGUN_BYTES)[0])
     if gone:
         raise GoneError(
@@ -177,18 +177,18 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
 
 
 def withdraw(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
-    """Withdraw a tombstone that this pruner has claimed, and report it. Do nothing if another pruner has it now."""
+    """Withdraw a claimed tombstone, and add it to the report `done`, unless another pruner has claimed it since."""
     if _change(catalog, tombstone, "withdraw") is not None:
         done.withdrawn.append((tombstone.step, tombstone.id))
 
 
 def claim(catalog: Catalog, tombstone: Tombstone) -> Tombstone | None:
-    """Claim a tombstone that is due. None if it was taken back, or if another pruner has claimed it."""
+    """Claim a tombstone that is due. None if it was withdrawn or claimed since it was listed."""
     return _change(catalog, tombstone, "claim")
 
 
 def unclaim(catalog: Catalog, tombstone: Tombstone) -> bool:
-    """Return a claimed tombstone to the waiting state: nothing is deleted yet. False if another pruner has it."""
+    """Return a claimed tombstone to the waiting state; nothing was deleted yet. False if another pruner claimed it."""
     return _change(catalog, tombstone, "unclaim") is not None
 
 
@@ -197,15 +197,15 @@ def state_of(data: bytes) -> str:
 
 
 def _change(catalog: Catalog, tombstone: Tombstone, change: str) -> Tombstone | None:
-    """Change a tombstone to the next state; None if it was changed meanwhile."""
+    """Make a transition of a tombstone. Return None if the tombstone was changed since `tombstone.etag`."""
     state = CHANGES[change].after
     try:
         info = catalog.write(tombstone.key, _body(state), if_match=tombstone.etag)
     except PreconditionFailedError:
         return None
     if state == VOID:
-        # Emptied first: a delete has no condition, and could remove a tombstone that a pruner has just claimed. If the
-        # delete fails, an empty tombstone remains, and the next prune removes it.
+        # The tombstone was emptied first, under a condition. A delete without condition alone could remove a tombstone
+        # that a pruner has just claimed. If the delete fails, the next prune removes the empty tombstone.
         catalog.store.delete([tombstone.key])
     return replace(tombstone, etag=info.etag, begun=state == BEGUN)
 
@@ -213,7 +213,7 @@ def _change(catalog: Catalog, tombstone: Tombstone, change: str) -> Tombstone | 
 def _body(state: str, reason: str = "") -> bytes:
     if state == VOID:
         return b""
-    # S3 makes an ETag of the bytes alone: the nonce gives a rewritten tombstone another ETag than before.
+    # S3 derives an ETag from the bytes alone: with a nonce, a rewritten tombstone has another ETag than before.
     content = {"nonce": os.urandom(8).hex(), "reason": reason[: _WAITING_BYTES // 12], "state": state}
     body = json.dumps(content, sort_keys=True).encode()
     return body.ljust(BEGUN_BYTES) if state == BEGUN else body

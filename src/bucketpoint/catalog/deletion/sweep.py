@@ -1,7 +1,4 @@
-"""The sweep: removal of what dead attempts left in a run's folders, and of notes that are no longer valid.
-
-In a folder these are data and uploads of dead attempts, their fences, and markers of deletions.
-"""
+"""The sweep: removal of dead attempts' data, uploads and fences, of old deletion markers, and of expired notes."""
 
 from __future__ import annotations
 
@@ -32,17 +29,19 @@ from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import DeleteFailure, ObjectInfo, OpenUpload, proven_deletes
 
 MAX_NOTE_BYTES = 64 << 20
-"""Limit on the bytes of the note that lists one rank's uploads: far above what any rank writes."""
+"""Limit on the bytes of the note that lists one rank's uploads, far above any that a rank writes."""
 
 _LOOKED_S = 60.0
-"""Limit on the seconds from the listing to a marker's removal, on a store without conditional or expiring deletes."""
+"""Limit on the seconds between listing and removing a marker, on a store without conditional or expiring deletes."""
 
 
 @dataclass
 class Swept:
-    """Report of a sweep: objects removed, or to be removed in a dry run.
+    """Report of a sweep: objects that were removed, or in a dry run would be.
 
-    `bytes` does not count the parts of uploads. Objects written after `oldest`, by the store's clock, are not touched.
+    Attributes:
+        oldest: objects written since this time, by the store's clock, are not removed.
+        bytes: bytes of `objects`; sizes of uploads are unknown.
     """
 
     oldest: float = float("-inf")
@@ -54,16 +53,17 @@ class Swept:
 
 
 def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = False, dry_run: bool = False) -> Swept:
-    """Remove the remains of attempts that began more than `older_than` seconds ago and will never commit.
+    """Remove the remains of dead attempts: those without a sign of life for `older_than` seconds.
 
-    A `.metadata` without a record counts as committed, and gets its record. Only objects that a bucketpoint writer
-    named are removed, and none that the folder's metadata names, or could name if it could be read. An attempt whose
-    data is removed cannot commit any more: see `fence`.
+    Missing records of committed attempts are written. Removed objects have names of a bucketpoint writer and are not in
+    the folder's metadata; if that is unreadable, nothing in the folder is removed. An attempt whose data is removed can
+    no longer commit: see `fence`.
 
     Args:
-        older_than: at least an hour, so that a save that is still running is not taken for dead.
-        deep: look into every folder of the run, and not only where an intent says that an attempt began. One LIST for
-            each 1,000 objects, and one GET and one HEAD for each checkpoint. Records whose commit is gone are removed.
+        older_than: at least an hour, so that a running save is not taken for dead.
+        deep: sweep every folder of the run, not only those with an intent or open uploads, and remove records whose
+            commit is gone. One LIST for each 1,000 objects, and one GET and one HEAD for each checkpoint.
+        dry_run: remove nothing, and report what would be removed.
 
     Raises:
         BucketpointError: `older_than` is less than an hour.
@@ -75,15 +75,15 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             remedy=f"Sweep what is {MIN_SWEEP_AGE_S / 3600:g} hour old or older (--older-than 1h, debris_after: 1h)",
         )
     if catalog.now is None:
-        # Without the right to write, a dry run goes by the newest time that it lists.
+        # Without permission to write, a dry run uses the newest time in its listing.
         with contextlib.suppress(AccessDeniedError) if dry_run else contextlib.nullcontext():
             catalog = catalog.at_store_time()
     snapshot = catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot())
-    # By the store's clock: with a clock ahead, this machine would take a save under way for dead.
+    # By the store's clock: if this machine's clock were ahead, a save under way would be taken for dead.
     oldest = snapshot.taken - older_than if snapshot.taken is not None else float("-inf")
     announced = _announced(catalog)
     live = {attempt.folder for attempt in snapshot.attempts if not _is_old(attempt.started, oldest)}
-    # An intent that outlived its commit shows that objects of the checkpoint it replaced may still be there.
+    # Folders with the intent of a committed save are swept too: they may hold objects of the replaced checkpoint.
     begun = [*snapshot.attempts, *snapshot.finished]
     folders = (
         {attempt.folder for attempt in begun} | {key.folder for key, _ in announced} | _folders_of_uploads(catalog)
@@ -91,7 +91,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     if deep:
         folders |= {*catalog.folders(), *snapshot.folders}
     elif not catalog.store.capabilities.conditional_delete:
-        # If the pruner cannot remove its markers, they stay in folders without a record.
+        # Markers that the pruner cannot remove stay in folders without a record.
         folders |= set(catalog.folders()) - snapshot.folders
     swept = Swept(oldest=oldest)
     clean, uncommitted = set(), set()
@@ -103,11 +103,11 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             uncommitted.add(folder)
         if state.clean:
             clean.add(folder)
-    # An intent remains beside its record if the trainer may not delete, or was killed before it deleted.
+    # Intents of dead saves, and those of committed saves whose trainer could not delete them.
     notes = [attempt.key for attempt in begun if attempt.folder in clean and _is_old(attempt.started, oldest)]
-    # A young note belongs to a save that began after the intents were listed, and may begin its uploads now.
+    # Only old notes: a young note may belong to a save that began after the intents were listed.
     notes += [note.key for upload, note in announced if upload.folder in clean and _is_old(note.modified, oldest)]
-    # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
+    # Records whose `.metadata` was deleted by hand, or by a second pruner at the same time.
     records = [record for record in snapshot.recorded if record.folder in uncommitted]
     if deep:
         records += absent(
@@ -122,10 +122,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
 
 
 def _folders_of_uploads(catalog: Catalog) -> set[str]:
-    """Return the run's folders with open multipart uploads below them: a dead save may have left nothing else.
-
-    Stores not known to list uploads by prefix are asked too: if they cannot, they return none.
-    """
+    """Return the run's folders with open multipart uploads, if the store lists uploads by prefix."""
     above = catalog.key("")
     parts = catalog.template.parent.count("/") + 1
     folders = {"/".join(one.key[len(above) :].split("/")[:parts]) for one in catalog.store.list_multipart(above)}
@@ -133,7 +130,7 @@ def _folders_of_uploads(catalog: Catalog) -> set[str]:
 
 
 def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]:
-    """Return the open uploads of one rank, each asked for by its whole key."""
+    """Return the open uploads of the paths in a rank's note. One request for each path."""
     try:
         data, _ = catalog.store.get(note, max_bytes=MAX_NOTE_BYTES)
     except (CorruptDataError, ObjectNotFoundError):
@@ -149,12 +146,12 @@ def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]
 
 def _announced(catalog: Catalog) -> list[tuple[UploadKey, ObjectInfo]]:
     parsed = ((UploadKey.parse(name), info) for name, info in catalog.listed(UPLOADS))
-    # A folder name that the template does not make is no checkpoint of this run.
+    # A folder whose name does not fit the template is not one of this run.
     return [(key, info) for key, info in parsed if key and catalog.template.step_of(key.folder) == key.step]
 
 
 def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
-    """Return the keys of notes that no plan will look at again, and of records that a later commit has replaced."""
+    """Return the keys of notes without further effect, and of records that a later commit has replaced."""
     notes, resumed = snapshot.notes, snapshot.resumed
     there = {checkpoint.step for checkpoint in snapshot.checkpoints} | {attempt.step for attempt in snapshot.attempts}
     stale = [checkpoint.key for checkpoint in snapshot.superseded if checkpoint.key]
@@ -163,7 +160,7 @@ def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
     stale += [resume.key for resume in notes.resumes if resume.time < oldest and resume not in resumed]
     reports = [report for report in notes.reports if report.step not in there and _is_old(report.written, oldest)]
     if reports:
-        # Checkpoints of plain writers and of torch have no record until they are adopted, and their metrics stay.
+        # Metrics of checkpoints without a record, of plain writers and of torch, stay for a later adoption.
         there = {catalog.template.step_of(folder) or 0 for folder in catalog.folders()}
     return stale + [report.key for report in reports if report.step not in there]
 
@@ -172,8 +169,8 @@ class _FolderState(NamedTuple):
     """State of a folder after its sweep.
 
     Attributes:
-        clean: True if it has no remains of an uncommitted attempt, so that the intent may be removed.
-        uncommitted: True if nothing is committed there.
+        clean: True if no remains of an uncommitted attempt are left, so that its intent may be removed.
+        uncommitted: True if the folder has no commit.
     """
 
     clean: bool
@@ -183,14 +180,13 @@ class _FolderState(NamedTuple):
 def _sweep_folder(
     catalog: Catalog, folder: str, announced: list[OpenUpload], swept: Swept, *, oldest: float, dry_run: bool
 ) -> _FolderState:
-    """Remove from one folder the objects of attempts that have given no sign of life since `oldest`.
+    """Remove from one folder the objects of attempts without a sign of life since `oldest`.
 
-    Objects of one attempt are removed together or not at all, and only once its fence says that it cannot commit any
-    more.
+    Objects of an attempt are removed together or not at all, after the sweep has written the fence.
 
     Args:
-        announced: uploads that the store does not list by the folder.
-        swept: the report, to which the removals are added.
+        announced: uploads that the store does not list by prefix.
+        swept: report to which the removals are added.
     """
     watch = Stopwatch()
     above = catalog.key(f"{folder}/")
@@ -204,16 +200,16 @@ def _sweep_folder(
         committed = _tokens(named or ())
         dead = _tokens(listed) - committed
         if alive - committed:
-            # Each rank has its own token, so all these tokens may belong to one attempt, of which one rank is alive.
+            # All these tokens may belong to one attempt. If one of its ranks is alive, the attempt is.
             dead = set()
         if dead and not dry_run:
             fences = {token: listed.get(keys.fence_path(token)) for token in dead}
             dead = {token for token in dead if condemn(catalog.store, above[:-1], token, fences[token])}
-            # Listed again: a save may have committed and removed its fence between the listing and the condemnation.
+            # Listed again: between the listing and `condemn` a save may have committed and removed its fence.
             listed = catalog.objects_of(folder)
             named, deleted = _read_commits(catalog, above, listed)
     except (MetadataError, UnsafeDataError):
-        # Metadata that cannot be read could name any object, so nothing is removed.
+        # Unreadable metadata could name any object, so nothing is removed.
         return _FolderState(clean=False, uncommitted=False)
     committed = _tokens(named or ())
     orphans, young = [], False
@@ -236,7 +232,7 @@ def _sweep_folder(
             catalog.store.abort_multipart(upload.key, upload.upload_id)
         failures = catalog.store.delete([info.key for info in orphans])
         if not failures:
-            # Fences are removed last: while data of an attempt is left, its save must find the fence.
+            # Fences are removed last: as long as data of an attempt exists, its save must find the fence.
             failures += catalog.store.delete(_stale_fences(listed, dead | committed, oldest))
         marker = listed.get(keys.METADATA)
         if deleted and marker is not None and not young and not failures and _is_old(marker.modified, oldest):
@@ -249,17 +245,14 @@ def _sweep_folder(
 
 
 def _is_old(moment: float | None, oldest: float) -> bool:
-    """Return True if a time from the store is before `oldest`. False if the store returns no time."""
     return moment is not None and moment < oldest
 
 
 def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]) -> tuple[set[str] | None, bool]:
-    """Collect the objects that `.metadata` names, and the metadata of each rank if a save ran without collectives.
-
-    Return None for the objects if nothing is committed, and True if a deletion marker stands in place of a commit.
+    """Return the paths in the folder's metadata (None without a commit), and True if there is a deletion marker.
 
     Raises:
-        MetadataError, UnsafeDataError: one of them cannot be read.
+        MetadataError, UnsafeDataError: a metadata object cannot be read.
     """
     named: set[str] | None = None
     deleted = False
@@ -284,7 +277,7 @@ def _named_by(data: bytes) -> set[str]:
 
 
 def _alive_tokens(listed: Mapping[str, ObjectInfo], uploads: list[OpenUpload], oldest: float) -> set[str]:
-    """Return the tokens of attempts with a sign of life since `oldest`: an object, an upload that began, or a fence."""
+    """Return the tokens with a sign of life since `oldest`: a new object, a new upload, or a fence."""
     seen = {_token_of_key(upload.key) for upload in uploads if not _is_old(upload.started, oldest)}
     for path, info in listed.items():
         if not _is_old(info.modified, oldest):
@@ -293,7 +286,7 @@ def _alive_tokens(listed: Mapping[str, ObjectInfo], uploads: list[OpenUpload], o
 
 
 def _stale_fences(listed: Mapping[str, ObjectInfo], ended: set[str], oldest: float) -> list[str]:
-    """Return the fences of attempts that have ended, and old ones that have no data beside them."""
+    """Return the keys of fences of ended attempts, and of old fences without data."""
     with_data = _tokens(listed)
     fences = {token: info for path, info in listed.items() if (token := keys.parse_fence_path(path)) is not None}
     return [
@@ -304,15 +297,15 @@ def _stale_fences(listed: Mapping[str, ObjectInfo], ended: set[str], oldest: flo
 
 
 def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> None:
-    """Remove the marker of a deletion, unless somebody has replaced it."""
+    """Remove a deletion marker, unless it was replaced."""
     store = catalog.store
     able = proven_deletes(store, catalog.key(catalog_keys.CATALOG))
     with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
         if able.conditional_delete and marker.etag is not None:
             store.delete_if(marker.key, marker.etag)
         elif able.expiring_delete:
-            # The marker is written again with the present time, so that a save that finds it waits until the signed
-            # deletion has expired.
+            # The marker is rewritten with the present time: a save that finds it then waits until the signed deletion
+            # has expired.
             old = parse_marker(get_metadata(store, marker.key)[0]) or DeletionMarker("", 0.0)
             remove = put_marker(catalog, able, marker, old.again(catalog.clock()))
             if remove is not None:

@@ -1,6 +1,6 @@
-"""Checks of the newest checkpoint, on which the pruner relies.
+"""Check that a checkpoint is whole, which a prune requires of the newest one.
 
-Its metadata is compared with its record and covers its tensors, and its objects are compared with a listing.
+The metadata must match the record and cover all tensors, and all objects must be listed with the right sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Inspected:
     """A checkpoint's record and metadata.
 
     Attributes:
-        problem: the reason why they are not reliable; None if the metadata matches the record.
+        problem: text about unreadable or contradictory record and metadata; None if they match.
+        data: bytes of the metadata.
         gone: True if there is no metadata.
     """
 
@@ -39,7 +40,7 @@ class Inspected:
 
 
 def inspect(catalog: Catalog, checkpoint: Checkpoint) -> Inspected:
-    """Read the record, if there is one, and the metadata of a checkpoint. Two GETs."""
+    """Read the record and the metadata of a checkpoint. Two GETs."""
     folder = checkpoint.folder
     try:
         record = read_record(catalog, checkpoint.key) if checkpoint.key is not None else None
@@ -56,10 +57,7 @@ def inspect(catalog: Catalog, checkpoint: Checkpoint) -> Inspected:
 
 
 def damage(catalog: Catalog, inspected: Inspected) -> str | None:
-    """Describe the damage of a checkpoint: of its tensors, or its objects. None if it is whole. One LIST.
-
-    Without a record, the metadata itself lists the checkpoint's objects.
-    """
+    """Describe the damage of a checkpoint's tensors or objects; None if it is whole. One LIST."""
     folder, record = inspected.checkpoint.folder, inspected.record
     if inspected.problem is not None:
         return inspected.problem
@@ -70,7 +68,8 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
         index = index_path(record.token or "")
         data = {path: size for path, size in sizes.items() if keys.token_of(path) and path != index}
         whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
-        # The tokens are compared too: a save under way may have as many objects of the same sizes as the missing ones.
+        # Counts and sizes alone prove too little: a save under way in the same folder may have equal ones. So the
+        # tokens must be in the metadata.
         if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
             return None
     missing = _missing(inspected.data, sizes)
@@ -78,12 +77,12 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
 
 
 def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
-    """Describe the damage of a checkpoint; None if it is whole. Two GETs, one LIST."""
+    """Inspect a checkpoint and describe its damage; None if it is whole. Two GETs, one LIST."""
     return damage(catalog, inspect(catalog, checkpoint))
 
 
 def _part(data: bytes) -> str | None:
-    """Return a tensor that the checkpoint holds only in part, with the reason. None if it holds all of them."""
+    """Return a text about a tensor that the checkpoint does not fully cover; None if it covers all."""
     try:
         metadata = read_metadata(data)
         return next((f"{name} {why}" for name, why in uncovered(metadata, extra(metadata))), None)
@@ -92,7 +91,7 @@ def _part(data: bytes) -> str | None:
 
 
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
-    """Return an object that the metadata names and that is missing or has too few bytes. None if all are there."""
+    """Return the path of an object in the metadata that is missing or too small; None if there is none."""
     try:
         metadata = read_metadata(data)
         least = {path: int(fact["size"]) for path, fact in extra(metadata).get("objects", {}).items()}

@@ -1,4 +1,4 @@
-"""The worker that prunes beside training, and its throttle: a pause after every request."""
+"""The thread that prunes beside training, and its throttle: a pause after every request."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from bucketpoint.transfer.tasks import stand_back
 logger = logging.getLogger(__name__)
 
 RESTS = 19
-"""Length of a pause, as a multiple of the time worked before it: one twentieth of the time is work.
+"""Length of a pause as a multiple of the work before it: the worker works for one twentieth of the time.
 
-Wall time, not CPU time: where training keeps the interpreter's lock or the cores busy, a request takes longer, and so
-does the pause after it.
+Both are wall time: if training keeps the interpreter's lock or the cores busy, a request takes longer, and so does the
+pause after it.
 """
 
 LONGEST_REST_S = 1.0
-"""Longest pause in seconds. No signal of the program's end reaches this thread: a longer pause would delay the exit."""
+"""Longest pause in seconds. The end of the program does not interrupt a pause, so a longer one would delay the exit."""
 
 REST_AT_MOST_S = 300.0
-"""Limit on the pauses of one round, in seconds: a third of the lock's time, so that a round ends within the lock."""
+"""Limit on the pauses of one round, in seconds: a third of `LOCK_SECONDS`, so that a round ends before its lock."""
 
 PAGE = 1000
-"""Keys that one request lists or deletes."""
+"""Number of keys that one request lists or deletes."""
 
 
 class Throttle:
-    """Pauses of one thread. There are none before `begin` or after `hurry`.
+    """Pauses of one thread: allowed after `begin`, and stopped by `hurry`.
 
     Args:
         clock: returns seconds, as `time.monotonic`.
-        wait: pauses for the given seconds; by default the pause also ends at `hurry`.
+        wait: pauses for the given seconds; the default also returns at `hurry`.
     """
 
     def __init__(
@@ -61,20 +61,19 @@ class Throttle:
         self._since = clock()
 
     def begin(self) -> None:
-        """Mark the beginning of a round."""
+        """Begin a round, with a new allowance of pauses."""
         self._left, self._since = REST_AT_MOST_S, self._clock()
 
     def hurry(self) -> None:
-        """Stop pausing until `calm`, because a caller waits. A pause under way ends. Callable from any thread."""
+        """End the present pause, and stop pausing until `calm`, because a caller waits. Thread-safe."""
         self._hurried.set()
 
     def calm(self) -> None:
-        """Allow pauses again: no caller waits any more."""
         self._hurried.clear()
 
     def rest(self) -> None:
         """Pause for the work done since the last pause."""
-        # No pause once the main thread has ended: the program then waits for this thread.
+        # No pause after the main thread has ended, because the program then waits for this thread.
         if not self._hurried.is_set() and threading.main_thread().is_alive():
             rest = min(RESTS * (self._clock() - self._since), LONGEST_REST_S, self._left)
             if rest > 0:
@@ -84,8 +83,9 @@ class Throttle:
 
 
 def counted(store: Store, after: Callable[[int, int], object]) -> Store:
-    """Wrap a store so that it calls `after` once each request is answered, with the numbers of objects that the request
-    listed and deleted. Deletes are sent in pages.
+    """Wrap a store so that it calls `after(listed, deleted)`, with numbers of objects, after each request.
+
+    Deletes are sent in pages.
     """
     return cast("Store", _CountedStore(store, after))
 
@@ -126,7 +126,7 @@ class _CountedStore:
             self._after(0, 1)
             return gone
 
-        # No pause before the signed request is sent: it expires.
+        # No call of `after` here: a pause between signing and sending could outlast the request's validity.
         return counted_send
 
     def _page_by_page(self, found: Iterator[Any], each: int) -> Iterator[Any]:
@@ -139,18 +139,17 @@ class _CountedStore:
 
 
 class PruneWorker:
-    """Worker that prunes on its own thread, one round at a time, with the lowest priority.
+    """Worker that prunes on a background thread of the lowest priority, one round at a time.
 
-    A failed round never ends training. If the worker is asked while a round is under way, it makes one more round
-    afterwards, however often it is asked. It pauses after every request, until a caller waits for it or the program
-    ends.
+    A failed round is logged and never ends training. Any number of calls of `ask` during a round cause one more round.
+    The worker pauses after every request, until a caller waits for it or the program ends.
 
     Attributes:
         last: report of the last round of this process; None before the first.
         failure: error of the last round; None if it succeeded.
-        ended: end of the last round in which the policy was carried out, `time.monotonic` seconds; None before it.
-        given_up: checkpoints that get a tombstone once another checkpoint is committed. They are lost with the process:
-            a restarted job determines them again.
+        ended: end of the last round that carried out the policy, in `time.monotonic` seconds; None before.
+        given_up: checkpoints that get a tombstone after the next commit of another checkpoint. They are not stored: a
+            restarted job finds them again.
     """
 
     def __init__(self, catalog: Catalog, policy: RetentionPolicy, *, pace: Throttle | None = None) -> None:
@@ -161,7 +160,7 @@ class PruneWorker:
         renew_in_child(self, PruneWorker._begin)
 
     def _begin(self) -> None:
-        # A fork also needs its own holder: the pruner's lock does not exclude two processes of one holder.
+        # A forked process needs another holder: the pruners' lock does not exclude processes of the same holder.
         self.holder = f"{process_name()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
@@ -176,25 +175,25 @@ class PruneWorker:
         self._thread: threading.Thread | None = None
 
     def give_up(self, discards: Iterable[Discard]) -> None:
-        """Give these checkpoints a tombstone too, once another checkpoint is committed."""
+        """Add checkpoints that get a tombstone after the next commit."""
         with self._lock:
             self.given_up = united([*self.given_up, *discards])
 
     def give_up_only(self, discards: Iterable[Discard]) -> None:
-        """Replace the given-up checkpoints by these: the job has resumed from another checkpoint."""
+        """Replace the given-up checkpoints by `discards`, after the job has resumed from another checkpoint."""
         with self._lock:
             self.given_up = tuple(discards)
 
     def forget(self, discards: Iterable[Discard]) -> None:
-        """Take back these given-up checkpoints: the save that was to discard them has failed."""
+        """Remove `discards` from the given-up checkpoints, after the save that was to discard them has failed."""
         names = {discard.name for discard in discards}
         with self._lock:
             self.given_up = tuple(discard for discard in self.given_up if discard.name not in names)
 
     def after_commit(self, step: int) -> None:
-        """Write the tombstones of given-up checkpoints, and carry out the policy soon: this step can be loaded now.
+        """Write the tombstones of given-up checkpoints, and ask for a prune, after the commit of `step`.
 
-        Never raises: the save has succeeded.
+        Raises no BucketpointError, because the save has succeeded.
         """
         with self._lock:
             self._committed += 1
@@ -202,26 +201,25 @@ class PruneWorker:
             if self.given_up:
                 self._discard()
         except BucketpointError as error:
-            # No prune now: the rules would count checkpoints that ought to be gone.
+            # No prune now: the rules would still count the given-up checkpoints.
             self._failed(error)
             return
         if self.policy.prune.when == "after_commit":
             self.ask()
 
     def ask(self) -> None:
-        """Ask for a prune soon. Returns at once."""
+        """Start a round on the background thread, or ask for another one after the round under way. Never blocks."""
         with self._lock:
             self._asked = True
             if self._thread is not None:
                 return
             self._pace.calm()
-            # Not a daemon thread: the interpreter waits at exit until the round ends, as it does for a save.
+            # Not a daemon thread, so that the interpreter waits at exit until the round ends.
             thread = threading.Thread(target=self._work, name="bucketpoint-prune")
             try:
                 thread.start()
             except RuntimeError:
-                # Python 3.12.0 and 3.12.1 start no threads while a program ends. The last save must not fail because of
-                # that.
+                # Python 3.12.0 and 3.12.1 start no threads while a program ends. The last save must not fail for this.
                 self._asked = False
                 logger.info(
                     "the program ends before the prune after its last save; the next job prunes after its first save"
@@ -230,7 +228,7 @@ class PruneWorker:
             self._thread = thread
 
     def now(self, *, force: bool = False) -> Round:
-        """Run one round on the caller's thread, without pauses, after the one under way. Raises as `prune_by`."""
+        """Wait for the round under way, then run one on the caller's thread without pauses. Raises as `prune_by`."""
         self.drain()
         report = self._carried_out(self.catalog, force=force)
         self._log(self.catalog, report, forced=force)
@@ -238,12 +236,12 @@ class PruneWorker:
 
     @property
     def busy(self) -> bool:
-        """True if a round is under way, or has been asked for."""
+        """True if a round is under way or due."""
         with self._lock:
             return self._thread is not None
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the requested rounds, which no longer pause. True if they have ended."""
+        """Wait at most `timeout` seconds for all rounds, without their pauses. Return True if they have ended."""
         with self._lock:
             thread = self._thread
         if thread is None:
@@ -322,7 +320,7 @@ class PruneWorker:
         try:
             self.last, self.failure = self._carried_out(catalog), None
             if not self._swept:
-                # Once for each job: debris is left by earlier jobs.
+                # Once for each job is enough, because earlier jobs left the remains.
                 self._swept = True
                 at = replace(catalog, now=self.last.done.now)
                 sweep(at, older_than=self.policy.prune.debris_after.total_seconds())
@@ -393,9 +391,8 @@ _looking = ProcessLock(_workers.clear)
 def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
     """Return this process's worker for a run and a policy. The worker lives as long as the process.
 
-    All writers share one worker, as they share the clients of a store: a program may make a writer for each save, and a
-    checkpoint process receives one with each. The rounds of several workers would get in each other's way, and each
-    worker would sweep again.
+    All writers share it, because a program may make a writer for each save, and a checkpoint process receives one with
+    each save. Several workers would compete for the lock, and each would sweep again.
     """
     url, identity = catalog.store.url, catalog.store.identity
     # The identity of a local folder changes when the folder is created.
@@ -405,12 +402,11 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
         worker = _workers.get(run)
         if worker is None:
             worker = _workers[run] = PruneWorker(catalog, policy)
-        # The latest caller may have newer credentials.
+        # The catalog of the latest caller may have newer credentials.
         worker.catalog = catalog
         return worker
 
 
 def _after(policy: RetentionPolicy) -> str:
-    """Return a text for the time when a checkpoint with a tombstone is deleted."""
     grace = policy.prune.grace
     return f"when its grace period of {written(grace)} is over" if grace else "now"
