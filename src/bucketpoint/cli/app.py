@@ -33,7 +33,7 @@ GROUPS = {
     "Check and repair": {"verify": "verify", "doctor": "doctor", "gc": "gc"},
     "Move checkpoints": {"cp": "cp", "convert": "convert"},
 }
-"""Module of each command, by its heading in `--help`, which imports them all: they import click and nothing large."""
+"""Module of each command, by its heading in `--help`. `--help` imports all modules, so they import nothing large."""
 
 COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
 
@@ -129,7 +129,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 def main() -> NoReturn:
     code = run()
     if code == OUTPUT_FAILED:
-        # Otherwise Python writes what is left at its end, fails again, and exits with another code.
+        # Otherwise Python flushes the streams at its exit, fails again, and exits with another code.
         null = os.open(os.devnull, os.O_WRONLY)
         for stream in filter(None, (sys.stdout, sys.stderr)):
             os.dup2(null, stream.fileno())

@@ -1,4 +1,4 @@
-"""Common parts of all commands: the answer as text or JSON, errors, and the options for stores."""
+"""Common parts of all commands: results as text or JSON, errors, and the options for stores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CommandResult:
 
     Attributes:
         document: fields for the JSON document. Plain values only.
-        lines: the same for a person.
+        lines: the same content as text.
         ok: False if the command found a problem in what it checked.
     """
 
@@ -45,7 +45,7 @@ class CommandResult:
 
 
 class _Command(click.Command):
-    """Command whose help lists its own options first, and those of every command below."""
+    """Command whose help lists its own options first, and those of all commands after them."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {"Options": [], "Common options": []}
@@ -60,9 +60,9 @@ class _Command(click.Command):
 
 
 def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command]:
-    """Make a command of a function that returns a `CommandResult`.
+    """Make a command from a function that returns a `CommandResult`.
 
-    The command gets `--json`, `--debug` and the options for stores. The function gets the latter as `access`.
+    The command has `--json`, `--debug` and the options for stores, which the function receives as `access`.
     """
 
     def wrap(function: Callable[..., CommandResult]) -> click.Command:
@@ -110,7 +110,7 @@ def as_json() -> bool:
 
 
 def agreed(question: str, *, required: bool = True) -> bool:
-    """Ask for confirmation. Without a terminal nobody can be asked: an error if it is `required`, else agreement."""
+    """Ask for confirmation. Without a terminal, raise UsageError if it is `required`, otherwise return True."""
     if not as_json() and sys.stdin.isatty():
         return click.confirm(text.printable(question), err=True)
     if required:
@@ -124,14 +124,7 @@ def say(line: str, *, err: bool = False) -> None:
 
 
 def write_file(file: str, content: str, what: str) -> None:
-    """Write a file that a command was asked for.
-
-    Args:
-        what: what the file is, for the error.
-
-    Raises:
-        BucketpointError: it cannot be written.
-    """
+    """Write a text file. If this fails, raise BucketpointError, which calls the file `what`."""
     try:
         Path(file).write_text(content, encoding="utf-8")
     except OSError as error:
@@ -156,7 +149,7 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
     say(f"Error: {error.message}", err=True)
     faults = error.faults if isinstance(error, PolicyError) else ()
     if faults:
-        # Each fault has a remedy in its text; the error's remedy attribute is that of the first fault only.
+        # The text of each fault has a remedy. The error's own remedy is only that of the first fault.
         fields["remedy"] = None
     for fault in faults:
         place = "" if fault.line is None else f"line {fault.line}, column {fault.column}: "
@@ -183,7 +176,7 @@ class Access:
     endpoint_url: str | None = None
 
     def at(self, url: str, extra: Mapping[str, Any] | None = None) -> Location:
-        """Return the location of a URL. Local paths have one option; only S3 has an endpoint."""
+        """Return the location of a URL, with the options that apply: one for local paths, an endpoint for S3 only."""
         from bucketpoint.location import Location
         from bucketpoint.stores import FOLLOW_LINKS, parse_url
 
@@ -195,13 +188,9 @@ class Access:
 
 
 def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[str, Any]:
-    """Parse storage options from `name=value`: booleans, numbers and JSON as such, everything else as text.
+    """Parse storage options from `name=value`: booleans, numbers and JSON as such, all others as text.
 
-    Args:
-        name: name of the command's option with these pairs, for errors.
-
-    Raises:
-        BadParameter: an option is no such pair. The value may be a secret, and is not in the message.
+    Raises BadParameter for a text that is no such pair. The message omits the value, which may be a secret.
     """
     return dict(_option(pair, name) for pair in pairs)
 

@@ -20,7 +20,7 @@ OUTPUT_FAILED = 74
 INTERRUPTED = 130
 """The code that a shell reports for a program that SIGINT ended."""
 
-# Order matters: the first match wins, and subclasses stand before their bases.
+# Order matters: the first match wins, so subclasses come before their bases.
 _BY_KIND: tuple[tuple[type[errors.BucketpointError], int], ...] = (
     (errors.InvalidURLError, USAGE),
     (errors.CheckpointNotFoundError, NOT_FOUND),

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _POWERS = "KMGT"
 
 _WHICH = re.compile(r"[0-9]{1,16}|latest|best(:.+)?", re.ASCII)
-"""The words that name a checkpoint of a run."""
+"""Arguments that name a checkpoint of a run."""
 
 
 class PolicyFile(click.Path):
-    """The file of a policy: a URL or folder in its place is that of a run."""
+    """Path of a policy's file. Refuses a URL or a folder, which would be that of a run."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "://" in str(value) or os.path.isdir(value):
@@ -56,7 +56,7 @@ def run_arguments(catalog: Catalog) -> str:
 
 
 def checkpoint_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
-    """Add a checkpoint as an argument: its URL, or that of its run and a step. The function gets its `place`."""
+    """Add a checkpoint as an argument: its URL, or its run's URL and a step. The function gets the location `place`."""
 
     @click.argument("words", nargs=-1, required=True, metavar="URL [STEP]")
     @functools.wraps(function)
@@ -68,10 +68,9 @@ def checkpoint_argument(function: Callable[..., CommandResult]) -> Callable[...,
 
 
 def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, Any]]) -> list[Location]:
-    """Return the places that words name: each a URL, or the URL of a run and a step of it, or several steps.
+    """Return the locations of checkpoints, each named by its URL, or by its run's URL and one step or several.
 
-    Args:
-        extras: storage options of each place.
+    `extras` has the storage options of each location.
     """
     named: list[tuple[str, str]] = []
     for word in words:
@@ -99,7 +98,7 @@ def _checkpoint(place: Location, which: str) -> Location:
 
 
 def _chosen(place: Location, catalog: Catalog, which: str) -> Checkpoint:
-    """As `chosen`; `best` alone is by the rule of the job that saved the newest checkpoint, if it had one."""
+    """Return the result of `chosen`. `best` alone uses the rule of the newest checkpoint's job, if recorded."""
     from bucketpoint.catalog.restore_candidates import chosen
     from bucketpoint.checkpoint.open import recorded_best
 
@@ -108,7 +107,7 @@ def _chosen(place: Location, catalog: Catalog, which: str) -> Checkpoint:
 
 
 def whole_run(place: Location) -> tuple[Catalog, Snapshot]:
-    """Return the catalog of a run, by the names of its folders, and its snapshot with checkpoints without a record."""
+    """Return a run's catalog, fitted to the names of its folders, and its snapshot, unrecorded checkpoints included."""
     from bucketpoint.catalog.catalog import open_catalog
     from bucketpoint.catalog.run import fitted
 
@@ -141,10 +140,8 @@ def run_and_steps(
 ) -> Callable[[Callable[..., CommandResult]], Callable[..., CommandResult]]:
     """Add a run and its steps as arguments: `ROOT STEP`, or the URL of a checkpoint.
 
-    The function gets the run's `catalog`, the `steps`, and the `words` behind them.
-
-    Args:
-        most, behind: limits on the number of steps, and of words behind them; None for no limit.
+    The function gets the run's `catalog`, the `steps`, and the arguments after them as `words`.
+    `most` and `behind` limit the numbers of steps and of these arguments; None for no limit.
     """
 
     def wrap(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
@@ -183,7 +180,7 @@ def _run_and_steps(
     if step_dir:
         catalog = replace(catalog, template=StepTemplate(step_dir))
     step = catalog.template.step_of(folder)
-    # The folder of a run may have a number in its name, too.
+    # A run's own folder may have a number in its name, too.
     if step is None or isinstance(catalog.template, OneFolder) or not (known or catalog.metadata_info(folder)):
         what = f"{behind[0]!r} is not a step" if behind else "The step is missing"
         raise click.UsageError(f"{what}: write ROOT STEP, or the URL of a checkpoint")

@@ -1,4 +1,4 @@
-"""The page that describes a run: the values of its template, from the document of `watch` and a plan."""
+"""Page that describes a run: the values of its template, made from the document of `watch` and a plan."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RunReport:
 
     Attributes:
         title: URL of the run, without credentials.
-        document: fields as in the document of `watch`, with all checkpoints, the newest first.
+        document: fields of the document of `watch`, with all checkpoints, the newest first.
         costs: title, number of checkpoints, bytes and dollars a month of each line of costs.
         price: dollars for a GB and month.
-        pins: step, and the reason and the author of its pin.
+        pins: step, reason and author of each pin.
         plan: plan of the policy; None without a policy.
-        verified: URL of each checkpoint, True if it is whole, and the lines of `verify`; None if none was verified.
+        verified: for each checkpoint its URL, True if it is whole, and the lines of `verify`; None without `--verify`.
     """
 
     title: str
@@ -50,7 +50,7 @@ class RunReport:
 
 
 def page(report: RunReport) -> str:
-    """Return the page: one file that needs no other."""
+    """Return the page as HTML that needs no other file."""
     document, taken = report.document, report.document["taken"]
     rows = document["checkpoints"]
     damaged = {url for url, ok, _ in report.verified or () if not ok}
@@ -88,7 +88,7 @@ def _tiles(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, str]]:
     document, (_, number, nbytes, dollars) = report.document, report.costs[0]
     newest: Mapping[str, Any] | None = document["newest"]
     if newest is not None and newest["url"] in damaged:
-        # A checkpoint that was found damaged is not whole. One that is to be deleted comes last, as in a restore.
+        # Skip damaged checkpoints. Prefer those that do not wait to be deleted, as a restore does.
         whole = [row for row in document["checkpoints"] if row["kind"] == "full" and row["url"] not in damaged]
         newest = max(whole, key=lambda row: (_kind(row) == "kept", row["step"]), default=None)
     if newest is None:
@@ -103,12 +103,12 @@ def _tiles(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _changes(document: Mapping[str, Any]) -> Iterator[tuple[float, int]]:
-    """Yield the times at which bytes were added, and those at which they are deleted."""
+    """Yield the time of each change of the stored bytes, and the change: negative for a deletion."""
     for row in document["checkpoints"]:
         if row["bytes"]:
             yield row["created"], row["bytes"]
             if row["tombstone"] and row["tombstone"]["action"] == "delete":
-                # A tombstone that is due is carried out by the next prune: soon, and not in the past.
+                # The next prune carries out a tombstone that is due: draw the deletion after the present.
                 yield max(row["tombstone"]["due"], document["taken"] + 1), -row["bytes"]
 
 
@@ -122,7 +122,7 @@ def _marks(report: RunReport) -> Iterator[SaveMark]:
 
 
 def _curves(report: RunReport) -> Iterator[tuple[str, svg.Chart]]:
-    """Yield the metrics of the checkpoints."""
+    """Yield the name and the chart of each metric."""
     values: dict[str, list[SaveMark]] = {}
     for row in report.document["checkpoints"]:
         for name, value in row["metrics"].items():
@@ -159,7 +159,6 @@ def _checkpoints(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, li
 
 def _attempts(document: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for save in document["attempts"]:
-        # A save without listed objects is dead, or one of many.
         words = run_lines.progress(save, document["newest"], document["taken"])
         state = _KINDS["live" if save["live"] else "dead"]
         yield "", (str(save["step"]), text.when(save["started"]), state, words)

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
-    """Return the same catalog over a store that reports requests on a status line while the block runs.
+    """Yield the catalog, over a store whose listed and deleted objects are counted on a status line.
 
-    Raises:
-        BucketpointError: `wanted` is True, and rich is not installed.
+    Raises BucketpointError if `wanted` is True and rich is not installed.
     """
     if wanted is False or sys.stderr is None or (wanted is None and not sys.stderr.isatty()):
         yield catalog

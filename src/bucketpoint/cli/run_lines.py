@@ -1,4 +1,4 @@
-"""A run at one moment as lines of text: the frame of `watch`, made from the fields of its document."""
+"""Lines of text that describe a run at one moment: the frame of `watch`, made from its document."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LATE_S = 60.0
 """Seconds before which no checkpoint counts as late."""
 
 ENDED, ENDED_S = 10.0, 3600.0
-"""The same for a run that counts as ended: nothing in a bucket tells an ended job from one that is gone."""
+"""Multiple and seconds after which a run counts as ended: a bucket does not show whether a job still runs."""
 
 NAMED = 6
-"""Most steps that a line names."""
+"""Limit on the steps that a line names."""
 
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _DONE = {"delete": "deleted", "thin": "thinned"}
@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def took(seconds: float) -> str:
-    """Format how long a save took: to a tenth of a second below a minute."""
+    """Format the duration of a save: to a tenth of a second below a minute."""
     return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
 
 
@@ -46,11 +46,7 @@ def lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
 
 
 def frame(document: Mapping[str, Any], now: float, rows: int | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a frame, each with its style on a screen.
-
-    Args:
-        rows: limit on the checkpoints that are shown.
-    """
+    """Yield the lines of a frame, each with its style on a screen. `rows` limits the number of checkpoints."""
     shown = document["checkpoints"][:rows]
     yield "bold", f"{title(document)}  {text.when(document['taken'])}"
     yield _style_of_newest(document, now), headline(document, now)
@@ -87,7 +83,7 @@ def title(document: Mapping[str, Any]) -> str:
 
 
 def headline(document: Mapping[str, Any], now: float) -> str:
-    """Return a line about what a crash now would lose."""
+    """Return a line with the newest whole checkpoint and its age."""
     newest = document["newest"]
     if newest is None:
         return "no whole checkpoint: a crash now loses all of the training"
@@ -99,7 +95,7 @@ def age(row: Mapping[str, Any], now: float) -> str:
 
 
 def is_late(document: Mapping[str, Any], now: float) -> bool:
-    """Return True if the newest checkpoint is older than saves usually are apart, and the run has not ended."""
+    """Return True if the next checkpoint is overdue by the usual time between saves, and the run has not ended."""
     return _is_older(document, now, LATE, LATE_S) and not is_ended(document, now)
 
 
@@ -130,7 +126,7 @@ def details(document: Mapping[str, Any], now: float) -> Iterator[str]:
 
 
 def attempt_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
-    """Yield a line for each save that may be alive, and one for all others."""
+    """Yield a line for each save that may be alive, and one line for all others."""
     dead = []
     for save in document["attempts"]:
         if save["live"]:
@@ -177,7 +173,7 @@ def row_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def fate(row: Mapping[str, Any], now: float) -> list[str]:
-    """Return a text about a checkpoint's future: its rules, its holds, its tombstone."""
+    """Return texts about a checkpoint's future: the rules that keep it, its holds, its tombstone."""
     words: list[str] = []
     rules = [rule for rule in row.get("kept_by", ()) if rule != "safety"]
     if row.get("action") == "keep":

@@ -1,4 +1,4 @@
-"""The screen of `watch`: the frame in colours, drawn again each second."""
+"""Screen of `watch`: the frame in colours, drawn again each second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_ROWS = 3
 
 
 class Screen:
-    """A terminal on which the last document is drawn each second, so that ages advance between two looks.
+    """Terminal on which the last document is drawn each second, so that ages advance between two looks.
 
     Attributes:
         document: the document of the last look that succeeded.
@@ -34,12 +34,11 @@ class Screen:
         self.live = Live(console=self._console, get_renderable=self._drawn, refresh_per_second=1, screen=True)
 
     def show(self, document: dict[str, Any]) -> None:
-        """Draw another document."""
         self.document, self._failure = document, None
         self.live.refresh()
 
     def fail(self, error: BucketpointError) -> None:
-        """Keep showing the last document, and its age."""
+        """Show the error, and still the last document, with its age."""
         self._failure = error
         self.live.refresh()
 
@@ -50,12 +49,12 @@ class Screen:
 def picture(
     document: Mapping[str, Any], now: float, failure: BucketpointError | None = None, *, height: int = 40
 ) -> RenderableType:
-    """Draw a document. On a low terminal, which cuts what is below, fewer checkpoints are shown."""
+    """Draw a document, with fewer checkpoints on a terminal with few lines."""
     parts: list[tuple[str, str]] = []
     if failure is not None:
         old = run_lines.duration(now - document["taken"])
         parts.append(("bold red", f"The last look failed: {failure.message}. This is the run of {old} ago"))
     others = len(parts) + len(list(run_lines.frame(document, now, 0)))
     parts += run_lines.frame(document, now, max(_LEAST_ROWS, height - others))
-    # Control characters in names are escaped, and nothing in a line is markup.
+    # Control characters in names are escaped, and brackets in a line are no markup.
     return Group(*(Text(text.printable(line), style) for style, line in parts))

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from bucketpoint.retention.plans import Entry
 
 INK = "#757575"
-"""Colour of text, and of marks without a rule: contrast 4.5 to 1 on white and black, as WCAG 2.2 requires (1.4.3)."""
+"""Colour of text, and of marks without a rule. Contrast 4.5 to 1 on white and black, as WCAG 2.2 requires (1.4.3)."""
 
 COLOURS = ("#2f7fd1", "#c8701a", "#1a9179", "#9266c8", "#cf5080", "#84841f", "#a9653a", "#3b8fa8")
-"""Colours of the rules, in order and repeating: contrast 3 to 1 on both, as WCAG 2.2 requires of graphics (1.4.11)."""
+"""Colours of the rules, in order and repeating. Contrast 3 to 1 on white and black, as WCAG 2.2 requires (1.4.11)."""
 
 LEFT, RIGHT = 236.0, 746.0
 """Positions of the oldest and the newest step of a plan."""
@@ -38,10 +38,10 @@ TOOLTIPS = 200
 """Limit on the checkpoints for which each mark gets a tooltip. With more, marks are narrower than a pointer."""
 
 CHART_WIDTH, CHART_HEIGHT = 1000.0, 100.0
-"""Coordinates of a chart, which is stretched to the width of the page."""
+"""Width and height of a chart in its own coordinates. The page stretches the chart to the page's width."""
 
 _BASE = 74.0
-"""Position of the line of a chart of saves: committed ones stand above it, all others hang below."""
+"""Position of the base line in a chart of saves: committed saves are drawn above the line, all others below."""
 
 _SAFETY = "safety"
 _WORDS = {"keep": "kept", "thin": "thinned to the weights", "delete": "deleted"}
@@ -51,7 +51,7 @@ Mark = tuple[str, str, str | None]
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill in a template. Values are escaped: anybody may have written names into the store."""
+    """Fill in a template. Values are escaped, because anybody may have written names into the store."""
     return _environment().get_template(template).render(values)
 
 
@@ -71,7 +71,7 @@ def _environment() -> Environment:
 
 
 def _written(value: Any) -> Any:
-    """Return a value as templates write it, before it is escaped for HTML: without control characters."""
+    """Return a value as templates write it before the escaping for HTML: without control characters."""
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0")
     return text.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
@@ -80,22 +80,19 @@ def _written(value: Any) -> Any:
 def plan_picture(plan: Plan, title: str) -> str:
     """Draw a plan. The same plan gives the same text.
 
-    Kept and thinned checkpoints stand above the line, deleted ones below: the shape is clear without the colour.
-
-    Args:
-        title: name of the planned object, such as the run's URL.
+    Kept and thinned checkpoints are above the line, deleted ones below: the plan is clear without the colours.
     """
     steps = [entry.row.step for entry in plan.entries]
     at = _scale(steps, LEFT, RIGHT)
     colours = {rule: COLOURS[number % len(COLOURS)] for number, rule in enumerate(plan.rules)}
 
     def mark(entry: Entry, top: int, height: int) -> Mark:
-        # The first of the policy's rules that keeps the checkpoint.
+        # Colour of the policy's first rule that keeps the checkpoint.
         colour = next((colours[reason.rule] for reason in entry.reasons if reason.rule in colours), INK)
         why = "; ".join(map(str, entry.reasons)) if entry.reasons else f"nearest: {entry.miss}"
         return colour, _bar(at(entry.row.step), top, height), f"step {entry.row.step}, {_WORDS[entry.action]}: {why}"
 
-    # Deleted ones are drawn first: if there are many, they must not cover the kept ones.
+    # Deleted checkpoints are drawn first: if there are many, they must not cover the kept ones.
     kinds = (
         ("delete", plan.deleted, LINE, HALF),
         ("thin", plan.thinned, LINE - HALF, HALF),
@@ -140,7 +137,7 @@ def _bar(x: float, top: float, height: float) -> str:
 
 
 def _joined(marks: Sequence[Mark], *, tooltips: bool) -> Sequence[Mark]:
-    """Return the marks; without tooltips as one path of each kind with each shape once, so that many are small."""
+    """Return the marks. Without tooltips, join those of a kind into one path with each shape once, for a small file."""
     if tooltips:
         return marks
     shapes: dict[str, dict[str, None]] = {}
@@ -150,7 +147,7 @@ def _joined(marks: Sequence[Mark], *, tooltips: bool) -> Sequence[Mark]:
 
 
 def _scale(values: Sequence[float], left: float, right: float) -> Callable[[float], float]:
-    """Return the function from a step or a time to its horizontal position; the middle if there is only one."""
+    """Return the function from a step or a time to its horizontal position; the middle if there is only one value."""
     first, last = min(values, default=0), max(values, default=0)
     if first == last:
         return lambda value: (left + right) / 2
@@ -173,7 +170,7 @@ class SaveMark:
     """A save in a chart.
 
     Attributes:
-        amount: value shown by the height of its mark: bytes, or a metric.
+        amount: bytes, or value of a metric, drawn as the height of the mark.
         kind: class of the mark: `kept`, `going`, `live` or `dead`.
         words: tooltip.
     """
@@ -186,13 +183,7 @@ class SaveMark:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a run over time.
-
-    Attributes:
-        marks: its shapes.
-        heights: words at the top and at the bottom of its vertical axis.
-        times: words at the two ends of its horizontal axis.
-    """
+    """A chart of a run over time. `heights` and `times` are the words at the ends of its two axes."""
 
     label: str
     marks: Sequence[Mark]
@@ -206,7 +197,7 @@ def saves(marks: Sequence[SaveMark], label: str) -> Chart:
     largest = max(mark.amount for mark in marks)
     shapes: list[Mark] = []
     for mark in marks:
-        # Even a small save is seen.
+        # At least 6 high, so that a small save is visible.
         top = _BASE - 6 - (_BASE - 14) * mark.amount / (largest or 1)
         end = top if mark.kind in ("kept", "going") else CHART_HEIGHT - 4
         shapes.append((f"save {mark.kind}", f"M{at(mark.time):.1f} {_BASE:g}V{end:.1f}", mark.words))
@@ -241,10 +232,9 @@ def _time_axis(marks: Sequence[SaveMark]) -> tuple[Callable[[float], float], Ite
 
 
 def storage(changes: Iterable[tuple[float, int]], now: float, label: str) -> Chart | None:
-    """Draw the bytes that are stored over time, and those that are left once tombstones are carried out.
+    """Draw the stored bytes over time, and the bytes left once tombstones are carried out; None without changes.
 
-    Args:
-        changes: times, some of them in the future, and the bytes that come or go then. None of them: no chart.
+    A change is a time, possibly in the future, and the bytes added: negative for a deletion.
     """
     ordered = sorted(changes)
     if not ordered:

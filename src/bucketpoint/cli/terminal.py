@@ -27,22 +27,18 @@ class OutputError(click.ClickException):
         self._quiet = isinstance(error, BrokenPipeError)
 
     def show(self, file: Any = None) -> None:
-        # No error: the reader, such as `head`, wanted no more. The stream that failed may be stderr.
+        # Quiet if the reader, such as `head`, closed the pipe. Suppressed, as the stream that failed may be stderr.
         if not self._quiet:
             with suppress(OutputError):
                 super().show(file)
 
 
 class PrintableStream:
-    """A text stream that shows control characters as escapes instead of sending them.
-
-    Raises:
-        OutputError: the stream could not be written.
-    """
+    """Text stream that writes control characters as escapes. Raises OutputError if the stream cannot be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """The raw stream, under rich's name for it: the control characters with which rich draws are not escaped."""
+        """The raw stream, under the name that rich looks for: rich's own control characters are not escaped."""
 
     def write(self, text: str) -> int:
         try:
@@ -73,7 +69,7 @@ def printed_safely() -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")
     # A stream that was closed before the program began is None.
     out, err = (stream and cast("TextIO", PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
-    # While a bar is drawn, rich replaces standard error, and log records would bypass the stream above: filter them.
+    # While rich draws a bar, it replaces standard error, and log records bypass the stream above: filter them.
     handler = logging.lastResort
     if handler is not None:
         handler.addFilter(_made_printable)

@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and shapes in text for people."""
+"""Text for people: formats of numbers, sizes, times, shapes and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def are(number: int) -> str:
 
 
 def not_deleted(failure: Mapping[str, str], then: str = "") -> str:
-    """Name a key that the store did not delete, with the reason that the store gave."""
+    """Format a key that the store did not delete, with the store's reason."""
     return f"not deleted: {failure['key']} ({failure['code']} {failure['message']}){then}"
 
 
@@ -56,7 +56,7 @@ def table(rows: Iterable[Sequence[str]], *, indent: int = 2) -> list[str]:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Show control characters, and those that change the direction of text, as escapes: `\\x1b`, `\\u202e`.
+    """Replace control characters, and those that change the direction of text, by escapes: `\\x1b`, `\\u202e`.
 
     Anybody may have written keys and names into the store, and a terminal obeys control characters in them.
     """

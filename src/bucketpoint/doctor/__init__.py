@@ -1,1 +1,1 @@
-"""Examination of a store: its fitness for checkpoints, and its speed."""
+"""Examination of a store's fitness for checkpoints, and of its speed."""

@@ -31,7 +31,7 @@ _AZURE = (
     "Look with `az storage account blob-service-properties show`",
 )
 _SOFT_DELETE = {"gs": _GOOGLE, "gcs": _GOOGLE, **dict.fromkeys(("az", "abfs", "abfss", "adl"), _AZURE)}
-"""Message and remedy for the clouds that keep deleted objects, by scheme."""
+"""Message and remedy for clouds that keep deleted objects, by URL scheme."""
 
 _OBJECTS_MAY_GO = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 """Storage classes whose objects must be restored, which takes hours, before they can be read."""
@@ -56,8 +56,7 @@ def clock_finding(store: S3Store) -> Finding:
 def bucket_findings(store: Store, prefix: str, *, spared: str | None = None) -> Iterator[Finding]:
     """Check versioning, soft delete, object locks and lifecycle rules.
 
-    Args:
-        spared: message in place of the warning if the configuration may not be read, where the role does not need it.
+    `spared` is the message of a skipped check, in place of a warning, if the role neither has nor needs the permission.
     """
     if isinstance(store, GCSStore):
         yield from _of_google(store, spared)
@@ -125,7 +124,7 @@ def _unread(check: str, right: str, error: StoreError, spared: str | None) -> Fi
 
 
 def _versioning(status: str, days: Sequence[int], remedy: str) -> Finding:
-    """Judge versioning by its state, and by the days after which lifecycle rules delete old versions."""
+    """Return a finding from the state of versioning, and the days after which lifecycle rules delete old versions."""
     if status not in ("Enabled", "Suspended"):
         return Finding("versioning", "ok", "off: what is deleted is gone, and is no longer billed")
     enabled = status == "Enabled"

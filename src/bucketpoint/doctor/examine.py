@@ -1,7 +1,7 @@
 """Examination of a store's fitness for checkpoints: tries the requests of saves, loads and prunes, and cleans up.
 
-Each check ends in a finding; a refusal by the store is never raised. Scratch objects lie below `_bucketpoint/doctor/`,
-where a trainer may delete objects that it could not delete elsewhere.
+Each check ends in a finding; an error of the store is never raised. Scratch objects are below `_bucketpoint/doctor/`,
+where a trainer may delete objects, which it may not elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bucketpoint.transfer.tasks import TaskGroup
 DEFAULT_PROBE_BYTES = 128 << 20
 RACERS = 8
 PATIENCE_S = 60.0
-"""Seconds after which no check, and no cleaning up, tries a request again: its store may have died meanwhile."""
+"""Seconds after which checks, and the clean-up, retry no request: the store may be down."""
 
 ADMIN, TRAINER, READER, PRUNER = "admin", "trainer", "reader", "pruner"
 ROLES = (ADMIN, TRAINER, READER, PRUNER)
@@ -53,7 +53,6 @@ class Diagnosis:
     """The result of an examination.
 
     Attributes:
-        findings: all findings, in the order of the checks.
         speed: the measured throughput; None if it was not measured.
         left: keys of objects, and of uploads under way, that were written and could not be removed.
     """
@@ -75,16 +74,16 @@ def examine(
     probe_bytes: int = DEFAULT_PROBE_BYTES,
     told: Callable[[Finding], None] = lambda finding: None,
 ) -> Diagnosis:
-    """Try out the requests of `role` below `prefix`, in a folder with a random name, and delete that folder.
+    """Try the requests of `role` below `prefix`, in a folder with a random name, and delete that folder.
 
     The permission to delete is checked before any object is written. Without it, one object of a few bytes is written
     and stays, under the same key each time, and checks that need another object are skipped.
 
     Args:
-        role: one of `ROLES`. A reader writes nothing; a pruner writes notes and deletes; only a role that saves is
-            measured.
-        probe_bytes: about how many bytes to upload, and to download again, to measure throughput; 0 to skip this.
-        told: function that is called with each finding as it is made.
+        role: one of `ROLES`. A reader writes nothing; a pruner writes notes and deletes. Throughput is measured for
+            roles that save.
+        probe_bytes: approximate number of bytes to upload, and to download, to measure throughput; 0 to skip this.
+        told: function that is called with each finding immediately.
     """
     run = _Examination(Report(store, told), prefix, role)
     made = _missing_folders(store)
@@ -110,7 +109,7 @@ def _missing_folders(store: Store) -> list[str]:
 
 
 class _Examination:
-    """One run of an examination. It remembers the keys that it wrote, so that they can be deleted."""
+    """One examination, with the keys that it wrote, so that `clean_up` can delete them."""
 
     def __init__(self, report: Report, prefix: str, role: str) -> None:
         if role not in ROLES:
@@ -120,7 +119,7 @@ class _Examination:
         self._prefix = prefix
         self._role = role
         self._at = ScratchKeys.below(prefix)
-        # A refused request that the role does not need is no fault of the store.
+        # Denied access to a request that the role does not need is no fault of the store.
         needless = f"not read: a {role} does not need it. Credentials of an administrator show it"
         self._spared = None if role == ADMIN else needless
         self._removable = True
@@ -140,7 +139,7 @@ class _Examination:
                 self.report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
 
     def _checks(self) -> bool:
-        """Make all checks but that of the speed. Returns True if objects can be written."""
+        """Run all checks but that of the throughput. Return True if objects can be written."""
         report, store, written = self.report, self._store, False
         try:
             if self._role == READER:
@@ -150,7 +149,7 @@ class _Examination:
         except UNREACHABLE as error:
             report.failed("connect", error)
             if isinstance(store, S3Store) and isinstance(error, CredentialsError):
-                # A store refuses every request of a machine whose clock is wrong.
+                # A store refuses all requests from a machine whose clock is wrong.
                 finding = clock_finding(store)
                 report.add(*[finding] * (finding.status == "fail"))
             return False
@@ -187,10 +186,9 @@ class _Examination:
             report.add(service_finding(store, self._key, self._begin))
 
     def _access(self) -> bool:
-        """Check the permissions to put, get, list and delete. Returns False if nothing can be written.
+        """Check the permissions to put, get, list and delete. Return False if nothing can be written.
 
-        Raises:
-            EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError: the store cannot be reached.
+        Raises an error of `UNREACHABLE` if the store cannot be reached.
         """
         report, store, pruner = self.report, self._store, self._role == PRUNER
         data_stays, notes_stay = self._why_kept(self._at.data), self._why_kept(self._at.folder + "access")
@@ -201,7 +199,7 @@ class _Examination:
         lasting = key == self._at.lasting
         try:
             with contextlib.suppress(PreconditionFailedError):
-                # An earlier object is enough: on some stores a role that may not delete cannot replace objects.
+                # An object of an earlier examination is enough: on some stores, replacing it needs the right to delete.
                 store.put(key, [memoryview(body)], if_none_match=lasting and store.capabilities.conditional_put)
         except StoreError as error:
             # Nothing was written, so there is nothing to clean up.
@@ -223,7 +221,7 @@ class _Examination:
         return True
 
     def _why_kept(self, key: str) -> str | None:
-        """Delete a key at which there is no object, and return the reason if that is refused, or None."""
+        """Delete a key. Return the reason if the deletion is refused, otherwise None."""
         try:
             failures = self._store.delete([key])
         except UNREACHABLE:
@@ -252,7 +250,7 @@ class _Examination:
             expect(reason is None, reason or "")
 
     def _beside(self, etag: str | None) -> None:
-        """Check the permission to write a key that could not be deleted, by a condition that fails: nothing is written.
+        """Check the permission to write by a PUT whose condition fails: an object at this key could not be deleted.
 
         Args:
             etag: ETag of another object; None if the store does not honour conditions.
@@ -300,7 +298,7 @@ class _Examination:
                 expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
 
     def _if_match(self) -> str | None:
-        """Check conditional replacement. Returns the ETag of a replaced object, or None if conditions do not work."""
+        """Check conditional replacement. Return the ETag of a replaced object, or None if conditions do not work."""
         store = self._store
         if not (store.capabilities.conditional_put and store.capabilities.conditional_replace):
             return None
@@ -392,7 +390,7 @@ class _Examination:
             self.report.say("clean-up", "ok", "everything that was written is deleted")
 
     def _key(self, name: str) -> str:
-        """Return the key of a trial object: a new key if it can be deleted again, else the one lasting key."""
+        """Return the key of a trial object: a new key if objects can be deleted, else the one lasting key."""
         key = self._at.folder + name if self._removable else self._at.lasting
         self._remember(key)
         return key

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 BUCKET, PREFIX = "BUCKET", "PREFIX"
-"""Words in `policies/` for whoever uses a file to replace."""
+"""Placeholders in the files of `policies/`, to be replaced by their users."""
 
-# S3 answers 404 for a missing key only to a role that may list the bucket, and a GET names no prefix: without
-# IfExists a condition on the prefix would refuse it, and S3 would answer 403. MinIO lacks it and always answers 404.
+# S3 answers 404 for a missing key only to a role that may list the bucket. A GET has no prefix: without IfExists the
+# condition on the prefix fails, and S3 answers 403. MinIO has no IfExists, and always answers 404.
 _OPERATORS = {"aws": "StringLikeIfExists"}
 
 # The settings of the bucket that `doctor` reads.
@@ -28,7 +28,7 @@ def role_policies(
     """
     below = f"{prefix}/" if prefix else ""
     if bucket.endswith("--x-s3"):
-        # A directory bucket knows no prefixes and no single permissions.
+        # A directory bucket has no permissions for prefixes, and none for single actions.
         # https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-security-iam-identity-policies.html
         resource = f"arn:{partition}:s3express:*:*:bucket/{bucket}"
         session = _allowed("OpenSession", ("s3express:CreateSession",), (resource,))
@@ -50,7 +50,7 @@ def _statements(place: str, objects: str, prefixed: dict[str, Any]) -> dict[str,
     examine = _allowed("ExamineBucket", _SETTINGS, (place,))
     return {
         "trainer": [
-            # A copy that the service makes of an object with tags needs the right to read them.
+            # A server-side copy of an object with tags needs the permission to read the tags.
             _allowed(
                 "SaveAndLoad",
                 ("s3:GetObject", "s3:GetObjectTagging", "s3:PutObject", "s3:AbortMultipartUpload"),

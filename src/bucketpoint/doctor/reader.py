@@ -11,14 +11,13 @@ from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, Precondit
 from bucketpoint.stores import ObjectInfo
 
 _LOOKED_AT = 1000
-"""Number of listed objects among which a non-empty one is looked for: one page of a listing."""
+"""Limit on the objects listed to find one that is not empty: one page of a listing."""
 
 
 def examine_reader(report: Report, prefix: str) -> None:
     """Check listing, reading an existing object, and reading it with a condition.
 
-    Raises:
-        EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError: the store cannot be reached.
+    Raises an error of `UNREACHABLE` if the store cannot be reached.
     """
     store, above = report.store, f"{prefix}/" if prefix else ""
     listed: list[ObjectInfo] = []
@@ -52,11 +51,7 @@ def examine_reader(report: Report, prefix: str) -> None:
 
 
 def examine_pinned_read(report: Report, make: Callable[[], ObjectInfo]) -> None:
-    """Check conditional reads: read a byte with the object's ETag, then with a wrong ETag, which must be refused.
-
-    Args:
-        make: returns the object to read.
-    """
+    """Check conditional reads of the object from `make`: its ETag must be accepted, a wrong ETag refused."""
     check, store, view = "pinned read", report.store, memoryview(bytearray(1))
     if not store.capabilities.pinned_reads:
         report.say(check, "skip", "this store has no conditional reads: checksums alone protect a load")

@@ -49,7 +49,7 @@ def lack_of_conditions(store: Store) -> str:
 
 
 def without_conditions(store: Store) -> str:
-    """Return the text that explains saves without conditional writes, and the option to set if they rely on them."""
+    """Return the text about saves without conditional writes, with the option to set if saves rely on them."""
     if isinstance(store, S3Store) and store.capabilities.conditional_put:
         return f'Set {{"conditional_puts": false}} in storage_options: then {_WITHOUT_CONDITIONS}'
     return _WITHOUT_CONDITIONS[0].upper() + _WITHOUT_CONDITIONS[1:]

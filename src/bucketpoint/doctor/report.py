@@ -1,4 +1,4 @@
-"""Findings of one examination, and conversion of trial requests to findings."""
+"""Findings of one examination, and conversion of the results of trial requests to findings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 class Report:
-    """The findings about one store. `told` is called with each finding as it is made."""
+    """Findings about one store. `told` is called with each finding immediately."""
 
     def __init__(self, store: Store, told: Callable[[Finding], None]) -> None:
         self.store = store
@@ -61,9 +61,9 @@ class Report:
 
         Args:
             success: message of the finding if the block succeeds.
-            right: the remedy for a lack of permission: see `failed`.
-            warn: a failure is a warning.
-            spared: message in place of the failure if the request is refused, where the role does not need it.
+            right: remedy for a lack of permission: see `failed`.
+            warn: record a failure as a warning.
+            spared: message of a skipped check, recorded if access is denied to a request that the role does not need.
         """
         try:
             yield
@@ -84,7 +84,7 @@ class Report:
         right: str | None = None,
         warn: bool = False,
     ) -> None:
-        """Record a failure. `right` is the remedy for a refusal, and for an error that has no remedy."""
+        """Record a failure. `right` is the remedy for denied access, and for an error without a remedy."""
         if isinstance(error, AccessDeniedError) or error.remedy is None:
             remedy = remedy or right
         self.say(check, "warn" if warn else "fail", error.message, remedy or error.remedy)
@@ -99,7 +99,6 @@ class Report:
 
 
 def counted(number: float, noun: str) -> str:
-    """Return a number with its noun, such as `1 day`."""
     return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""Identification of the service behind an S3 bucket by trial requests, which write only to keys given by the caller."""
+"""Identification of the service behind an S3 bucket by trial requests, which write only to the caller's keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bucketpoint.transfer.checksum import crc32c
 
 _CHECK = "service"
 _OPTIONS = {"conditional_put": "conditional_puts", "checksums": "checksums"}
-"""Probed features that have their own option: the feature's name and the option's name."""
+"""Options by probed feature."""
 
-# Differences from the options that need no remedy, by whether the store has the feature. A feature that the store has
-# but the options do not rely on costs one more request; a checksum that the store ignores costs no request.
+# Differences from the options that need no remedy, by whether the store has the feature. Options that do not rely on
+# `lists_uploads` cost one more request; a checksum that the store ignores costs none.
 _HARMLESS = {True: ("lists_uploads",), False: ("checksums",)}
 
 _SAID = {
@@ -69,7 +69,7 @@ def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str],
     features = {"conditional_put": conditional_put, "checksums": checksums}
     key = new_key("service-upload")
     upload = begin(key)
-    # Without the permission to list uploads, which a trainer does not need, the form of the listing is unknown.
+    # Without the permission to list uploads, which a trainer does not need, this feature is unknown.
     with contextlib.suppress(AccessDeniedError):
         features["lists_uploads"] = any(found.upload_id == upload for found in store.list_multipart(key[:-1]))
     return features
@@ -83,7 +83,7 @@ def _all_refused(kind: type[StoreError], *requests: Callable[[], object]) -> boo
 
 
 def _needless_options(store: S3Store, features: Mapping[str, bool], differ: list[str]) -> str | None:
-    """Return the remedy if the options contradict a service that is recognised without them; else None."""
+    """Return the remedy if the service that is recognised without the given options has the features; else None."""
     given = [_OPTIONS[name] for name in differ if getattr(store.options, _OPTIONS.get(name, ""), None) is not None]
     if not given:
         return None

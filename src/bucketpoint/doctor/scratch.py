@@ -1,4 +1,4 @@
-"""Keys that `doctor` writes to, and removal of the objects that a killed or refused run of it left there."""
+"""Keys to which `doctor` writes, and removal of objects left there by runs that were killed or could not delete."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NAMES = (
 )
 _DATA_FOLDER = "bucketpoint-doctor-"
 _OURS = re.compile(
-    # The folder of a run; the one object that is written if nothing can be deleted; a folder beside the checkpoints,
-    # from a run of version 0.1.0 or from the check of the permissions on data.
+    # The folder of an examination; the one object that is written if nothing can be deleted; a folder beside the
+    # checkpoints, from version 0.1.0 or from the check of the permissions on data.
     rf"(?:{_NOTES}/doctor/(?:[0-9a-f]{{12}}/(?:{_NAMES}|\.bucketpoint-probe-[0-9a-f]{{16}}(?:-sum)?)|access)"
     rf"|{_DATA_FOLDER}[0-9a-f]{{12}}/(?:{_NAMES}|\.metadata))"
 )
@@ -30,8 +30,8 @@ class ScratchKeys:
     """Keys to which one examination may write.
 
     Attributes:
-        folder: folder of the objects that are deleted again.
-        lasting: key of the one object that is written if nothing can be deleted; the same in each examination.
+        folder: folder of the objects that are deleted at the end.
+        lasting: key of the one object that is written if nothing can be deleted; the same for each examination.
         data: key of an object outside the catalog, among the checkpoints.
         metadata: key of a commit (`.metadata`) beside `data`.
     """
@@ -43,7 +43,7 @@ class ScratchKeys:
 
     @classmethod
     def below(cls, prefix: str) -> ScratchKeys:
-        """Make the keys for an examination below `prefix`. Keys that are deleted again contain a random name."""
+        """Make the keys for an examination below `prefix`. All but `lasting` contain a random name."""
         above, run = f"{prefix}/" if prefix else "", os.urandom(6).hex()
         notes, data = f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}{run}/"
         return cls(f"{notes}{run}/", f"{notes}access", f"{data}access", f"{data}.metadata")
@@ -51,7 +51,7 @@ class ScratchKeys:
 
 @dataclass
 class Leftovers:
-    """Report of a sweep of leftovers of `doctor`: removed, or in a dry run to be removed."""
+    """Objects and uploads left by `doctor` that a sweep removed, or would remove in a dry run."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
@@ -67,12 +67,12 @@ def sweep_leftovers(store: Store, prefix: str, *, oldest: float, dry_run: bool =
     left = Leftovers()
 
     def old(key: str, moment: float | None) -> bool:
-        # An object without a date is kept: it is not known to be old.
+        # An object without a date is kept, because it may be new.
         return moment is not None and moment < oldest and _OURS.fullmatch(key[len(above) :]) is not None
 
     for folder in (f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}"):
         left.objects += [info for info in store.list(folder) if old(info.key, info.modified)]
-        # Without the permission to list uploads, none can be aborted.
+        # Without the permission to list uploads, no upload can be aborted.
         with contextlib.suppress(AccessDeniedError):
             for upload in [upload for upload in store.list_multipart(folder) if old(upload.key, upload.started)]:
                 left.uploads.append(upload.key)

@@ -1,4 +1,4 @@
-"""Measurement of a store's speed from this machine by a bounded probe, and advice for `TransferOptions`."""
+"""Measurement of a store's throughput from this machine by a bounded probe, and advice for `TransferOptions`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_PART = 128 * MIB
 _GOOD_ENOUGH = 0.9
 _ENOUGH_BYTES = 64 * MIB
 _PATIENCE_S = 60.0
-"""Seconds for which a request of the probe is tried again."""
+"""Seconds for which a request of the probe is retried."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Speed:
 
     @property
     def connection_rate(self) -> float:
-        """Bytes per second of one connection after the latency of a request, in the slower direction."""
+        """Bytes per second of one connection, without the latency of a request, in the slower direction."""
         rates = []
         for rate in (self.levels[0].up, self.levels[0].down):
             seconds = self.piece_bytes / rate
@@ -69,9 +69,9 @@ class Speed:
     def advice(self, limits_min_part: int) -> TransferOptions:
         """Return the advised `TransferOptions`.
 
-        Parts are so large that latency takes at most 15 % of the time of a part, up to 128 MiB. Connections are the
-        fewest that reach 90 % of the best rate measured. Parts are never smaller than the default: smaller parts cost
-        more requests and gain nothing.
+        Parts are so large, up to 128 MiB, that latency takes at most 15 % of the time of a part. They are never smaller
+        than the default: smaller parts cost more requests and gain nothing. Connections are the fewest that reach 90 %
+        of the best rate measured.
         """
         wanted = self.latency_s * self.connection_rate * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
         smallest = max(TransferOptions().part_bytes, limits_min_part)
@@ -109,13 +109,9 @@ def measure(report: Report, folder: str, nbytes: int, *, used: Callable[[str], N
 
 
 def probe(store: Store, folder: str, nbytes: int, *, used: Callable[[str], None]) -> Speed:
-    """Write and read about `nbytes` below `folder`.
+    """Write and read about `nbytes` below `folder`. Call `used` with each key first, so that the caller can delete it.
 
-    Args:
-        used: called with each key before it is written, so that the caller can delete it.
-
-    Raises:
-        StoreError: a request failed, after all retries.
+    Raises StoreError if a request failed, after all retries.
     """
     small = f"{folder}latency"
     used(small)

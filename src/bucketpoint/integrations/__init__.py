@@ -1,1 +1,1 @@
-"""Integrations with other trainers: one module for each, imported by programs that use that trainer only."""
+"""Integrations with training frameworks, one module for each. A program imports only the module that it uses."""

@@ -34,7 +34,7 @@ _saves: weakref.WeakKeyDictionary[Accelerator, Saves] = weakref.WeakKeyDictionar
 
 
 def training_state(accelerator: Accelerator) -> TrainingState:
-    """Return the state of an accelerator: what `accelerator.save_state` saves.
+    """Return the state of an accelerator, as `accelerator.save_state` saves it.
 
     `training_state(accelerator).save(manager, step)` and `.restore(manager)` save and load it with a
     `CheckpointManager`; `.to_save()` returns it for `bucketpoint.async_save`.
@@ -47,16 +47,17 @@ def save_state(
 ) -> SaveHandle:
     """Save the state of an accelerator to a URL in the background. All ranks.
 
-    It waits for the previous save, and returns once training may change the state.
+    Waits for the previous save, and returns once the state is copied and training may change it. Adds one to
+    Accelerate's count of saves.
 
     Args:
         accelerator: the accelerator, after `prepare`.
         url: URL of the checkpoint.
-        storage_writer: writer to save with. By default one for all saves of the accelerator.
+        storage_writer: writer to save with. By default one writer for all saves of the accelerator.
         options: as for `bucketpoint.async_save`.
 
     Returns:
-        a handle: the checkpoint can be loaded once `handle.result()` returns. Accelerate counts the save.
+        a handle: the checkpoint can be loaded once `handle.result()` returns.
 
     Raises:
         BucketpointError: the save before this one failed, or the accelerator trains with DeepSpeed or Megatron-LM.
@@ -74,7 +75,7 @@ def restore(accelerator: Accelerator, run: str, **options: Any) -> str | None:
 
     Args:
         accelerator: as for `load_state`.
-        run: URL of the folder that has a folder for each checkpoint, with a number at the end of its name.
+        run: URL of the run, in which the name of each checkpoint's folder ends with a number.
         options: as for `load_state`.
 
     Returns:
@@ -89,8 +90,8 @@ def restore(accelerator: Accelerator, run: str, **options: Any) -> str | None:
 def load_state(accelerator: Accelerator, url: str, **options: Any) -> None:
     """Load a checkpoint of `save_state` into an accelerator that was prepared in the same way. All ranks.
 
-    The number of processes may differ. A rank that is not in the checkpoint keeps its random state and its stateful
-    dataloaders' state.
+    The number of processes may differ. A rank that the checkpoint lacks keeps its random state and the state of its
+    stateful dataloaders.
 
     Args:
         accelerator: the accelerator, after `prepare`.
@@ -99,7 +100,7 @@ def load_state(accelerator: Accelerator, url: str, **options: Any) -> None:
 
     Raises:
         CheckpointNotFoundError: there is no whole checkpoint at the URL.
-        MismatchError: the state and the checkpoint do not fit.
+        MismatchError: the checkpoint does not match the state.
     """
     training_state(accelerator).load(url, **options)
 
@@ -112,7 +113,7 @@ def _parts(accelerator: Accelerator) -> dict[str, Any]:
         )
     models = accelerator._models
     state: dict[str, Any] = _numbered("model", [ModelState(model) for model in models])
-    # Accelerate wraps optimizers, and the wrapper's step() may skip the step.
+    # Take the optimizers out of Accelerate's wrappers: the step() of a wrapper may do nothing.
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
     parts = [OptimizerState(model_of(each, models, _ONE_MODEL), each) for each in optimizers]
     state |= _numbered("optimizer", parts)
@@ -137,8 +138,8 @@ def _numbered(kind: str, values: list[Any]) -> dict[str, Any]:
 class _Epoch:
     """The epoch of a dataloader, and the seed of its order.
 
-    A dataloader of Accelerate shuffles by the number of times that it was iterated over, which begins at 0 in a new
-    process: the order of the first epoch would be repeated.
+    A dataloader of Accelerate shuffles by its count of epochs, which begins at 0 in a new process: a resumed run would
+    repeat the order of the first epoch.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -1,4 +1,4 @@
-"""Loads of boxes of saved tensors into tensors of the caller; several loads read one commit."""
+"""Loads of boxes of saved tensors into the caller's tensors. Several loads read the same commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bucketpoint.dcp.reader import BucketReader
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A box of a saved tensor: the part at `offsets` that has the shape of `target`, into which it is read."""
+    """A box of a saved tensor, at `offsets` and of the shape of `target`, the tensor to read the box into."""
 
     key: str
     offsets: tuple[int, ...]
@@ -28,15 +28,15 @@ class SavedBox:
 
 
 class BoxReader(BucketReader):
-    """Reader of boxes. It reads the metadata once, so that all its loads are of one commit.
+    """Reader of boxes that reads the metadata only once, so that all its loads read the same commit.
 
-    A load after another job has saved over the URL, or deleted the checkpoint, raises an error.
+    After another job has replaced or deleted the checkpoint, a load raises an error.
     """
 
     _first: Any = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata in the first call, as `BucketReader` does, and return the same in the next ones."""
+        """Read the metadata at the first call, as `BucketReader` does, and return the same object at later calls."""
         if self._first is None:
             metadata: Metadata = super().read_metadata(*args, **kwargs)
             if self._commit is not None:
@@ -57,11 +57,10 @@ class BoxReader(BucketReader):
         alone: bool = False,
         failure: BaseException | None = None,
     ) -> None:
-        """Read the boxes into their targets; the order in which the targets are filled is not defined.
+        """Read the boxes into their targets, in no defined order.
 
         Args:
-            metadata: result of `read_metadata`.
-            alone: make no collective; otherwise all ranks of the group call at once.
+            alone: make no collective call. Otherwise all ranks of the group call `load` together.
             failure: error of this rank, with which the load fails on all ranks before anything is read.
         """
         reader = self
@@ -69,8 +68,8 @@ class BoxReader(BucketReader):
             reader = copy.copy(self)
             reader._cooperation = None
         state, copies = _state_of(boxes, metadata)
-        # A default device of the caller, which engines set while they make a model, is not ours. Without modes of
-        # functions there is none, and none of the calls below pays for one.
+        # Engines set a default device while they build a model, by a function mode. Without function modes the calls
+        # below ignore that device, and are faster.
         with (
             torch._C.DisableTorchFunction(),
             errors_of_dcp(self.url, "The load", ranks_of(process_group) if not alone else ()),
@@ -88,7 +87,7 @@ class BoxReader(BucketReader):
 
 
 class _BoxPlanner(LoadPlanner):
-    """Load planner for boxes: the keys that nobody asks for are no mistake."""
+    """Load planner for boxes, which accepts saved keys that are not loaded."""
 
     def __init__(self, failure: BaseException | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -100,13 +99,13 @@ class _BoxPlanner(LoadPlanner):
         return super().create_local_plan()
 
     def _compare(self, plans: list[LoadPlan]) -> None:
-        """Do nothing."""
+        """Do nothing: boxes of a few keys are a complete load."""
 
 
 def _state_of(
     boxes: Iterable[SavedBox], metadata: Metadata
 ) -> tuple[dict[str, LocalChunks], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the state to load into, and the copies to make after the load: each box is read once for each dtype."""
+    """Return the state to load into, and the copies to make after the load: a box is read once for each dtype."""
     read: dict[Any, torch.Tensor] = {}
     targets: dict[str, list[SavedBox]] = {}
     copies = []

@@ -1,4 +1,4 @@
-"""Calls before a program starts a thread, or passes work to a pool of threads."""
+"""Callbacks before a program starts a thread, or submits work to a pool of threads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _changes = threading.Lock()
 
 @contextmanager
 def before_other_threads(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` in the block before any thread of the process gives work to another one.
+    """Call `act` whenever, during the block, any thread of the process is about to give work to another thread.
 
-    Blocks may end in any order. The last to end puts the functions back, unless others replaced them.
+    Blocks may end in any order. The last one restores the patched functions, unless other code replaced them.
     """
     with _changes:
         if not _acts:

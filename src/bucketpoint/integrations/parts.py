@@ -1,4 +1,4 @@
-"""The parts of a training program's state, each read when it is saved and set when it is loaded."""
+"""Parts of a training program's state: models, optimizers, random generators and other values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class ModelState:
-    """The state of a model, read when it is saved and set when it is loaded.
-
-    Args:
-        strict: refuse a state that lacks keys of the model, or has others.
-    """
+    """The state of a model, read at a save and set at a load. With `strict`, a load needs exactly the model's keys."""
 
     def __init__(self, model: torch.nn.Module, *, strict: bool = True) -> None:
         self._model = model
@@ -44,13 +40,11 @@ class ModelState:
 
 
 class OptimizerState:
-    """The state of an optimizer of a model, read when it is saved and set when it is loaded.
+    """The state of a model's optimizer, read at a save and set at a load.
 
-    Groups without parameters, which LoRA can leave, are omitted: torch does not load them.
-
-    Args:
-        loading: True if the state is read to be loaded into. Each parameter then gets a new state. torch itself makes
-            none, and a load would change nothing, where there are gradients or states already.
+    Groups without parameters, which LoRA can leave behind, are omitted: torch does not load them.
+    With `loading`, each parameter gets a new state to load into: torch creates none if gradients or states exist
+    already, and the load would then change nothing.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, loading: bool = False) -> None:
@@ -59,7 +53,6 @@ class OptimizerState:
         self._loading = loading
 
     def to_load(self) -> OptimizerState:
-        """Return the state to load into."""
         return OptimizerState(self._model, self._optimizer, loading=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,7 +75,7 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        # The load has replaced the groups.
+        # A load replaces the groups: put the new ones back between the empty ones.
         filled = iter(optimizer.param_groups)
         optimizer.param_groups = [next(filled) if group["params"] else group for group in whole]
 
@@ -100,11 +93,7 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> torch.nn.Module:
-    """Return the model that holds the parameters of an optimizer.
-
-    Raises:
-        BucketpointError: no model holds all of them. The error has the given remedy.
-    """
+    """Return the model with all parameters of an optimizer. Without one, raise BucketpointError with `remedy`."""
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for model in models:
         if held <= {id(tensor) for tensor in model.parameters()}:
@@ -113,7 +102,7 @@ def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> 
 
 
 class OfThisRank:
-    """An object with a separate state on each rank. It is unchanged if the checkpoint has none of this rank."""
+    """An object with a separate state on each rank. A load leaves it unchanged if the checkpoint lacks this rank."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -133,10 +122,10 @@ class OfThisRank:
 
 
 class RandomState:
-    """Random generators of Python, numpy and torch, those of all devices of this process included.
+    """States of the random generators of Python, numpy and torch, on all devices of this process.
 
-    They are saved as one item of bytes. As tensors they would raise the alarm for unchanged states, if training uses no
-    dropout.
+    Saved as one item of bytes. Saved as tensors, they would cause the warning about unchanged states whenever training
+    uses no dropout.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,7 +135,7 @@ class RandomState:
         # `torch.load` reads numpy's arrays from trusted checkpoints only.
         numpy = tree_map_only(np.ndarray, torch.from_numpy, numpy)
         if numpy["bit_generator"] == "MT19937":
-            # bucketpoint 0.1 reads this.
+            # The form that bucketpoint 0.1 reads.
             state["numpy"] = [numpy["bit_generator"], numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]]
             state["numpy_keys"] = numpy["state"]["key"]
         else:
@@ -172,16 +161,12 @@ class RandomState:
                 remedy="Call numpy.random.set_bit_generator before the load, as the saving program did",
             ) from error
         torch.set_rng_state(held["torch"])
-        # The process that saved may have seen more devices.
+        # The process that saved may have had more devices.
         torch.cuda.set_rng_state_all(held.get("cuda", [])[: torch.cuda.device_count()])
 
 
 class Pickled:
-    """Values that are saved as one item, for trainers whose values are not known before a load.
-
-    Attributes:
-        value: the values; after a load those of the checkpoint.
-    """
+    """Values saved as one pickled item, for trainers that cannot name their values before a load."""
 
     def __init__(self, value: Any = None, *, trusted: bool = False) -> None:
         self.value = value

@@ -1,16 +1,15 @@
-"""Promised tensors: tensors of a checkpoint that a program slices and copies into its parameters before they are read.
+"""Promised tensors: tensors of a checkpoint that are sliced and copied into parameters before their bytes are read.
 
-A view of a promised tensor is a promised tensor. A copy of one into a tensor with memory is noted, and all noted boxes
-are read together. Two rules keep the values right:
+A view of a promised tensor is a promised tensor. A copy of a promised tensor into a tensor with memory is recorded, and
+all recorded boxes are read together. Two rules keep the values correct:
 
-1. Any other operation on a promised tensor reads the whole saved tensor first, and uses it from then on. Operations
-   that make the tensor itself a view of other elements, such as `t_()`, are refused.
-2. Any operation but a view on elements that wait for a noted copy makes all noted copies happen first, as does a
-   function that reaches their memory without an operation, and the start of another thread. Copies into memory that
-   was reached so, as by `numpy()`, are made at once.
+1. Any other operation on a promised tensor first reads the whole saved tensor, which is used from then on. In-place
+   views such as `t_()`, which give the tensor other elements, are refused.
+2. All recorded copies are made before an operation, other than a view, on elements that wait for such a copy; before a
+   function that accesses the elements' memory without an operation; and before another thread starts. A copy into
+   memory that was accessed like this, as by `numpy()`, is made at once.
 
-What a program does to memory with an address that it asked for before the copy, or by `numpy()` before the block, is
-not seen.
+Accesses through an address that the program took before the copy, or through `numpy()` before the block, are not seen.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from bucketpoint.integrations.strided_views import Regions, box_of, in_rounds, i
 _aten = torch.ops.aten
 
 Load = Callable[..., None]
-"""Function that reads a list of `SavedBox`es into their targets. Arguments: `last`, True for the last load, which all
-ranks reach; and `failure`, the error that ended this rank's program instead."""
+"""Function that reads a list of `SavedBox`es into their targets. Arguments: `last`, True for the last load, in which
+all ranks take part; and `failure`, this rank's error, with which the last load fails."""
 
 _READ_MEMORY = {
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "is_shared"),
     *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "resize_"),
 }
-"""Methods of tensors that reach their memory without an operation that a dispatch mode sees."""
+"""Methods of tensors that access memory without an operation that a dispatch mode sees."""
 
 _SHARE_MEMORY = {"numpy", "__array__", "__dlpack__", "__get__"}
-"""Those of them whose results reach the memory later, too. Loaders ask for addresses only to compare them."""
+"""Methods whose results can access the memory later. Addresses do not count: loaders only compare them."""
 
 
 class Promised(torch.Tensor):
-    """A tensor of a checkpoint that has not been read: a view of the saved tensor `saved`.
+    """A view of the saved tensor `saved`, whose bytes have not been read.
 
-    `meta` is the same view of a tensor without memory: its strides and storage offset are those in the saved tensor.
+    `meta` is the same view of a tensor without memory, with its strides and its offset in the saved tensor.
     """
 
     saved: _Saved
@@ -104,13 +103,9 @@ class _Saved:
 
 
 class Promises:
-    """The promised tensors of one checkpoint. Outside of `noting`, and on other threads, each copy reads at once.
+    """The promised tensors of one checkpoint. Outside of `noting`, and on other threads, a copy reads at once.
 
-    Args:
-        load: reads boxes of saved tensors.
-
-    Attributes:
-        used: keys of the saved tensors that were copied or read.
+    `used` has the keys of the saved tensors that were copied or read.
     """
 
     def __init__(self, load: Load) -> None:
@@ -125,19 +120,19 @@ class Promises:
         self._lock = threading.RLock()
 
     def promise(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> Promised:
-        """Return the promised tensor of a saved one."""
+        """Return a promised tensor for the saved tensor `key`."""
         meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return Promised(_Saved(self, key, meta, torch.device("cpu")), meta)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note the copies that this thread makes in the block, and make them at its end."""
+        """Record the copies that this thread asks for in the block, and make them at the end of the block."""
         self._thread = threading.get_ident()
         try:
             with before_other_threads(self._hand_over), _WatchMemory(self), _Watch(self):
                 yield
         except GeneratorExit:
-            # A generator held the block, and its consumer has left the rest of the tensors.
+            # The block is in a generator, and its consumer ended before the last tensor.
             self.read_noted(last=True)
             raise
         except Exception as error:
@@ -150,14 +145,14 @@ class Promises:
         self.read_noted(last=True)
 
     def read_noted(self, *, last: bool = False) -> None:
-        """Make the noted copies, in an order that leaves the values of the later of two that overlap."""
+        """Make the recorded copies. Where two of them overlap, the later one determines the values."""
         with self._lock:
             notes, self._notes = self._notes, []
             self._waiting.clear()
             *early, final = in_rounds(notes)
             try:
                 if last and self._failure is not None:
-                    # The program has caught it, and went on.
+                    # The program caught the error and continued.
                     raise self._failure
                 for boxes in early:
                     self._load_now(boxes)
@@ -171,7 +166,7 @@ class Promises:
                 self._load_now(final)
 
     def _load_now(self, boxes: list[SavedBox]) -> None:
-        """Read boxes, and keep the error: a program that catches it must not end with parameters that lack values."""
+        """Read boxes, and keep an error: even if the program catches it, the last load fails."""
         try:
             self._load(boxes)
         except Exception as error:
@@ -179,17 +174,17 @@ class Promises:
             raise
 
     def _hand_over(self) -> None:
-        """Make the noted copies if it is the noting thread that gives work to another one: modes watch one thread."""
+        """Make the recorded copies before the recording thread gives work to another thread, which no mode watches."""
         if threading.get_ident() == self._thread and self._notes:
             self.read_noted()
 
     def _fail(self, error: Exception) -> None:
-        """End the last load with this rank's error on all ranks, which wait for each other there."""
+        """Make the last load, in which all ranks wait for each other, fail with this rank's error."""
         with suppress(Exception):
             self._load([], last=True, failure=error)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation by the module's rules."""
+        """Run an operation by the rules of this module."""
         with self._lock, torch._C.DisableTorchFunction():
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             promises = [leaf for leaf in leaves if isinstance(leaf, Promised)]
@@ -208,8 +203,8 @@ class Promises:
             return func(*args, **kwargs)
 
     def written(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the tensor that this thread wrote in `noting`; those of overlapping views count twice."""
-        # Finding its memory must not count as reading it.
+        """Return the number of bytes of a tensor written in `noting`. Bytes of overlapping views count twice."""
+        # The look-up of the address must not count as access to the memory.
         with torch._C.DisableTorchFunction():
             return sum(self._written.get(_place(tensor), {}).values())
 
@@ -226,11 +221,7 @@ class Promises:
             self._written.setdefault(place, {})[view.storage_offset(), view.shape, view.stride()] = view.nbytes
 
     def settle(self, tensors: Sequence[torch.Tensor], *, whole: bool = False) -> None:
-        """Make all noted copies if one of the tensors has elements that wait for one.
-
-        Args:
-            whole: the memory behind the tensors counts, not only their elements.
-        """
+        """Make all recorded copies if elements of a tensor, or with `whole` of its memory, wait for one of them."""
         if not self._waiting:
             return
         for tensor in tensors:
@@ -241,12 +232,12 @@ class Promises:
                 return
 
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make copies into the memory of these tensors at once from now on, as others reach it without operations."""
+        """Make later copies into these tensors' memory at once, because others access it without operations."""
         for tensor in filter(_place, tensors):
             self._shared.add(tensor, None, whole=True)
 
     def _without_reading(self, func: Any, promise: Promised, leaves: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Return the result of a view, or of a copy that can be noted; otherwise NotImplemented."""
+        """Return the result of a view, or of a copy that can be recorded; otherwise NotImplemented."""
         saved = promise.saved
         if getattr(func, "is_view", False) and len(leaves) == 1:
             views = func(*tree_map_only(Promised, lambda leaf: leaf.meta, args), **kwargs)
@@ -285,7 +276,7 @@ class Promises:
         return target
 
     def read(self, saved: _Saved) -> torch.Tensor:
-        """Return the whole saved tensor, in memory on its device."""
+        """Return the whole saved tensor on its device. The first call reads it."""
         with self._lock, torch._C.DisableTorchFunction():
             if saved.real is None:
                 real = torch.empty(saved.meta.shape, dtype=saved.meta.dtype, device="cpu")
@@ -296,7 +287,7 @@ class Promises:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes every operation of this thread to the promises."""
+    """Dispatch mode that passes every operation of this thread to the promises."""
 
     def __init__(self, promises: Promises) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -304,7 +295,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(_is_wrapper, types)):
-            # The operations that the wrapper is made of come here next.
+            # The operations inside the wrapper come here next.
             return NotImplemented
         if _is_composite(func):
             with self:
@@ -313,7 +304,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _WatchMemory(TorchFunctionMode):
-    """Watches the methods that reach the memory of a tensor without an operation."""
+    """Function mode that watches the methods that access a tensor's memory without an operation."""
 
     def __init__(self, promises: Promises) -> None:
         super().__init__()
@@ -324,7 +315,7 @@ class _WatchMemory(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         _refuse_other_memory(func, args)
         if name == "__set__":
-            # `param.data = promise` gives the parameter the memory of the promise.
+            # `param.data = promise` gives the parameter the promise's memory, which must be read first.
             args = (args[0], *_with_real(args[1:]))
         elif _reaches_memory(func):
             args, kwargs = _with_real((args, kwargs))
@@ -337,7 +328,7 @@ class _WatchMemory(TorchFunctionMode):
 
 
 def _refuse_other_memory(func: Any, args: Any) -> None:
-    """Raise an error if a function gives a promised tensor other elements."""
+    """Raise an error if a function would give a promised tensor other elements."""
     others = (torch.Tensor.resize_, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
     if args and isinstance(args[0], Promised) and func in others:
         raise _refusal(args[0], "resize_" if func is torch.Tensor.resize_ else "data =")
@@ -352,10 +343,10 @@ def _refusal(promise: Promised, name: str) -> BucketpointError:
 
 
 def _reaches_memory(func: Any) -> bool:
-    """Return True for a function that may read the memory of its tensors without an operation of `_Watch`.
+    """Return True for a function that may access its tensors' memory without an operation that `_Watch` sees.
 
-    Among them are operations of extensions: one kernel for all keys is called before any mode, as that of vLLM that
-    packs a weight for a CPU. Functions that an extension binds to Python directly are seen by no mode.
+    These include operations of extensions: a kernel for all dispatch keys, such as vLLM's that packs a weight for a
+    CPU, is called before any mode. No mode sees functions that an extension binds to Python directly.
     """
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
@@ -364,7 +355,7 @@ def _reaches_memory(func: Any) -> bool:
 
 
 def _with_real(values: Any) -> Any:
-    """Return the values with the tensors that were read in place of promised ones."""
+    """Replace promised tensors in the values by tensors that are read from the checkpoint."""
 
     def real(promise: Promised) -> torch.Tensor:
         meta, tensor = promise.meta, promise.saved.promises.read(promise.saved)
@@ -378,7 +369,7 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def _is_composite(func: Any) -> bool:
-    """Return True for an operation that torch has as a sum of others. Only inference mode passes such ones."""
+    """Return True for an operation that torch composes of others. Dispatch modes see these in inference mode only."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch.is_inference_mode_enabled() and hasattr(func, "decompose") and func.has_kernel_for_dispatch_key(key)
 
@@ -395,7 +386,7 @@ def _keeps(promise: Promised, kwargs: Any) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
-    """Return the memory of a tensor; None if it has none of its own."""
+    """Return the device and the address of a tensor's memory; None if it has no memory."""
     if tensor.layout is not torch.strided or tensor.is_meta or type(tensor) is Promised or _is_wrapper(type(tensor)):
         return None
     return tensor.device, tensor.untyped_storage().data_ptr()

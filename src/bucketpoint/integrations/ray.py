@@ -28,14 +28,14 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
-"""Schemes of URLs by pyarrow's names of filesystems."""
+"""URL schemes by pyarrow's names of filesystems."""
 
 _ONE_MODEL = (
     "Give report() and restore() the optimizer together with its model: {'model': model, 'optimizer': optimizer}"
 )
 
 _EMPTY_DICTS = "bucketpoint_empty_dicts"
-"""Key of a checkpoint for the paths of empty dicts, of which DCP saves nothing."""
+"""Key of the checkpoint's list of empty dicts, because DCP saves nothing of an empty dict."""
 
 _saves = Saves()
 """The saves of this process, which has one training function at a time."""
@@ -55,33 +55,33 @@ def report(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> SaveHandle | None:
-    """Report metrics to Ray Train, and save a state beside training as the checkpoint that they belong to. All workers.
+    """Report metrics to Ray Train, and save a state in the background as their checkpoint. All workers.
 
-    The workers save into a folder of the run's storage, each its own part. Ray receives the checkpoint once it is
-    committed, and uploads nothing itself. Ray takes reports in the order of the calls; while a save is under way the
-    metrics after it wait in the background. Ray raises the error of a save that fails in the training function.
+    Each worker saves its part into one folder of the run's storage. Ray receives the checkpoint once it is committed,
+    and uploads nothing. Ray takes reports in the order of the calls, so metrics reported during a save wait for its
+    end, in the background. If a save fails, Ray raises the error in the training function.
 
     Args:
         metrics: numbers and texts, as for `ray.train.report`.
         state: models, optimizers, objects with a `state_dict`, and plain values to save, with the same keys on each
             worker. None reports metrics alone.
-        step: number of the training step. The name of the folder ends with it.
-        storage_writer: writer to save with. A writer reused for all saves plans once, and compares states.
-        storage_options: options of the store, such as `endpoint_url`, when there is no writer. The options of pyarrow's
-            filesystem cannot be read from it.
+        step: training step; the folder's name ends with this number.
+        storage_writer: writer to save with. One writer for all saves plans only once, and compares successive states.
+        storage_options: options of the store, such as `endpoint_url`, if there is no writer. pyarrow's filesystem does
+            not expose its own options.
         options: as for `bucketpoint.async_save`.
 
     Returns:
         the handle of the save, once the state is copied and training may change it; None without a state.
 
     Raises:
-        BucketpointError: there is a state and no step; there are a writer and options of a store; an optimizer comes
-            without its model; models are in a list or dict; or the filesystem of the run has no URL.
+        BucketpointError: a state without a step; a writer together with storage options; an optimizer without its
+            model; models in a list or dict; or a filesystem of the run without a URL.
         StagingError: the state cannot be copied.
     """
     if state is None:
-        # Ray accepts one report every two seconds, and otherwise blocks training. Otherwise the reports of quick steps
-        # would queue up, and Ray would receive checkpoints too late.
+        # A SYNC report blocks training until Ray takes it, one every two seconds. If all were ASYNC, reports of quick
+        # steps would queue up, and Ray would receive checkpoints too late.
         mode = CheckpointUploadMode.ASYNC if _saves.under_way else CheckpointUploadMode.SYNC
         ray.train.report(dict(metrics), checkpoint_upload_mode=mode)
         return None
@@ -91,13 +91,13 @@ def report(
         writer = storage_writer or BucketWriter(storage_options=storage_options)
         return {**with_parts(state, _ONE_MODEL), **_noted_empty_dicts(state)}, writer
 
-    # Checked before Ray's own collective, in which other workers would wait for one that failed.
+    # Checked before Ray's broadcast, in which the other workers would wait for a worker that failed.
     call = f"report(step={step})"
     saved, writer = job_ranks(call).together(call, checked)
     context = ray.train.get_context()
     storage = context.get_storage()
-    # The time keeps a save apart from one of the same step that was committed just before a worker died: Ray does not
-    # know that one, and starts from an older checkpoint.
+    # If a worker dies after a commit and before Ray's report, Ray resumes from an older checkpoint and reaches the same
+    # step again. The time in the name distinguishes the two saves.
     name = broadcast_from_rank_zero(f"{storage.make_default_checkpoint_dir_name()}_step-{step}")
     checkpoint = Checkpoint(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
     url = checkpoint_url(checkpoint)
@@ -146,14 +146,14 @@ def _check_report(
 
 
 def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """Load the newest whole checkpoint of the run into a state. All workers, of any number.
+    """Load the newest whole checkpoint of the run into a state. All workers, in any number.
 
-    This is the checkpoint of `ray.train.get_checkpoint()`, or one of a higher step: a worker that dies before Ray
-    receives its report leaves a checkpoint that Ray does not know.
+    This is the checkpoint of `ray.train.get_checkpoint()`, or one of a higher step whose report did not reach Ray
+    because a worker died.
 
     Args:
-        state: the state as it is reported. Models, optimizers, tensors and objects with a `state_dict` are loaded into;
-            plain values, lists and dicts of them included, are replaced.
+        state: a state with the keys of the reported one. Models, optimizers, tensors and objects with a `state_dict`
+            are loaded in place; plain values, and lists and dicts of plain values, are replaced.
         storage_options: options of the store.
 
     Returns:
@@ -166,7 +166,7 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
     storage = ray.train.get_context().get_storage()
     run = checkpoint_url(Checkpoint(storage.experiment_fs_path, storage.storage_filesystem))
     known = ray.train.get_checkpoint()
-    # Values whose keys may differ in the checkpoint. Names that are not plain would be patterns for `keys=`.
+    # Plain values may have other keys in the checkpoint: load them apart. `keys=` takes wildcards as patterns.
     plain = {
         name: value
         for name, value in state.items()
@@ -201,13 +201,13 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
 
 
 def checkpoint_url(checkpoint: Checkpoint) -> str:
-    """Return the URL of a checkpoint of Ray; a path if it is local.
+    """Return the URL of Ray's checkpoint, or its path if it is local.
 
     Args:
-        checkpoint: Ray's checkpoint, such as `result.checkpoint`.
+        checkpoint: the checkpoint, such as `result.checkpoint`.
 
     Raises:
-        BucketpointError: its filesystem has no URL, such as one written in Python.
+        BucketpointError: the checkpoint's filesystem has no URL, such as a filesystem written in Python.
     """
     filesystem, path = checkpoint.filesystem, checkpoint.path
     if isinstance(filesystem, arrow.LocalFileSystem):
@@ -227,7 +227,7 @@ def _in_container(value: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Return the parts of a value. An object with a state for each rank is one leaf."""
+    """Yield the leaves of a value. A dict of `rank_state` is one leaf."""
     if isinstance(value, dict) and not value.keys() & rank_state(None).keys():
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -242,7 +242,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _noted_empty_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the item to save with a state that has empty dicts; nothing if it has none."""
+    """Return the item that lists the empty dicts of a state; an empty dict if there are none."""
     paths = [path for name, value in state.items() for path in _empty_dicts(value, name)]
     return {_EMPTY_DICTS: paths} if paths else {}
 
@@ -252,13 +252,12 @@ def _empty_dicts(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]
         if not value:
             yield path
         for key, each in value.items():
-            # The pickle of another key might be refused at the load.
+            # A load might refuse the pickle of a key of another type.
             if type(key) in (str, int):
                 yield from _empty_dicts(each, *path, key)
 
 
 def _load_plain(wanted: Mapping[str, Any], url: str, storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return plain values as they were saved."""
     found: dict[str, Any] = {}
     empty = _loaded(_EMPTY_DICTS, {}, url, storage_options) if wanted else {}
     for name, value in wanted.items():
@@ -277,7 +276,7 @@ def _loaded(name: str, value: Any, url: str, storage_options: Mapping[str, Any] 
     except MismatchError:
         if not _is_hollow(value):
             raise
-        # A checkpoint has no entries for empty dicts.
+        # DCP saves no entries for empty dicts.
         return value
 
 
@@ -286,15 +285,15 @@ def _is_hollow(value: Any) -> bool:
 
 
 def _began_again(newest: str, known: str) -> bool:
-    """Return True if Ray's checkpoint is later than the one with the highest step: a run restarted its count."""
+    """Return True if Ray's checkpoint is later than that of the highest step, as after a restart of the step count."""
     (time, _, step), (later, _, lower) = (each.rpartition("/")[2].rpartition("_step-") for each in (newest, known))
     return later > time and lower.isdigit() and step.isdigit() and int(lower) < int(step)
 
 
 def _check_seen(checkpoint: Checkpoint, url: str) -> None:
-    """Look for a committed checkpoint with Ray's filesystem, which may have another endpoint than the writer.
+    """Check that Ray's filesystem, whose endpoint may differ from the writer's, finds a committed checkpoint.
 
-    Otherwise Ray would count checkpoints, and delete older ones, that no later run finds.
+    Otherwise Ray would delete older checkpoints in favour of one that no later run finds.
     """
     seen = checkpoint.filesystem.get_file_info(f"{checkpoint.path}/.metadata")
     if seen.type == arrow.FileType.NotFound:

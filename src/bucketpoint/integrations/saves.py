@@ -1,4 +1,4 @@
-"""Saves of one training program, one after another, and the ranks that begin each of them together."""
+"""Successive saves of one training program, each begun by all ranks together."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from bucketpoint.manager.running import begin_together
 logger = logging.getLogger(__name__)
 
 _ranks: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
-"""For torch's default group, the ranks of the job with their connections, which all integrations share."""
+"""The job's connected ranks, by torch's default group. All integrations share them."""
 
 
 def job_ranks(what: str) -> Ranks:
-    """Return all ranks of the job, connected. The first call is a collective one.
+    """Return all ranks of the job, connected. The first call is a collective.
 
-    Args:
-        what: the call, for messages; the same on all ranks.
+    `what` names the call in messages, and is the same on all ranks.
     """
     if not is_initialized():
         return Ranks(what)
@@ -41,24 +40,20 @@ def job_ranks(what: str) -> Ranks:
 
 
 def checkpoint_at(url: str, storage_options: Mapping[str, Any] | None) -> str | None:
-    """As `checkpoint_at_or_below`, found by one rank. On all ranks."""
+    """Return the result of `checkpoint_at_or_below`, which one rank calls for all. All ranks."""
     call = f"the load of {url}"
     return job_ranks(call).on_coordinator(lambda: checkpoint_at_or_below(Location.of(url, storage_options)), call)
 
 
 class Saves:
-    """Saves in the background with one writer, which keeps its plans and its staging memory.
-
-    Args:
-        writer: default writer of the saves.
-    """
+    """Successive background saves. The default `writer` keeps its plans and its staging memory between them."""
 
     def __init__(self, writer: BucketWriter | None = None) -> None:
         self._writer = writer
         self._last: SaveHandle | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A program may pickle the object that holds the saves, such as a strategy. The save under way stays here.
+        # A program may pickle the object that holds this one, such as a strategy. The save under way is left out.
         return {"_writer": self._writer, "_last": None}
 
     @property
@@ -93,17 +88,13 @@ class Saves:
         return self._last
 
     def wait(self) -> None:
-        """Wait until the last save is committed.
-
-        Raises:
-            BucketpointError: it failed, and the program has not received its error.
-        """
+        """Wait until the last save is committed. Raises its error, unless the program has received it before."""
         last = self._last
         if last is not None and not (last.done() and last._told):
             last.result()
 
     def _settle(self, ranks: Ranks, call: str) -> None:
-        """Wait for the last save, and raise its error on all ranks, unless a rank has received it."""
+        """Wait for the last save, and raise its error on all ranks, unless a rank's program has received the error."""
         last = self._last
         if last is not None:
             last.wait()

@@ -1,4 +1,4 @@
-"""Geometry of strided views: the box of a saved tensor that a view of it is, and views that overlap in memory."""
+"""Geometry of strided views: the box of a saved tensor that a view covers, and overlaps of views in memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from bucketpoint.integrations.boxes import SavedBox
 
 
 def box_of(key: str, whole: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> SavedBox | None:
-    """Return the box of the saved tensor `key` that a view of it is, with the target in the order of the saved axes.
+    """Return the box of the saved tensor `key` that a view covers, with the target's axes in the saved order.
 
-    None if the view is no box: it repeats elements, leaves some out, or ends within a row.
-
-    Args:
-        whole: a contiguous tensor of the saved shape.
-        source: the view of `whole`.
-        target: tensor of the view's shape, to read it into.
+    None if the view is no box: it repeats elements, leaves some out, or ends within a row. `source` is the view of
+    `whole`, a contiguous tensor of the saved shape; `target` is the tensor to read into, of the view's shape.
     """
     shape, steps, left = whole.shape, whole.stride(), int(source.storage_offset())
     offsets = []
@@ -47,15 +43,15 @@ def box_of(key: str, whole: torch.Tensor, source: torch.Tensor, target: torch.Te
 
 
 def is_plain_view(view: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return True if the elements of a view are those of the whole tensor, with their values."""
+    """Return True if the elements of a view are elements of the whole tensor, with unchanged values."""
     same = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
     return same and view.dtype == whole.dtype and not view.is_conj() and not view.is_neg()
 
 
 def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return size, stride in the source and stride in the target of each axis, the largest stride in the source first.
+    """Return size, source stride and target stride of each axis, the largest source stride first.
 
-    Axes that are one run in both tensors are joined.
+    Axes that form one axis in both tensors are joined.
     """
     rows = zip(source.shape, source.stride(), target.stride(), strict=True)
     joined: list[tuple[int, int, int]] = []
@@ -70,11 +66,11 @@ def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 _CELL = 2 << 20
-"""Bytes of the cells of addresses that `Regions` looks up: few for a large tensor, few small tensors in each."""
+"""Bytes in a cell of addresses of `Regions`: a large tensor has few cells, and a cell has few small tensors."""
 
 
 class Regions:
-    """Values that belong to regions of memory. Regions are found by address, as two storages may share memory."""
+    """Values by region of memory. Regions are found by address, because two storages may share memory."""
 
     def __init__(self) -> None:
         self._cells: dict[tuple[torch.device, int], list[tuple[int, int, Any]]] = {}
@@ -83,13 +79,13 @@ class Regions:
         return bool(self._cells)
 
     def add(self, tensor: torch.Tensor, value: Any, *, whole: bool = False) -> None:
-        """Add a value for the memory that a tensor spans, or the whole memory behind it."""
+        """Add a value for the memory that a tensor spans; with `whole`, for the whole storage."""
         start, stop = _reach(tensor, whole)
         for cell in range(start // _CELL, -(-stop // _CELL)):
             self._cells.setdefault((tensor.device, cell), []).append((start, stop, value))
 
     def find(self, tensor: torch.Tensor, *, whole: bool = False) -> Iterator[Any]:
-        """Yield the values of regions that meet the tensor's, some of them several times."""
+        """Yield the values of regions that overlap the tensor's, some of them several times."""
         start, stop = _reach(tensor, whole)
         for cell in range(start // _CELL, -(-stop // _CELL)):
             for low, high, value in self._cells.get((tensor.device, cell), ()):
@@ -111,9 +107,10 @@ def _reach(tensor: torch.Tensor, whole: bool) -> tuple[int, int]:
 
 
 def in_rounds(boxes: Sequence[SavedBox]) -> list[list[SavedBox]]:
-    """Group boxes, given in the order of their copies, into loads: of two that overlap, the later is loaded later.
+    """Group boxes, given in the order of their copies, into successive loads: no two boxes of a load overlap.
 
-    A box is left out if a later one has the same target. The last group may be empty.
+    Of two boxes that overlap, the later one is in a later load, or replaces the earlier one if the targets are the
+    same. The last group may be empty.
     """
     targets = [box.target for box in boxes]
     later: dict[int, list[int]] = {}
@@ -141,7 +138,6 @@ def in_rounds(boxes: Sequence[SavedBox]) -> list[list[SavedBox]]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True for two views of the same elements."""
     views = [(view.data_ptr(), view.dtype, view.shape, view.stride()) for view in (one, other)]
     return views[0] == views[1]
 
@@ -153,14 +149,14 @@ def _span(view: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return False if two views of one memory have no byte in common; True may be wrong for odd strides."""
+    """Return False if two views of one memory share no byte. True may be wrong for irregular strides."""
     if not one.numel() or not other.numel():
         return False
     (start, stop), (low, high) = _span(one), _span(other)
     if stop <= low or high <= start:
         return False
     itemsize = one.element_size()
-    # Axes along which a view moves in memory: an expanded axis, of stride 0, does not.
+    # Axes along which the address changes. Along an expanded axis, of stride 0, it does not.
     axes = [
         [(step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1 and step]
         for view in (one, other)
@@ -170,7 +166,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     nested = not any(step % below for step, below in pairwise(steps))
     if other.element_size() != itemsize or not nested:
         return True
-    # Every address is one cell of a grid with these steps, and each view a box there, if it stays within its cells.
+    # In a grid with these steps every address is a cell, and a view is a box unless it extends past the end of a row.
     begin = min(one.data_ptr(), other.data_ptr())
     boxes = []
     for view, rows, size in zip((one, other), axes, sizes, strict=True):

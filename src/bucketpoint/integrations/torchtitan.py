@@ -1,7 +1,7 @@
 """torchtitan's override hook: one flag makes its trainer save, load and prune through bucketpoint, without user code.
 
-Only torchtitan imports this module. torchtitan decides when to save and what a state holds; this module decides where
-checkpoints are stored, which ones exist and which ones are kept. `docs/torchtitan.md` describes its use.
+Only torchtitan imports this module. torchtitan decides when to save and what a state contains; this module decides
+where checkpoints are stored, which of them exist, and which are kept. `docs/torchtitan.md` describes its use.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from bucketpoint.transfer import TransferOptions
 logger = logging.getLogger(__name__)
 
 SEED_STEP = 0
-"""Step of torchtitan's seed checkpoint, from which torchtitan only ever loads the model."""
+"""Step of torchtitan's seed checkpoint, from which torchtitan loads the model only."""
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Timeout of the collectives in which ranks wait for each other's uploads: torch's default."""
@@ -61,7 +61,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class BucketpointManager(CheckpointManager):
     """torchtitan's manager of DCP checkpoints, with bucketpoint's writer, reader, staging and retention.
 
-    The methods below are hooks that the base class calls; its public methods stay as they are.
+    The methods below are hooks that the base class calls; the public methods of the base class are unchanged.
 
     Args:
         config: torchtitan's options with those of bucketpoint, as `use` makes them.
@@ -74,9 +74,9 @@ class BucketpointManager(CheckpointManager):
         Attributes:
             policy: file of the retention policy, which rank 0 reads; by default the one that BUCKETPOINT_POLICY names.
                 Without either, `keep_latest_k` is the policy.
-            fresh: start from scratch if there are traces of checkpoints and none can be loaded.
-            on_commit: function that is called on rank 0 with a `CommitInfo` once an asynchronous save is committed, as
-                `package.module:name`.
+            fresh: start from scratch even if there are traces of checkpoints, none of which can be loaded.
+            on_commit: `package.module:name` of a function that is called on rank 0, with a `CommitInfo`, once an
+                asynchronous save is committed.
             hf_source: URL of safetensors from which a run without a checkpoint begins, in place of `initial_load_path`.
             hf_target: URL below which the last step's model is written as safetensors, in a folder `step-N`.
         """
@@ -94,8 +94,7 @@ class BucketpointManager(CheckpointManager):
     save_future: Any
 
     def __init__(self, config: Any, **parts: Any) -> None:
-        # `keep_latest_k=0` stops torchtitan from starting its own purge thread, which counts folders, those of dead
-        # saves too.
+        # With `keep_latest_k=0` torchtitan starts no purge thread, which would count folders of dead saves, too.
         super().__init__(replace(config, keep_latest_k=0), **parts)
         if not self.enable:
             return
@@ -120,7 +119,7 @@ class BucketpointManager(CheckpointManager):
         self._catalog, self._on_commit = ranks.together("CheckpointManager()", prepared)
         self._planner = SavePlanner()
         if self.async_mode != AsyncMode.DISABLED:
-            # The base class makes torch's stager only if there is none, and closes it in any case.
+            # The base class makes torch's stager only if there is no stager yet, and closes either of them.
             beside = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(StagingOptions(use_async_staging=beside))
         self._pruner = worker_of(self._catalog, policy)
@@ -149,17 +148,17 @@ class BucketpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save one state at once, or start a save beside training and return the future that torchtitan waits for."""
+        """Save a state at once, or start a background save and return the future that torchtitan waits for."""
         _, step = self._catalog.folder_of(checkpoint_id)
         if to_hf and self._hf_target is None:
-            # safetensors are another format, which torchtitan writes to local folders only.
+            # torchtitan writes the safetensors, to local folders only.
             local = filesystem.join(self._exports, f"step-{step}")
             return super().dcp_save(state_dict, local, async_mode, enable_garbage_collection, to_hf)
         call = f"the save of {checkpoint_id}"
         exported = to_hf and step != SEED_STEP
         if exported:
             state_dict = self._ranks.together(call, partial(self.sd_adapter.to_hf, state_dict))
-        # A run cannot resume from a model alone. The seed counts as full: torchtitan loads nothing but its model.
+        # A run cannot resume from a model alone. The seed counts as full, because torchtitan loads only its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
         log = SaveLog(self._catalog, kind, pruner=self._pruner)
         writer = BucketWriter.of_run(checkpoint_id, self._uploads, self._earlier_saves, log=log)
@@ -187,13 +186,13 @@ class BucketpointManager(CheckpointManager):
         return handle
 
     def _export(self, url: str, target: str) -> None:
-        """Write a saved model as safetensors. The step's checkpoint holds it under the same names."""
+        """Write a saved model as safetensors. The step's checkpoint has the same names of tensors."""
         assets = self.sd_adapter.hf_assets_path
         if assets:
             store, folder = Location.of(assets).opened
             place = TargetPlace(*Location.of(target).opened, target)
             self._ranks.on_coordinator(lambda: copy_beside(store, folder, place, CONVERT_OPTIONS), "the export")
-        # A run that is repeated replaces its export.
+        # `overwrite`: a repeated run replaces its export.
         export_safetensors(url, target, overwrite=True)
         logger.info("the model of %s was written to %s as safetensors", url, target)
 
@@ -255,10 +254,7 @@ class BucketpointManager(CheckpointManager):
         return outcome
 
     def _begin(self) -> bool:
-        """Start a run without a checkpoint by torchtitan's `initial_load_*`.
-
-        Return True if anything was loaded.
-        """
+        """Load what `initial_load_*` names, in a run without a checkpoint. Return True if anything was loaded."""
         path, from_hf = self.initial_load_path, self.initial_load_in_hf
         if path is None and from_hf:
             path = self.sd_adapter.hf_assets_path if self.sd_adapter is not None else None
@@ -285,10 +281,7 @@ class BucketpointManager(CheckpointManager):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Wait for the save under way and for pruning.
-
-        torchtitan closes twice, the second time at garbage collection.
-        """
+        """Wait for the save under way and for pruning. Called twice: the second time at garbage collection."""
         self.enable = False
         if getattr(self, "_triggers", None) is None:
             return
@@ -304,11 +297,7 @@ class BucketpointManager(CheckpointManager):
 
 
 def _named(name: str | None) -> Any:
-    """Import a function by its name.
-
-    Raises:
-        BucketpointError: there is none.
-    """
+    """Import a function by its name. Raises BucketpointError if there is none."""
     if name is None:
         return None
     try:
@@ -342,17 +331,13 @@ def _refuse_unfit(config: Any, adapter: Any, catalog: Catalog) -> None:
 
 
 def _policy_of(config: Any) -> RetentionPolicy:
-    """Read the policy's file, or make a policy from torchtitan's own option.
-
-    Raises:
-        PolicyError: the file cannot be read, or is no policy.
-    """
+    """Read the policy's file, or make a policy from torchtitan's own option. Raises PolicyError for a faulty file."""
     path = config.policy or os.environ.get(POLICY_VARIABLE)
     if path:
         return read_policy(path)
     if config.keep_latest_k == 0:
         return RetentionPolicy(keep=Keep(latest=1), prune=Prune(when="manual"))
-    # As in torchtitan, checkpoints that are not kept are deleted at once: the bucket does not keep a day's.
+    # As in torchtitan, checkpoints that are not kept are deleted at once, without the default grace period of a day.
     return RetentionPolicy(keep=Keep(latest=config.keep_latest_k), prune=Prune(grace=timedelta(0)))
 
 
@@ -373,7 +358,7 @@ def use(
     Args:
         config: torchtitan's options.
         policy, fresh, on_commit: as the attributes of `BucketpointManager.Config`.
-        initial_load_in_hf, last_save_in_hf: its `hf_source` and `hf_target`. torchtitan refuses URLs in its options.
+        initial_load_in_hf, last_save_in_hf: `hf_source` and `hf_target` there. torchtitan's own options refuse URLs.
     """
     hf: dict[str, Any] = {"hf_source": initial_load_in_hf, "hf_target": last_save_in_hf}
     return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh, on_commit=on_commit, **hf)

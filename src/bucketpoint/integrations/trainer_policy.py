@@ -1,4 +1,4 @@
-"""Policies of runs whose saves a trainer makes, and the metrics that it reports."""
+"""Retention policies and metrics of runs that a framework's trainer saves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bucketpoint.retention.rules import Latest, RetentionRule
 logger = logging.getLogger(__name__)
 
 _ALL = 10**9
-"""Checkpoints that are kept without `save_total_limit`."""
+"""Number of checkpoints to keep without `save_total_limit`: all."""
 
 
 @dataclass(frozen=True)
 class _LatestBeside(Latest):
-    """The latest checkpoints, one fewer if the best one is older: transformers counts that one, too."""
+    """Rule for the latest checkpoints: one fewer if the best is older, because transformers counts the best, too."""
 
     best: Best
 
@@ -36,7 +36,7 @@ class _LatestBeside(Latest):
 
 
 class _Limit(Keep):
-    """`save_total_limit` checkpoints, with the best one among them."""
+    """Rules that keep `save_total_limit` checkpoints, the best one among them."""
 
     def rules(self) -> tuple[RetentionRule, ...]:
         return (*(_LatestBeside(self.latest, rule) for rule in self.best), *super().rules()[len(self.best) :])
@@ -45,18 +45,18 @@ class _Limit(Keep):
 def policy_for(
     policy: RetentionPolicy | str | os.PathLike[str] | None, arguments: Any, url: str | os.PathLike[str]
 ) -> RetentionPolicy:
-    """Return the policy of a run of transformers' `Trainer`: the given one, or one from the trainer's arguments.
+    """Return the policy of a run of transformers' `Trainer`: the given one, or one made from the trainer's arguments.
 
-    Only the signals of its `save:` are used: the arguments decide all other saves.
+    Of the policy's `save:` only the signals are used: the trainer's arguments decide all other saves.
 
     Raises:
         BucketpointError: the arguments ask for the best checkpoint, which the policy does not keep.
-        PolicyError: the file of the policy is wrong.
+        PolicyError: the policy's file is invalid.
     """
     best = [best_of(arguments)] if arguments.load_best_model_at_end and arguments.metric_for_best_model else []
     limit = arguments.save_total_limit or 0
     if policy is None:
-        # transformers deletes at once.
+        # transformers deletes without a grace period.
         prune = Prune(grace=timedelta()) if limit > 0 else Prune()
         policy = RetentionPolicy(_Limit(latest=limit if limit > 0 else _ALL, best=best), prune=prune)
     made = policy_of(policy)
@@ -73,19 +73,17 @@ def policy_for(
 
 
 def best_of(arguments: Any) -> Best:
-    """Return the rule of the best checkpoint by `metric_for_best_model`."""
+    """Return the rule that keeps the best checkpoint by `metric_for_best_model`."""
     metric = arguments.metric_for_best_model
     name = metric if metric.startswith("eval_") else f"eval_{metric}"
     return Best(name, "max" if arguments.greater_is_better else "min")
 
 
 def fitting_metrics(metrics: Mapping[str, float], policy: RetentionPolicy, left_out: set[str]) -> dict[str, float]:
-    """Return the metrics that a manager accepts, and all that the policy ranks by, which the manager itself checks.
+    """Return the metrics without those that a manager refuses, such as names made of a dataset's long name.
 
-    A trainer makes names from those of datasets, which may be too long.
-
-    Args:
-        left_out: names that have been left out, and logged, before; others are added.
+    A metric that the policy ranks by is always kept: the manager then raises the error.
+    `left_out` has the names of the metrics left out so far, each logged once; new ones are added.
     """
     ranked = {rule.metric for rule in policy.keep.best}
     fitting: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""`TrainingState`: what a training program saves and resumes from, whichever framework trains."""
+"""`TrainingState`, the state that a training program saves and resumes from, in any framework."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from bucketpoint.manager import CheckpointManager, Restored
 
 
 class TrainingState:
-    """A training program's state: models, optimizers, values of each rank, and the rest.
+    """A training program's state: models, optimizers, values that differ between ranks, and all other values.
 
-    Models and optimizers are saved by the names of the parameters, so that a run can resume on another number of ranks.
-    A value that differs between ranks is an `OfThisRank`, and a rank that is not in the checkpoint keeps its own.
+    Models and optimizers are saved by parameter name, so that a run can resume on another number of ranks. A value that
+    differs between ranks is an `OfThisRank`: a rank that the checkpoint lacks keeps its present value.
 
     Args:
-        make: makes the state for DCP, with values of `integrations.parts`. It is called at each save and load.
-        strict: refuse checkpoints that lack keys, or have more keys of a model.
-        unexpected: names below which a strict load refuses keys that it does not ask for.
+        make: function that returns the state for DCP, made of `integrations.parts`. Called at each save and load.
+        strict: refuse a checkpoint that lacks keys of the state, or has more keys for a model than the model has.
+        unexpected: names of other parts whose additional keys a strict load refuses, too.
     """
 
     def __init__(
@@ -41,21 +41,14 @@ class TrainingState:
         self._unexpected = tuple(unexpected)
 
     def save(self, run: CheckpointManager | Saves, where: Any, **options: Any) -> SaveHandle | None:
-        """Save beside training, once the previous save has ended. Return when training may change the state. All ranks.
+        """Save in the background, once the previous save has ended. All ranks. Errors are those of `run.save`.
 
-        Args:
-            run: the run of a manager, or saves to any URL.
-            where: step of the run, or URL of the checkpoint.
-            options: as for `run.save`.
-
-        Returns:
-            the handle of the save; None if the manager's policy skips it.
-
-        Raises as `run.save`.
+        `where` is a step of a manager's run, or for `Saves` the URL of the checkpoint. Return the save's handle once
+        the state is copied and training may change it; None if the policy skips the save.
         """
         handle: SaveHandle | None = run.save(where, self.to_save, **options)
         if handle is not None:
-            # A copy that fails beside training is raised by the next wait, as the save then fails on all ranks.
+            # If the copy fails, the save fails on all ranks, and the next wait raises the error.
             concurrent.futures.wait([handle.staged])
         return handle
 
@@ -65,16 +58,9 @@ class TrainingState:
         return run.restore(state, which, planner=self._planner(state), **options)
 
     def load(self, url: str, **options: Any) -> dict[str, Any]:
-        """Load the checkpoint at a URL. All ranks.
+        """Load the checkpoint at a URL. All ranks. Options and errors are those of `bucketpoint.load`.
 
-        Args:
-            options: as for `bucketpoint.load`.
-
-        Returns:
-            the state that was loaded into, with values that could not be changed in place.
-
-        Raises:
-            MismatchError: the state and the checkpoint do not fit.
+        Return the loaded state, which also has the values that could not be changed in place.
         """
         call = f"the load of {url}"
         state = job_ranks(call).together(call, self.to_load)
@@ -82,7 +68,6 @@ class TrainingState:
         return state
 
     def to_load(self) -> dict[str, Any]:
-        """Return the state to load into."""
         given = self.to_save()
         return {name: value.to_load() if isinstance(value, OptimizerState) else value for name, value in given.items()}
 
@@ -91,15 +76,9 @@ class TrainingState:
 
 
 def with_parts(state: Mapping[str, Any], remedy: str, *, strict: bool = True) -> dict[str, Any]:
-    """Return a state whose models and optimizers are saved by the names of their parameters.
+    """Return a copy of a state, with models as `ModelState` and optimizers as `OptimizerState`.
 
-    Args:
-        state: models, optimizers and other values, which are unchanged.
-        remedy: what to do about an optimizer without its model.
-        strict: as for `ModelState`.
-
-    Raises:
-        BucketpointError: an optimizer has parameters of no model of the state, or of several.
+    Raises BucketpointError, with `remedy`, if no single model of the state holds all parameters of an optimizer.
     """
     models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
     parts = dict(state)
@@ -112,14 +91,11 @@ def with_parts(state: Mapping[str, Any], remedy: str, *, strict: bool = True) ->
 
 
 class ResumePlanner(LoadPlanner):
-    """Load planner for a state with models and optimizers, some of whose parameters may have no state.
+    """Load planner for a state with models and optimizers.
 
-    torch makes a state for each parameter before a load, but at the save, parameters that never had a gradient had
-    none. They keep the new state of step 0. A checkpoint with more parameters than a model has is refused.
-
-    Args:
-        state: the state to load into, with values of `integrations.parts`.
-        strict, unexpected: as for `TrainingState`.
+    A parameter that never had a gradient has no optimizer state in the checkpoint. torch creates a state for each
+    parameter before a load; such a parameter keeps this new state, at step 0. A strict load refuses a checkpoint with
+    more parameters than a model has. `strict` and `unexpected` are those of `TrainingState`.
     """
 
     def __init__(self, state: Mapping[str, Any], *, strict: bool = True, unexpected: Iterable[str] = ()) -> None:
@@ -140,7 +116,7 @@ class ResumePlanner(LoadPlanner):
             if not saved_here:
                 self._leave_out([key for key in self.state_dict if key.startswith(f"{name}.rank-")])
         saved = metadata.state_dict_metadata
-        # A checkpoint without the optimizer differs from one whose optimizer had no state yet.
+        # An optimizer without any state still saves its groups. A checkpoint without groups lacks the optimizer.
         there = [name for name in self._optimizers if any(key.startswith(f"{name}.param_groups.") for key in saved)]
         if len(there) < len(self._optimizers) and not self.allow_partial_load:
             raise MismatchError(
@@ -153,14 +129,14 @@ class ResumePlanner(LoadPlanner):
         with_state = {_parameter_of(key) for key in saved if key.startswith(prefixes)}
         new = [key for key in self.state_dict if key.startswith(prefixes) and _parameter_of(key) not in with_state]
         for key, value in zip(new, self._leave_out(new), strict=True):
-            # torch makes a step to create a state.
+            # torch takes a step to create a state: set the count back to 0.
             if key.endswith(".step") and isinstance(value, torch.Tensor):
                 value.zero_()
             elif key.endswith(".step"):
                 put(self.original_state_dict, self.mappings[key], type(value)())
 
     def _leave_out(self, keys: Iterable[str]) -> list[Any]:
-        """Load nothing under these keys. Return their values."""
+        """Remove keys from the load, and return their values."""
         return [self.state_dict.pop(key) for key in keys]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

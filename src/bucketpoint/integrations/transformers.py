@@ -42,21 +42,21 @@ _STATE_FILE = "trainer_state.json"
 class BucketTrainerMixin:
     """Checkpoints of a `Trainer` at a URL: `class BucketTrainer(BucketTrainerMixin, Trainer)`.
 
-    Saves run beside training, which waits for the copy only. `output_dir` stays local, for logs.
-    `train(resume_from_checkpoint=True)` resumes from the newest whole checkpoint, and starts from scratch if there is
-    none; a URL names one, and later ones of the same run are given up. A folder that transformers saved itself can be
-    resumed as well. `train` returns once the last save is committed.
+    Saves run in the background: training waits only for the copy of the state. `output_dir` stays local, for logs.
+    `train(resume_from_checkpoint=True)` resumes from the newest whole checkpoint, or starts from scratch if there is
+    none. With a URL it resumes from that checkpoint, and the next save marks later checkpoints of the run for deletion.
+    It also resumes from a folder that transformers saved. `train` returns once the last save is committed.
 
     Args:
         checkpoint_url: URL of the run.
-        policy: retention policy, or its YAML file. By default all checkpoints are kept; or with `save_total_limit` that
-            many, as transformers keeps them: the latest, and with `load_best_model_at_end` the best one. When to save
-            is up to the trainer's arguments, but for the policy's signals.
+        policy: retention policy, or its YAML file. By default all checkpoints are kept; with `save_total_limit` that
+            many, as in transformers: the latest, and with `load_best_model_at_end` the best. The trainer's arguments
+            decide when to save; of the policy's `save:` only signals are used.
         manager_options: as for `CheckpointManager`, such as `storage_options` and `on_commit`.
 
     Raises:
         BucketpointError: the trainer uses DeepSpeed, which has its own format; or the class lists the mixin after
-            `Trainer`, which then makes its own saves.
+            `Trainer`, whose own saves would then be used.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class BucketTrainerMixin:
         self.add_callback(_OnSignals(self))
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model to a local folder, as the trainer does. It would use a URL as a folder's name.
+        """Save the model to a local folder, as `Trainer` does, and refuse a URL.
 
         Args:
             output_dir: the folder; by default the trainer's own.
@@ -130,7 +130,7 @@ class BucketTrainerMixin:
                     else:
                         break
         except BaseException:
-            # A later `train` must find the last save committed. Its error must not replace this one.
+            # A later `train` must find the last save committed. The save's error must not replace the one of training.
             try:
                 manager.close()
             except BucketpointError as error:
@@ -145,7 +145,7 @@ class BucketTrainerMixin:
         self._random = _KeptState()
 
     def _found(self: Any, asked: str | os.PathLike[str] | bool | None) -> str | None:
-        """Find the checkpoint to resume. All ranks. Return the folder for the trainer, with the file that it reads."""
+        """Return the local folder from which the trainer resumes, with its state file. All ranks."""
         self._forget_resumed()
         if asked is None or asked is False:
             self._refuse_an_earlier_run()
@@ -176,7 +176,7 @@ class BucketTrainerMixin:
         return str(self._folder)
 
     def _refuse_an_earlier_run(self: Any) -> None:
-        """Refuse a run with checkpoints, none of which is resumed: its steps could not be saved again."""
+        """Refuse to start from scratch in a run with checkpoints: their steps could not be saved again."""
         saves = self.args.save_strategy != "no" or self._manager.policy.save.on
         steps = self._manager.steps() if saves else None
         if steps:
@@ -187,7 +187,7 @@ class BucketTrainerMixin:
             )
 
     def _get_output_dir(self: Any, trial: Any) -> str:
-        """Return an empty folder: at its end the trainer deletes all local checkpoints but the best one."""
+        """Return an empty folder: at the end of training the trainer deletes checkpoints there, all but the best."""
         return str(self._folder)
 
     def _reading(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class BucketTrainerMixin:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         self._evaluated = {self.state.global_step: numbers}
         best = super()._determine_best_metric(metrics, trial)  # type: ignore[misc]
-        # With `save_strategy="best"` this result decides whether to save: keep a signal's request.
+        # With `save_strategy="best"` the result decides whether to save: keep the request of a signal.
         return bool(best) or self.control.should_save
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -219,7 +219,7 @@ class BucketTrainerMixin:
         if self.is_world_process_zero():
             metrics = fitting_metrics(metrics, self._manager.policy, self._left_out)
         if step == self._saved_step:
-            # A signal has asked for a save before the end of the epoch.
+            # A signal caused a save of this step before the end of the epoch.
             self._manager.report(step, metrics)
             return
 
@@ -234,7 +234,7 @@ class BucketTrainerMixin:
             self._saved_step = step
 
     def _parts(self: Any, generators: Any = None) -> dict[str, Any]:
-        """Return all of the training but the trainer's own state, to save or to load into."""
+        """Return all parts of the training but the trainer's own state, to save or to load into."""
         parts: dict[str, Any] = {
             "model": ModelState(self.model_wrapped),
             "optimizer": OptimizerState(self.model_wrapped, getattr(self.optimizer, "optimizer", self.optimizer)),
@@ -246,7 +246,7 @@ class BucketTrainerMixin:
         return parts
 
     def _note_callbacks(self: Any) -> None:
-        """Put the states of callbacks into the trainer's state, as a save of the trainer's own does."""
+        """Add the states of callbacks to the trainer's state, as transformers' own save does."""
         noted: dict[str, Any] = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
@@ -256,10 +256,10 @@ class BucketTrainerMixin:
                 else:
                     noted[name] = callback.state()
 
-    # -- loading: from a URL, or else from a folder of transformers' own ----------------------------------------------
+    # -- loading: from a URL, or from a folder that transformers saved ------------------------------------------------
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a model that transformers saved. From a URL it is loaded with the optimizer, once both are prepared."""
+        """Load a model that transformers saved. A model at a URL is loaded later, with the prepared optimizer."""
         if self._resumed_url is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -277,11 +277,11 @@ class BucketTrainerMixin:
                 raise
             logger.error("%s", error)
             raise _PassOver(urls[urls.index(url) - 1]) from error
-        # The trainer looks for a folder of this name, and finds none.
+        # The trainer looked for a local folder of this name, and found none: restore the URL.
         self.state.best_model_checkpoint = self._resumed_best
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
-        """Load a scaler that transformers saved. From a URL it is loaded with the optimizer."""
+        """Load a scaler that transformers saved. A scaler at a URL is loaded with the optimizer."""
         if self._resumed_url is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
@@ -300,7 +300,7 @@ class BucketTrainerMixin:
         try:
             model.load(self.state.best_model_checkpoint, **self._reading())
         except CheckpointNotFoundError:
-            # Between two saves the trainer may have seen a better model than the best of the checkpoints.
+            # The trainer's best model may have occurred between two saves: load the best checkpoint.
             best = model.restore(self._manager, "best", metric=best_of(self.args).metric)
             self.state.best_model_checkpoint = best.url if best is not None else None
 
@@ -357,7 +357,7 @@ class BucketTrainerMixin:
         return chosen, model
 
     def _put_small_files(self: Any, model: Any, store: Store, prefix: str) -> None:
-        """Write the small files of `save_pretrained`."""
+        """Write the configuration and tokenizer files of `save_pretrained`."""
         with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
             parts = (getattr(model, "config", None), getattr(model, "generation_config", None))
             for part in (*parts, self.processing_class):
@@ -380,7 +380,7 @@ class _OnSignals(TrainerCallback):
 
 
 class _PassOver(Exception):
-    """Error of a damaged checkpoint while there is an older one."""
+    """Exception for a damaged checkpoint, with the URL of an older one to resume from."""
 
     def __init__(self, older: str) -> None:
         super().__init__(older)
@@ -388,7 +388,7 @@ class _PassOver(Exception):
 
 
 class _KeptState:
-    """A state that is kept until the trainer asks for it."""
+    """A loaded state, kept until the trainer asks for it."""
 
     def __init__(self, value: dict[str, Any] | None = None) -> None:
         self.value: dict[str, Any] = value or {}

@@ -4,9 +4,9 @@
         --model-loader-extra-config '{"url": "s3://bucket/run/step-500", "prefix": "model."}'
 
 CONFIG_DIR is a folder, or a model of the Hub, with the configuration and the tokenizer. The keys of the extra
-configuration are the attributes of `WeightsOptions`. vLLM's own loaders slice and copy tensors that are not read yet,
-so that each worker reads only its part, and the workers of a host together read each byte once. vLLM imports this
-module by an entry point.
+configuration are the attributes of `WeightsOptions`. vLLM's own loaders slice and copy tensors before their bytes are
+read: each worker then reads only its part, and the workers of a host together read each byte once. vLLM imports this
+module through an entry point.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bucketpoint.integrations.weights import Weights, WeightsOptions
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_AT_MOST = 5
 _LOADED = "_bucketpoint_loaded"
-"""Attribute of a model that this loader has filled: the names of the tensors."""
+"""Attribute of a loaded model: the names of the tensors that it was loaded from."""
 
 
 class BucketpointLoader(BaseModelLoader):
@@ -42,9 +42,7 @@ class BucketpointLoader(BaseModelLoader):
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Load the weights of the checkpoint into the model, on all workers.
 
-        Raises:
-            MismatchError: the names of the checkpoint are not those that the model's loader expects.
-            BucketpointError: the checkpoint cannot be read.
+        Raises MismatchError if the checkpoint lacks names that the model's loader expects, or has others.
         """
         weights, passed, parameters = self._weights(), [""], [name for name, _ in model.named_parameters()]
         names: list[str] = []
@@ -55,7 +53,7 @@ class BucketpointLoader(BaseModelLoader):
                 names = list(tensors)
                 loaded = model.load_weights(_noting_names(tensors.items(), passed))
                 if loaded is not None and model_config.quantization is None:
-                    # vLLM's own check leaves out every layer that is processed after the load: all linear ones.
+                    # vLLM's own check leaves out layers that are processed after the load: all linear layers.
                     lacking = [
                         name
                         for name, value in model.named_parameters()
@@ -70,10 +68,9 @@ class BucketpointLoader(BaseModelLoader):
         setattr(model, _LOADED, frozenset(names))
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of the checkpoint by name, which is how vLLM loads a model again.
+        """Yield the weights of the checkpoint by name, for a reload of the model by vLLM.
 
-        Raises:
-            MismatchError: the checkpoint lacks names that the model was loaded from. vLLM would keep older weights.
+        Raises MismatchError if tensors of the first load are missing: vLLM would keep their old values.
         """
         with self._weights().loading() as promised:
             tensors = _with_tied(promised, model_config)
@@ -87,7 +84,7 @@ class BucketpointLoader(BaseModelLoader):
 
 
 def _with_tied(tensors: dict[str, torch.Tensor], model_config: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors with both names of a tied embedding, of which a checkpoint may have only one."""
+    """Return the tensors, with a tied embedding also under its own name if the checkpoint has only the head."""
     tied = getattr(model_config.hf_config, "tie_word_embeddings", False)
     if tied and _HEAD in tensors and _EMBEDDING not in tensors:
         return {_EMBEDDING: tensors[_HEAD], **tensors}
@@ -95,7 +92,7 @@ def _with_tied(tensors: dict[str, torch.Tensor], model_config: Any) -> dict[str,
 
 
 def _noting_names(tensors: Iterable[tuple[str, torch.Tensor]], passed: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on, with the name of the last one in `passed`."""
+    """Yield the tensors, and keep the name of the last one in `passed`."""
     for name, tensor in tensors:
         passed[0] = name
         yield name, tensor
@@ -119,5 +116,5 @@ def _misfit(
 
 
 def register() -> None:
-    """Register the load format. vLLM calls this in each of its processes, by the entry point."""
+    """Register the load format. vLLM calls this function in each of its processes, through the entry point."""
     register_model_loader("bucketpoint")(BucketpointLoader)

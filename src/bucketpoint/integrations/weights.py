@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as promised tensors, under the names that an engine's loader expects."""
+"""The weights of a checkpoint as promised tensors, under the names that an inference engine expects."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from bucketpoint.stores.node_copy import NodeCopy
 from bucketpoint.transfer import TransferOptions
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` before all."""
+"""Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` as the first."""
 
 
 @dataclass(frozen=True)
 class WeightsOptions:
-    """The place and the names of an engine's weights.
+    """Location and names of the weights that an inference engine loads.
 
     Attributes:
         url: URL of a checkpoint, or of a run.
-        prefix: start of the names of the weights in the checkpoint, which is left out, such as `model.`.
-        step: of a run: `latest`, `best` by the policy that BUCKETPOINT_POLICY names, or the number of a step.
-        names: names that the engine expects: a JSON file that maps saved names to them, in which `{}` stands for any
-            number; or as `package.module:name` a function that takes the saved tensors by name and returns the
-            engine's. Names that the file lacks stay the same, and null leaves a tensor out.
+        prefix: start of the saved names of the weights, such as `model.`, which is removed from the names.
+        step: checkpoint of a run: `latest`, `best` by the policy file in BUCKETPOINT_POLICY, or a step.
+        names: JSON file that maps saved names to the engine's names. `{}` stands for any number, null leaves a tensor
+            out, and names that the file lacks stay the same. Or `package.module:name` of a function that takes the
+            saved tensors by name, and returns tensors by the engine's names.
         storage_options, cooperative: as for `BucketReader`.
-        node_copy: folder of the node that its servers share, with a limit on its bytes: `/local_nvme/ckpt:200GB`.
+        node_copy: folder on the node for a copy that its servers share, with a size limit: `/local_nvme/ckpt:200GB`.
     """
 
     url: str
@@ -57,7 +57,7 @@ class WeightsOptions:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> WeightsOptions:
-        """Check the keys of a configuration. Raises BucketpointError for unknown ones, and without `url`."""
+        """Make options from a configuration. Raises BucketpointError for unknown keys, and without `url`."""
         known = [option.name for option in fields(cls)]
         for name in config:
             if name not in known:
@@ -74,11 +74,7 @@ class WeightsOptions:
 
 
 class Weights:
-    """The weights of a checkpoint, which is chosen at each load.
-
-    Args:
-        process_group: ranks that load together; None for this process alone.
-    """
+    """The weights of a checkpoint, which each load chooses anew. The ranks of `process_group` load together."""
 
     def __init__(self, options: WeightsOptions, process_group: Any = None) -> None:
         self.options = options
@@ -87,7 +83,7 @@ class Weights:
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the promised tensors by the engine's names; at the end of the block everything copied is read.
+        """Yield the promised tensors by the engine's names. Copies of them are made at the end of the block.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
@@ -104,20 +100,20 @@ class Weights:
             transfer=transfer,
             cooperative="off" if alone else options.cooperative,
             process_group=group,
-            # The engine has kernels for quantized weights.
+            # Engines have kernels for quantized weights.
             dequantize=False,
         )
         try:
             metadata = reader.read_metadata()
         except Exception as error:
             if not alone:
-                # The others may have read it, and wait in their last load.
+                # The other ranks may have read the metadata, and wait in the last load.
                 with suppress(Exception):
                     reader.load([], Metadata({}), process_group=group, failure=error)
             raise
 
         def load(boxes: Sequence[SavedBox], *, last: bool = False, failure: BaseException | None = None) -> None:
-            # Only the last load is a collective call: when the others come depends on each rank's program.
+            # Only the last load is a collective: the number of the other loads differs between ranks.
             if failure is None or not alone:
                 reader.load(boxes, metadata, process_group=group, alone=alone or not last, failure=failure)
 
@@ -126,7 +122,7 @@ class Weights:
             yield self._named(promises, metadata, url)
 
     def has_gaps(self, parameter: torch.Tensor) -> bool:
-        """Return True if `loading` has written a part of a parameter, and left the rest as it was."""
+        """Return True if `loading` wrote only a part of a parameter."""
         return self._promises is not None and 0 < self._promises.written(parameter) < parameter.nbytes
 
     def _named(self, promises: Promises, metadata: Metadata, url: str) -> dict[str, torch.Tensor]:
@@ -166,7 +162,7 @@ class Weights:
         return given
 
     def _on_first_rank(self, find: Callable[[], str]) -> str:
-        """Call `find` on the first rank of the group; return its result, or raise its error, on all."""
+        """Call `find` on the first rank of the group. Return its result, or raise its error, on all ranks."""
         if self._group is None:
             return find()
         answer: list[Any] = [None]
@@ -188,10 +184,9 @@ def without_wrappers(name: str) -> str:
 
 
 def _url_of(options: WeightsOptions) -> str:
-    """Return the URL of the checkpoint."""
     place = Location.of(options.url, options.storage_options)
     if options.step == "latest":
-        # It may be a folder of safetensors; if it is not, the reader names what is there.
+        # The URL may be that of a folder of safetensors. If it is not, the reader's error names what is there.
         return checkpoint_at_or_below(place) or options.url
     file = os.environ.get(POLICY_VARIABLE)
     policy = read_policy(file) if file else RetentionPolicy(keep=Keep(latest=1))
@@ -202,7 +197,7 @@ def _url_of(options: WeightsOptions) -> str:
 
 
 def _names(text: str | None) -> tuple[Callable[[str], str | None], Any]:
-    """Return the mapping of single names that `names` asks for, and its function over all tensors, if any."""
+    """Return the mapping of single names, and the function over all tensors, that `names` defines."""
     if text is None:
         return renaming(None), None
     if not text.endswith(".json"):

@@ -120,7 +120,6 @@ def convert(
 
 
 def _worker(value: str | None) -> tuple[int, int] | None:
-    """Parse the value of --workers."""
     if value is None:
         return None
     number, _, count = value.partition("/")

@@ -77,7 +77,7 @@ def cp(
         if jobs:
             return _copied_files(source, target, jobs, dry_run, progress)
         catalog, snapshot = whole_run(source)
-        # A step that was given up, as by a rollback, must not be the newest of the copy.
+        # A step that waits to be deleted, as after a rollback, must not be the newest of the copy.
         checkpoints = [one for one in snapshot.checkpoints if one.name not in snapshot.going()]
         if not checkpoints:
             raise
@@ -97,7 +97,7 @@ def cp(
             if overwrite or not _was_copied(saved, place, trusted):
                 results.append(copied(saved, place, into=False))
         except BucketpointError:
-            # A job that trains deletes checkpoints of its run, also the one that is being copied.
+            # The run's own job may have deleted the checkpoint during the copy.
             if catalog.metadata_info(checkpoint.folder) is not None:
                 raise
             gone.append(url)
@@ -111,7 +111,7 @@ def cp(
 
 
 def _was_copied(saved: SavedCheckpoint, place: Location, trusted: bool) -> bool:
-    """Return True if the checkpoint at a place is a copy of this one."""
+    """Return True if the checkpoint at `place` is a copy of `saved`."""
     from bucketpoint.checkpoint.open import open_checkpoint
 
     try:

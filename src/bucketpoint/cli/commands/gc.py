@@ -100,7 +100,7 @@ def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
 
     folders = adopt(catalog, dry_run=dry_run)
     if not folders:
-        # A run with nothing to adopt is no error, but a missing run is: the survey raises it.
+        # A run with nothing to adopt is no error. For a missing run, the survey raises one.
         survey(catalog)
     urls = [catalog.url_of_folder(folder) for folder in folders]
     lines = [*urls, f"{text.count(len(urls), 'checkpoint')} {'would be ' if dry_run else ''}adopted"]

@@ -49,7 +49,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
 
 
 def observed(catalog: Catalog) -> Observation:
-    """Look at a run once. Without a run, the error names what is at the URL instead."""
+    """Look at a run once. If there is no run, the error names what is at the URL instead."""
     from bucketpoint.catalog.observer import Observer
     from bucketpoint.catalog.survey import survey
 
@@ -60,7 +60,7 @@ def observed(catalog: Catalog) -> Observation:
 
 
 def _runs_below(catalog: Catalog) -> Iterator[str]:
-    """Yield the URLs of the folders below a URL that have a catalog or checkpoints' folders. One LIST for each."""
+    """Yield the URLs of folders with a catalog, or with folders of checkpoints. One LIST for each folder."""
     from bucketpoint.format.catalog_keys import CATALOG
 
     above = catalog.key("")
@@ -71,7 +71,7 @@ def _runs_below(catalog: Catalog) -> Iterator[str]:
 
 
 def json_number(value: float) -> float | str:
-    """Return a number that JSON can hold: NaN and the infinities become text."""
+    """Return a number for JSON: NaN and the infinities become text."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -114,7 +114,7 @@ def _lines(document: dict[str, Any], now: float) -> Iterator[str]:
 
 
 def unrecorded_lines(arguments: str, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a line about checkpoints without a record, on which no policy decides."""
+    """Yield a line about checkpoints without a record, which no policy deletes."""
     if steps:
         remedy = f"`bucketpoint gc {arguments} --adopt` writes the missing records"
         without = f"{text.count(len(steps), 'checkpoint')} without a record (step {first_of(steps, run_lines.NAMED)})"

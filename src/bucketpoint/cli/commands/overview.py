@@ -107,7 +107,7 @@ def overview(
     verified: list[tuple[str, bool, list[str]]] = []
     for row in described["checkpoints"] if verify else ():
         ok, _, lines = one_of_many(access.at(row["url"]), trusted=trusted, progress=progress)
-        # The verdict begins with the checkpoint's URL.
+        # The last line, the verdict, begins with the checkpoint's URL.
         verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
     if file is not None:
         from bucketpoint.catalog.notes import pins
@@ -134,12 +134,7 @@ def overview(
 
 
 def _costs(snapshot: Snapshot, planned: Plan | None, price: float) -> dict[str, dict[str, Any] | None]:
-    """Return the number, the bytes and the price of the checkpoints that each of `_TITLES` names.
-
-    Args:
-        planned: plan of a policy; None for no `what_if`.
-        price: dollars for a GB and month.
-    """
+    """Return the number, the bytes and the price of the checkpoints that each of `_TITLES` names."""
     going = snapshot.going()
     sizes = {record.name: sum(record.groups.values()) for record in snapshot.recorded}
     unrecorded = [sum(one.groups.values()) for one in snapshot.unrecorded]
@@ -160,8 +155,8 @@ def _cost(sizes: Sequence[int], price: float) -> dict[str, Any]:
 def _requests(newest: Mapping[str, Any] | None, interval_s: float | None, price: float) -> dict[str, Any] | None:
     """Return the requests of a save like the newest one, and their price a month at the pace of the last saves.
 
-    None if the record of the newest does not have its objects, or there is no second save. Objects are taken to be of
-    one size, and to be sent with the default options.
+    None if the newest record has no number of objects, or if there is no second save. Assumes objects of one size, sent
+    with the default options.
     """
     from bucketpoint.stores.http_store import CAPABILITIES
     from bucketpoint.transfer import TransferOptions

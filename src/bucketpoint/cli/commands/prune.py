@@ -85,7 +85,7 @@ def prune(
 def _dry_run(
     policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, picture: str | None, *, forced: bool
 ) -> CommandResult:
-    """Make the plan that a prune would make, which looks for each checkpoint that stays: one HEAD for each."""
+    """Make the plan that a prune would make. One HEAD for each checkpoint that stays shows whether it still exists."""
     from bucketpoint.catalog.deletion.prune import Order, existing, judged
 
     def decide(rows: Sequence[Row]) -> list[Order]:
@@ -95,7 +95,7 @@ def _dry_run(
     snapshot, _ = existing(catalog, snapshot, decide, dry_run=True)
     planned, verdict = judged(policy, snapshot.rows())
     document = {"root": catalog.url, "dry_run": True, **planned.to_dict(), "plot": picture}
-    # The engine's version of the plan's form, next to the version of the command's document.
+    # Version of the plan's format, beside the version of the command's document.
     document["plan_version"] = document.pop("version")
     document |= document["summary"]
     document |= {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
@@ -112,7 +112,7 @@ def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what explains a plan: the checkpoints that it does not decide on, and clocks that were ahead."""
+    """Return fields that explain a plan: checkpoints that it does not decide on, and clocks that were ahead."""
     from bucketpoint.catalog.deletion.prune import future_lines, missing_metrics
 
     return {
@@ -126,11 +126,11 @@ def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> d
 
 
 def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
-    """Return what is shown with a plan: waiting tombstones, those that a prune withdraws, and notices."""
+    """Return the fields shown with a plan: waiting tombstones, tombstones that a prune withdraws, and notices."""
     fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
     spared = snapshot.spared(fates)
     sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
-    # Shown by this machine's clock, unless an object in the store is younger. A prune decides by the store's.
+    # For display: the later of this machine's clock and the newest object's time. A prune uses the store's clock.
     now = max(catalog.clock(), snapshot.taken or 0.0)
     waiting = [
         {
@@ -143,7 +143,7 @@ def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, p
         }
         for note in snapshot.notes.tombstones
         if (note.folder, note.id) in sizes
-        # The tombstone of a checkpoint that is held is void while it is held.
+        # The tombstone of a checkpoint has no effect while the checkpoint is held.
         and (note.begun or fates.get((note.step, note.id), note.action) == note.action)
     ]
     return {

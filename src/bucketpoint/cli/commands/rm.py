@@ -77,14 +77,14 @@ def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandRe
     deleted: list[str] = []
     failures: list[DeleteFailure] = []
     for url in () if dry_run or refused else urls:
-        # What comes into use meanwhile stays, and with it all later ones.
+        # A checkpoint that comes into use meanwhile stays, and so do all later ones.
         refused = None if force else _held(catalog.snapshot())
         if refused:
             break
         try:
             removal = plan_removal(place.at(url))
         except CheckpointNotFoundError:
-            # Another process, such as a prune, has deleted it meanwhile.
+            # Another process, such as a prune, has deleted the checkpoint meanwhile.
             continue
         done = remove(removal, holder=process_name(), force=force, of_run=True)
         refused = _why_not(done)
@@ -111,7 +111,7 @@ def _joined(removal: Removal) -> str | None:
 
 
 def _why_not(done: Pruned) -> str | None:
-    # Objects remain only if the commit is gone already.
+    # Failures to delete objects occur only once the commit is deleted.
     if done.deleted or done.failures:
         return None
     if done.stopped is not None or done.refused:

@@ -55,7 +55,7 @@ def verify(place: Location, trusted: bool, every: bool, progress: bool | None) -
         texts += said
     for at, record in recorded.items():
         with contextlib.suppress(ObjectNotFoundError):
-            # A prune beside this command deletes the record, too.
+            # A prune at the same time deletes the record, too.
             place.opened[0].head(record)
             message = (
                 "it has a record and no .metadata, so something else removed it; `bucketpoint gc --deep` on its run "
@@ -72,7 +72,7 @@ def verify(place: Location, trusted: bool, every: bool, progress: bool | None) -
 def one_of_many(place: Location, *, trusted: bool, progress: bool | None) -> tuple[bool, dict[str, Any], list[str]]:
     """Verify one of several checkpoints. Return True if it is whole, its document, and its lines with the verdict last.
 
-    A checkpoint whose metadata is damaged, or that was pruned meanwhile, does not hide the others.
+    Damaged metadata, or a prune meanwhile, is a result and no error, so that the other checkpoints are verified.
     """
     try:
         verification = _read(place, trusted=trusted, progress=progress)

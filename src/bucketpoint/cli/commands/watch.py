@@ -61,13 +61,9 @@ def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, ever
 def document_of(
     catalog: Catalog, policy: RetentionPolicy | None, observation: Observation, *, shown: int | None = SHOWN
 ) -> dict[str, Any]:
-    """Return an observation as the fields of a JSON document. Makes no request.
-
-    Args:
-        shown: number of the newest checkpoints that are in it; None for all.
-    """
+    """Return an observation as the fields of a JSON document, with the `shown` newest checkpoints. Makes no request."""
     snapshot, newest, record = observation.snapshot, observation.newest, observation.record
-    # Ages are shown by this machine's clock, unless an object in the store is younger. No decision depends on them.
+    # For display only: the later of this machine's clock and the newest object's time.
     now = max(catalog.clock(), snapshot.taken or 0.0)
     rows = list(rows_of(snapshot, catalog))
     document: dict[str, Any] = {
@@ -104,8 +100,8 @@ def document_of(
 def interval(checkpoints: Sequence[Checkpoint]) -> float | None:
     """Return the usual time between the last saves of full checkpoints; None if it is not known.
 
-    A copy of an older step is no save of the run: only times that rise with the steps count, and a long gap before one
-    of two does not.
+    Only times that rise with the steps count, because a copy of an older step is no save of the run. Of two gaps the
+    shorter one counts.
     """
     saved = [one.created for one in sorted(checkpoints, key=lambda one: one.step)][-_GAPS:]
     gaps = [later - earlier for earlier, later in pairwise(saved) if later > earlier]
@@ -169,7 +165,7 @@ def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> C
             "A live screen needs the package rich", remedy="pip install 'rich>=13', or pass --once"
         ) from None
     catalog = observer.catalog
-    # An error of the first look ends the command: the bucket or the credentials are wrong.
+    # An error at the first look ends the command: the bucket or the credentials are wrong.
     screen = Screen(_document(observer, policy), catalog.clock)
     try:
         with screen.live:
@@ -181,13 +177,13 @@ def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> C
                 except BucketpointError as error:
                     screen.fail(error)
     except KeyboardInterrupt:
-        # Ctrl-C is the usual end of a watch, so it is no interruption. The last frame stays on the terminal.
+        # Ctrl-C is the usual end of `watch`, so it is no interruption. The last frame stays on the terminal.
         now = max(catalog.clock(), screen.document["taken"])
         return CommandResult(screen.document, run_lines.lines(screen.document, now))
 
 
 def _document(observer: Observer, policy: RetentionPolicy | None) -> dict[str, Any]:
-    """Look at the run. If the run has not begun, wait for it; the document names what is at the URL instead."""
+    """Look at the run. Before the run begins, a problem in the document names what is at the URL instead."""
     from bucketpoint.catalog.survey import survey
 
     observation = observer.look()

@@ -16,11 +16,11 @@ _REST = "fabric"
 
 
 class FabricSaves(UrlStrategy):
-    """Saves and loads of Fabric's strategy.
+    """Base of Fabric's strategies with checkpoints at URLs.
 
     `fabric.save(url, state)` returns once the state is copied; the next save, `wait` and the end of the program wait
-    for the upload. `fabric.load(url, state)` loads the checkpoint at the URL, or the newest whole one below it. Values
-    other than models and optimizers are those of rank 0.
+    for the upload. `fabric.load(url, state)` loads the checkpoint at the URL, or the newest whole one below it. Rank
+    0 saves the values other than models and optimizers.
     """
 
     def save_checkpoint(

@@ -1,4 +1,4 @@
-"""`bucket_strategy`, which makes a strategy with checkpoints at URLs from one of Lightning's or of Fabric's."""
+"""`bucket_strategy`, which makes a strategy with checkpoints at URLs from a strategy of Lightning or Fabric."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from bucketpoint.integrations.lightning.trainer import TrainerSaves
 def bucket_strategy(kind: Any, *args: Any, **options: Any) -> Any:
     """Make a strategy whose checkpoints are URLs: `Trainer(strategy=bucket_strategy(DDPStrategy))`.
 
-    Saves return once the state is copied, and models and optimizers are saved sharded if the strategy shards them. A
-    checkpoint of one strategy is loaded by any other, on any number of ranks.
+    Saves return once the state is copied, and models and optimizers are saved sharded if the strategy shards them. Any
+    strategy made like this can load the checkpoint of any other, on any number of ranks.
 
     Args:
-        kind: `DDPStrategy`, `FSDPStrategy`, `ModelParallelStrategy` or `SingleDeviceStrategy`, or a class made from one
-            of them: of `lightning.pytorch.strategies` for a `Trainer`, of `lightning.fabric.strategies` for a `Fabric`.
-        args, options: arguments of `kind`, and two more: `storage_options`, as for `BucketWriter`; and `trusted`, with
-            which values of all types are loaded. Otherwise values other than tensors are loaded by
-            `torch.load(weights_only=True)`.
+        kind: `DDPStrategy`, `FSDPStrategy`, `ModelParallelStrategy`, `SingleDeviceStrategy` or a subclass of them: from
+            `lightning.pytorch.strategies` for a `Trainer`, from `lightning.fabric.strategies` for a `Fabric`.
+        args, options: arguments of `kind`, and two more: `storage_options`, as for `BucketWriter`; and `trusted=True`
+            to load values of all types. Otherwise `torch.load(weights_only=True)` loads values other than tensors.
 
     Raises:
-        BucketpointError: `kind` is no such class.
+        BucketpointError: `kind` is not a class of strategies of Lightning or Fabric.
     """
     if not (isinstance(kind, type) and issubclass(kind, (TrainerStrategy, FabricStrategy))):
         raise BucketpointError(
@@ -41,7 +40,7 @@ def bucket_strategy(kind: Any, *args: Any, **options: Any) -> Any:
 @functools.cache
 def _class_of(kind: Any) -> Any:
     saves = TrainerSaves if issubclass(kind, TrainerStrategy) else FabricSaves
-    # Launchers that spawn processes pickle a strategy, and its class is in no module.
+    # Launchers that spawn processes pickle the strategy, whose generated class is in no module.
     pickled = {"__reduce__": lambda strategy: (_without_init, (kind,), vars(strategy))}
     return type(f"Bucket{kind.__name__}", (saves, kind), pickled)
 

@@ -1,4 +1,4 @@
-"""`BucketCheckpointIO`, a plugin that keeps plain checkpoints, of one file each, in a bucket."""
+"""`BucketCheckpointIO`, a plugin for plain checkpoints, of one file each, in a bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Segment, Trans
 
 
 class BucketCheckpointIO(CheckpointIO):
-    """Plugin for plain, unsharded checkpoints of Lightning and Fabric, each one object of `torch.save`.
+    """Plugin for plain, unsharded checkpoints of Lightning and Fabric: each is one object, written by `torch.save`.
 
     The object appears whole or not at all. `Trainer(plugins=[BucketCheckpointIO()])` saves with Lightning's own
     strategies, while training waits.
@@ -29,7 +29,7 @@ class BucketCheckpointIO(CheckpointIO):
         self._storage_options = storage_options
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint. `storage_options` take the place of the plugin's."""
+        """Save a checkpoint. `storage_options` replace those of the plugin."""
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         data = buffer.getbuffer()

@@ -13,11 +13,7 @@ from bucketpoint.stores import open_store
 
 
 class UrlStrategy:
-    """Base of strategies whose checkpoints are URLs. Lightning's own class comes next in the order of the bases.
-
-    Args:
-        storage_options, trusted: as for `bucket_strategy`.
-    """
+    """Base of strategies with checkpoints at URLs. Must be listed before Lightning's own class among the bases."""
 
     def __init__(
         self, *args: Any, storage_options: Mapping[str, Any] | None = None, trusted: bool = False, **kwargs: Any
@@ -27,15 +23,11 @@ class UrlStrategy:
         self._saves = Saves(BucketWriter(storage_options=storage_options))
 
     def wait(self) -> None:
-        """Wait until the last save is committed.
-
-        Raises:
-            BucketpointError: it failed.
-        """
+        """Wait until the last save is committed. Raises BucketpointError if the save failed."""
         self._saves.wait()
 
     def _url_to_save(self: Any, path: Any, storage_options: Any) -> str:
-        """Return the URL on all ranks."""
+        """Return the URL of rank 0 on all ranks."""
         if storage_options is not None:
             raise BucketpointError(
                 "A save takes no storage_options",
@@ -44,7 +36,7 @@ class UrlStrategy:
         return str(self.broadcast(path))
 
     def _url_to_load(self: Any, path: Any) -> str:
-        """Return the URL of the checkpoint that a URL refers to: itself, or the newest whole one below it."""
+        """Return the URL of the checkpoint at `path`, or else of the newest whole one below it."""
         url, options = str(self.broadcast(path)), self._reading["storage_options"]
         found = checkpoint_at(url, options)
         if found is None:
@@ -61,7 +53,7 @@ def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> N
         store, key = open_store(folder, storage_options=storage_options)
         info = store.head(f"{key}/{name}" if key else name)
     except BucketpointError:
-        # The load raises the error.
+        # The load itself raises the error.
         return
     raise BucketpointError(
         f"This URL holds a single object of {info.size} bytes, not a checkpoint of several",

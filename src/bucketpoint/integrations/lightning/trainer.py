@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint that Lightning treats as none: it restores nothing from it, and calls no hook."""
+    """A checkpoint with the truth value False: Lightning restores nothing from it, and calls no hook."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class TrainerSaves(UrlStrategy):
-    """Saves and loads of a `Trainer`'s strategy.
+    """Base of a `Trainer`'s strategies with checkpoints at URLs.
 
     `trainer.save_checkpoint(url)` returns once the state is copied; the next save and the end of training wait for the
     upload. Checkpoints are loaded into the prepared model.
@@ -62,7 +62,7 @@ class TrainerSaves(UrlStrategy):
         try:
             self.wait()
         except BucketpointError as error:
-            # The exception that ends training is the one to raise.
+            # Only logged: the exception that ended training must be raised.
             logger.error("the last save failed: %s", error)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -78,12 +78,12 @@ class TrainerSaves(UrlStrategy):
         TrainingState(lambda: self.parts_of(checkpoint)).save(self._saves, url)
 
     def parts_of(self: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint of `trainer._checkpoint_connector.dump_checkpoint` as parts of a state. All ranks."""
+        """Split a checkpoint of `trainer._checkpoint_connector.dump_checkpoint` into parts of a state. All ranks."""
         rest = dict(checkpoint)
         parts = {"model": rest.pop("state_dict")}
         for number, optimizer in enumerate(rest.pop("optimizer_states", [])):
             parts[f"optimizer_{number}"] = optimizer
-        # Some values differ between ranks, such as times. Lightning keeps those of rank 0.
+        # Some values, such as times, differ between ranks. Lightning saves those of rank 0.
         if self.is_global_zero:
             parts["trainer"] = Pickled(rest)
         return parts
@@ -116,7 +116,7 @@ class TrainerSaves(UrlStrategy):
         checkpoint: dict[str, Any] = rest.value
         if fitting and "loops" in checkpoint:
             _settle(checkpoint["loops"]["fit_loop"])
-        # Hooks of Lightning look here, such as that of averaged weights. They see the model's present values.
+        # Hooks of Lightning, such as that of averaged weights, read the model's values here.
         checkpoint["state_dict"] = self.lightning_module_state_dict()
         return checkpoint
 
@@ -135,9 +135,9 @@ class BucketCheckpoint(Checkpoint):
 
     Args:
         root: URL of the run.
-        policy: the policy, or its YAML file. Steps are the trainer's `global_step`. Its metrics are those of
+        policy: retention policy, or its YAML file. Steps are those of `trainer.global_step`, metrics those of
             `trainer.callback_metrics`.
-        after_validation: save after each validation, too, with its metrics.
+        after_validation: save also after each validation, with the metrics of the validation.
         options: as for `CheckpointManager`, such as `storage_options`, `on_commit` and `grace_s`.
 
     Attributes:
@@ -167,7 +167,7 @@ class BucketCheckpoint(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """Refuse `ckpt_path="best"`, which Lightning resolves here."""
+        """Raise an error for `ckpt_path="best"`, which Lightning resolves here."""
         raise BucketpointError(
             "BucketCheckpoint does not know which checkpoint is meant by ckpt_path='best'",
             url=os.fspath(self._root),
@@ -204,7 +204,7 @@ class BucketCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self.manager is not None
-        # Otherwise the first save would raise it, possibly hours later.
+        # Checked here, as otherwise the first save would raise the error, possibly hours later.
         steps = self.manager.steps() if self._saved_step is None else []
         if steps and steps[-1] > trainer.global_step:
             raise BucketpointError(
@@ -248,7 +248,7 @@ class BucketCheckpoint(Checkpoint):
         try:
             self.teardown(trainer, pl_module, "fit")
         except BucketpointError as error:
-            # The exception that ends training is the one to raise.
+            # Only logged: the exception that ended training must be raised.
             logger.error("the last save failed: %s", error)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -262,14 +262,14 @@ class BucketCheckpoint(Checkpoint):
         metrics = self._metrics(trainer)
         validated_step, names = self._validated
         if validated_step != step:
-            # Lightning keeps them until the next validation, but they are those of an earlier model.
+            # Lightning keeps the metrics of a validation until the next one, but the model has changed since.
             metrics = {name: value for name, value in metrics.items() if name not in names}
         state = TrainingState(lambda: strategy.parts_of(dump(weights_only=False)))
         if state.save(self.manager, step, metrics=metrics) is not None:
             self._saved_step = step
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
-        """Return the metrics that a checkpoint can have. Called on all ranks, as Lightning may reduce them here."""
+        """Return the metrics to save with a checkpoint. All ranks, because Lightning may reduce metrics here."""
         assert self.manager is not None
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -277,16 +277,17 @@ class BucketCheckpoint(Checkpoint):
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer that Lightning has wrapped."""
+    """Return the optimizer inside Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 
 def _settle(loops: dict[str, Any]) -> None:
     """Rewrite the saved counts of a fit loop for a run that may have another number of batches in an epoch.
 
-    - After the last batch of an epoch the next epoch begins. Lightning compares the saved number of batches with the
-      one that an epoch has now, and with `max_steps` it leaves out most of the next epoch.
-    - An epoch that was left early, at `max_steps` or by early stopping, is continued. Lightning has counted it as done.
+    - Saved after the last batch of an epoch: the next epoch begins. Lightning would compare the saved number of batches
+      with the present length of an epoch, and with `max_steps` skip most of the next epoch.
+    - Saved in an epoch that ended early, at `max_steps` or by early stopping: the epoch continues. Lightning has
+      counted this epoch as complete.
     """
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     current, total = batches["current"], batches["total"]
@@ -295,7 +296,7 @@ def _settle(loops: dict[str, Any]) -> None:
         return
     if batches["is_last_batch"] and current["processed"] == current["ready"]:
         if current["completed"] < current["processed"]:
-            # Loggers count the batch once the callbacks of its end have run.
+            # The save came before loggers counted the batch, which they do after the callbacks at the batch's end.
             loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         for counts in epochs.values():
             counts.update(dict.fromkeys(names, counts["started"]))

@@ -1,7 +1,7 @@
-"""megatron-core: `dist_checkpointing` whose checkpoints are URLs, saved whole or not at all, in the background too.
+"""megatron-core: `dist_checkpointing` with checkpoints at URLs, atomic saves, and saves in the background.
 
-The strategies derive from megatron's own for the format `torch_dist`, so that megatron, and its wrappers for fully
-parallel saves and loads, accept them.
+The strategies are subclasses of megatron's own for the format `torch_dist`, so that megatron and its wrappers for fully
+parallel saves and loads accept them.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ def save(
     Args:
         sharded_state_dict: as for megatron's function.
         url: URL of the checkpoint.
-        sharded_strategy: a `BucketSaveStrategy`, or megatron's `FullyParallelSaveStrategyWrapper` of one. Reused for
-            all saves, it keeps its memory and compares states.
-        storage_options: as for `BucketWriter`, when there is no strategy.
+        sharded_strategy: a `BucketSaveStrategy`, alone or in megatron's `FullyParallelSaveStrategyWrapper`. One
+            strategy for all saves reuses its memory and compares successive states.
+        storage_options: as for `BucketWriter`, if there is no strategy.
         options: as for megatron's function.
 
     Returns:
-        None, and the checkpoint is committed; with `async_sharded_save=True` megatron's `AsyncRequest`, and it is
-        committed once the request is finalized.
+        None once the checkpoint is committed. With `async_sharded_save=True` megatron's `AsyncRequest`: the checkpoint
+        is committed once the request is finalized.
 
     Raises:
         BucketpointError: nothing was committed; or an option works in local folders only.
@@ -59,13 +59,13 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Load a state from a URL by megatron's `dist_checkpointing.load`. All ranks, of any number.
+    """Load a state from a URL by megatron's `dist_checkpointing.load`. All ranks, in any number.
 
     Args:
         sharded_state_dict: as for megatron's function.
         url: URL of the checkpoint.
-        sharded_strategy: a `BucketLoadStrategy`, or megatron's `FullyParallelLoadStrategyWrapper` of one.
-        storage_options: as for `BucketReader`, when there is no strategy.
+        sharded_strategy: a `BucketLoadStrategy`, alone or in megatron's `FullyParallelLoadStrategyWrapper`.
+        storage_options: as for `BucketReader`, if there is no strategy.
         options: as for megatron's function, such as `strict`.
 
     Returns:
@@ -74,7 +74,7 @@ def load(
     Raises:
         CheckpointNotFoundError: there is no whole checkpoint at the URL.
         CommitConflictError, RanksDisagreeError: another checkpoint was committed at the URL during the load.
-        BucketpointError: it cannot be loaded; or an option works in local folders only.
+        BucketpointError: the checkpoint cannot be loaded; or an option works in local folders only.
     """
     where = os.fspath(url)
     strategy = sharded_strategy or BucketLoadStrategy(storage_options=storage_options)
@@ -86,11 +86,7 @@ def load(
 
 
 def _check(strategy: Any, kind: type[Any], url: str, options: Mapping[str, Any]) -> Any:
-    """Return the strategy, or the one that a wrapper of megatron wraps.
-
-    Raises:
-        BucketpointError: it is of another kind, the URL is one of multi-storage-client, or files are to be hashed.
-    """
+    """Return the strategy, or the one inside megatron's wrapper. Refuse arguments that do not work with URLs."""
     base = getattr(strategy, "base_strategy", strategy)
     if not isinstance(base, kind):
         raise BucketpointError(

@@ -23,7 +23,7 @@ from bucketpoint.integrations.megatron.stand_in import url_of
 from bucketpoint.integrations.saves import job_ranks
 
 COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
-"""Name of the item that holds all values of a state that are not sharded."""
+"""Name of the item with all unsharded values of a state."""
 
 
 class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
@@ -35,7 +35,7 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
     Args:
         storage_options, trusted: as for `BucketReader`. Classes that megatron has registered with
             `torch.serialization.add_safe_globals` need no `trusted`.
-        options: as for megatron's strategy. Those about cached metadata have no effect.
+        options: as for megatron's strategy. Options about cached metadata have no effect.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         return nested
 
     def load_common_item(self, checkpoint_dir: Any) -> io.BytesIO:
-        """Return the values of a state that are not sharded, as megatron serializes them.
+        """Return the unsharded values of a state, as megatron serializes them.
 
         Raises:
             CheckpointNotFoundError: there is no whole checkpoint.
-            MismatchError: it was not saved by megatron-core, or by an older version.
+            MismatchError: the checkpoint was not saved by megatron-core, or by a version before 0.19.
         """
         state: dict[str, Any] = {COMMON: io.BytesIO()}
         self._read(state, checkpoint_dir, _CommonPlanner(False, False))
@@ -98,7 +98,7 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Metadata | None = None) -> Any:
         """Return sharded tensors without data, as megatron's strategy does."""
-        # Not by that strategy: it fails on the properties that tensors have in torch 2.15.
+        # megatron's own method fails on the properties that tensors have in torch 2.15.
         metadata = metadata or self._metadata(checkpoint_dir)
         saved = {name: of for name, of in metadata.state_dict_metadata.items() if isinstance(of, TensorStorageMetadata)}
         return {
@@ -148,7 +148,7 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
 
 
 class _CommitReader(BucketReader):
-    """Reader whose caller can ask which commit it has read."""
+    """Reader that exposes the commit that it has read."""
 
     @property
     def commit(self) -> CommitRead | None:
@@ -156,7 +156,7 @@ class _CommitReader(BucketReader):
 
 
 class _CommonPlanner(DefaultLoadPlanner):
-    """Planner for the common state alone, which megatron reads before it knows that it can load the checkpoint."""
+    """Load planner for the common item, with an error for checkpoints of other writers."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None

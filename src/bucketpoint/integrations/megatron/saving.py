@@ -34,15 +34,15 @@ _POLL_S = 0.05
 
 
 class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
-    """megatron's `torch_dist` strategy that saves through a `BucketWriter`. Keep one for all saves of a run.
+    """megatron's `torch_dist` strategy that saves through a `BucketWriter`. Use one object for all saves.
 
     Usable with `bucketpoint.integrations.megatron.save`, alone or in `FullyParallelSaveStrategyWrapper`, and for a
     local folder with `dist_checkpointing.save`.
 
     Args:
         storage_writer: writer to save with, such as one with a retention policy.
-        storage_options: as for `BucketWriter`, when there is no writer.
-        options: as for megatron's strategy. Those about files, threads and cached metadata have no effect.
+        storage_options: as for `BucketWriter`, if there is no writer.
+        options: as for megatron's strategy. Options about files, threads and cached metadata have no effect.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         """Begin to save the sharded part of a state in the background. All ranks.
 
         Returns:
-            megatron's `AsyncRequest`, once the state is copied and training may change it. bucketpoint uploads:
-            megatron's own process only waits for the end of the save. The first finalizing function raises
-            the error of a save that failed.
+            megatron's `AsyncRequest`, once the state is copied and training may change it. bucketpoint uploads the
+            data: megatron's process only waits for the end of the save. If the save failed, the request's first
+            finalizing function raises the error.
         """
         _, modules = torch_dist.get_async_strategy(async_strategy)
         url = url_of(checkpoint_dir)
@@ -97,7 +97,6 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         return modules["AsyncRequest"](_wait_for_end, (_sign_of(handle), os.getpid()), [handle.result])
 
     def _state(self, sharded_state_dict: Any) -> dict[str, Any]:
-        """Return the state for DCP."""
         flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
@@ -105,7 +104,7 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         return state
 
     def _planner(self, checkpoint_dir: Any) -> SavePlanner:
-        # Plans are not kept: a kept plan depends on the dtype, which megatron's sharded tensors do not expose to DCP.
+        # No plan cache: a cached plan depends on the dtype, which megatron's sharded tensors do not expose to DCP.
         planner = _Planner(False, False, enable_plan_caching=False)
         url = url_of(checkpoint_dir)
         if url != os.fspath(checkpoint_dir):
@@ -113,20 +112,17 @@ class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
         return planner
 
     def _write_config(self, url: str) -> None:
-        """Write the file that megatron's own readers ask for. It is the same at each save."""
+        """Write the configuration file that megatron's own readers need. It is the same at each save."""
         store, prefix = open_store(url, storage_options=self._writer._storage_options, fs=self._writer._fs)
         config = json.dumps(dataclasses.asdict(CheckpointingConfig(self.backend, self.version))).encode()
         store.put(keys.join(prefix, CONFIG_FNAME), [memoryview(config)])
 
 
 class _Planner(SavePlanner):
-    """Planner for states of megatron, whose objects are serialized already.
-
-    Attributes:
-        write_side_file: called on the coordinator before anything is uploaded; its errors are raised on all ranks.
-    """
+    """Planner for states of megatron, whose objects are serialized already."""
 
     write_side_file: Callable[[], None] | None = None
+    """Called on the coordinator before anything is uploaded. Its errors are raised on all ranks."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self.write_side_file is not None:
@@ -138,7 +134,7 @@ class _Planner(SavePlanner):
 
 
 class _Stager(AsyncStager):
-    """Stager that copies the data of megatron's sharded tensors, whose classes do not expose what they wrap."""
+    """Stager for megatron's sharded tensors, whose classes hide the tensors inside them."""
 
     def __init__(self, writer: BucketWriter) -> None:
         self._writer = writer
@@ -164,7 +160,7 @@ class _Stager(AsyncStager):
 
 
 def _shards_of(value: Any) -> list[Any]:
-    """Return megatron's sharded tensors in a value; none if it is of another class."""
+    """Return megatron's sharded tensors in a value; an empty list for a value of another class."""
     if isinstance(value, LocalShardsContainer):
         return [each._sh_ten for each in value._local_shards]
     return [value._sh_ten] if isinstance(value, CheckpointableShardedTensor) else []
@@ -179,9 +175,9 @@ def _sign_of(handle: SaveHandle) -> str:
 
 
 def _wait_for_end(path: str, trainer: int) -> None:
-    """Wait until the save of a file is over, or its trainer dead. Called by megatron, in a separate process."""
+    """Wait until the file of a save is deleted, or the trainer is dead. megatron calls this in a separate process."""
     parent = os.getppid()
-    # A dead trainer still exists for `os.kill` until its parent, which may wait for this process, collects it.
+    # Compare the parent, too: `os.kill` finds a dead trainer until its parent, which may wait for us, reaps it.
     while Path(path).exists() and os.getppid() == parent:
         try:
             os.kill(trainer, 0)

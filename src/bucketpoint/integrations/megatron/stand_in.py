@@ -1,7 +1,7 @@
-"""Local folders that stand for URLs in calls of megatron.
+"""Local folders that represent URLs in calls of megatron.
 
-megatron makes a `Path` of the folder that it is given, which turns `s3://bucket` into the local `s3:/bucket`, and reads
-and writes side files in it.
+megatron makes a `Path` of its folder argument, which would turn `s3://bucket` into the local `s3:/bucket`, and reads
+and writes side files in that folder.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch.distributed.checkpoint import FileSystemWriter
 
 _urls: dict[str, str] = {}
-"""URLs by the folders that stand for them in this process, and for all below them."""
+"""URL of each folder that represents a URL in this process. Its subfolders represent URLs below that URL."""
 
 
 def let_stand(folder: str | os.PathLike[str], url: str) -> None:
-    """Let a folder, and all that is below it, stand for a URL for the rest of this process."""
+    """Make a folder and its subfolders represent a URL for the rest of this process."""
     _urls[os.path.realpath(folder)] = url.rstrip("/")
 
 
 @contextmanager
 def stand_in(url: str) -> Iterator[str]:
-    """Make an empty folder that represents a URL, and delete it at the end."""
+    """Make an empty folder that represents a URL, and delete the folder at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
         let_stand(folder, url)
         try:
@@ -43,7 +43,7 @@ def url_of(checkpoint_dir: Any) -> str:
     folder: str = os.fspath(checkpoint_dir)
     if "://" in folder:
         return folder
-    # megatron spells the folder as its own arguments do, and makes folders of several levels below it.
+    # megatron may spell the path of the folder in another way, and uses subfolders at several levels.
     whole = Path(os.path.realpath(folder))
     for each in (whole, *whole.parents):
         if str(each) in _urls:
@@ -52,7 +52,7 @@ def url_of(checkpoint_dir: Any) -> str:
 
 
 def write_side_files(folder: str | os.PathLike[str], name: str, item: Any) -> None:
-    """Write a checkpoint with one item into a folder, for megatron, which reads that item without a strategy."""
+    """Write a checkpoint with one item into a folder, because megatron reads that item without a strategy."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save({name: item}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)

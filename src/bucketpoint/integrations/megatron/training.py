@@ -1,4 +1,4 @@
-"""`let_stand_for`, by which Megatron's training loop saves to and loads from a URL."""
+"""`let_stand_for`, which makes Megatron's training loop save to and load from a URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bucketpoint.integrations.saves import job_ranks
 logger = logging.getLogger(__name__)
 
 _MARK = "bucketpoint-url.txt"
-"""File that says for which URL a folder stands."""
+"""File in a folder, with the URL that the folder represents."""
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -36,15 +36,15 @@ def let_stand_for(
     storage_options: Mapping[str, Any] | None = None,
     trusted: bool = False,
 ) -> None:
-    """Let a local folder stand for the URL of a run in Megatron's training loop. All processes, before `pretrain`.
+    """Make a local folder represent the URL of a run in Megatron's training loop. All processes, before `pretrain`.
 
-    With `--save` and `--load` set to the folder, checkpoints go to `url/iter_0000500`, and training resumes from the
-    newest whole one. The folder holds side files only. They are rebuilt from the bucket here, so that no tracker file
-    names a checkpoint that does not exist. For the rest of the process two names in `megatron.training.checkpointing`,
-    those of megatron's strategies, are those of bucketpoint's.
+    With `--save` and `--load` set to the folder, checkpoints are saved to `url/iter_0000500` and so on, and training
+    resumes from the newest whole checkpoint. The folder contains side files only. This call rebuilds them from the
+    bucket, so that no tracker file names a missing checkpoint. For the rest of the process, bucketpoint's strategies
+    replace megatron's two strategies in `megatron.training.checkpointing`.
 
     Args:
-        folder: folder on each node, or one that the nodes share; empty at the first time.
+        folder: folder on each node, or one folder that the nodes share; empty at the first call.
         url: URL of the run.
         storage_writer, storage_options, trusted: as for `BucketSaveStrategy` and `BucketLoadStrategy`.
 
@@ -82,7 +82,7 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
     """Make the side files of the newest checkpoint, on one process of each node."""
     root.mkdir(parents=True, exist_ok=True)
     mark = root / _MARK
-    # The folder is listed before the mark is read: another node that shares it writes the mark before anything else.
+    # List the folder before the mark is read: another node that shares the folder writes the mark first.
     used = any(not path.name.startswith(_MARK) for path in root.iterdir())
     told = mark.read_text(encoding="utf-8").rstrip("/") if mark.exists() else None
     if told != url.rstrip("/"):
@@ -92,7 +92,7 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
                 url=url,
                 remedy="Give an empty folder that only this run uses",
             )
-        # Written in one step, so that another node never reads a part.
+        # Renamed into place, so that another node never reads half a file.
         part = root / f"{_MARK}.{uuid.uuid4().hex}"
         part.write_text(url, encoding="utf-8")
         part.replace(mark)

@@ -1,4 +1,4 @@
-"""torch_checkpointing: its checkpoints in a bucket, through a storage that commits without copying.
+"""torch_checkpointing: a storage for its checkpoints in a bucket, which commits without a copy.
 
 `BucketStorageConfig` is the `storage_config` of a `CheckpointManager`, saver or reader of torch_checkpointing.
 """

@@ -1,16 +1,16 @@
-"""Names of objects: paths of torch_checkpointing to keys and back, and the last component of each key.
+"""Conversion of torch_checkpointing's paths to keys and back, and the names of objects.
 
-A path of components `a/b` has the key `a/b/` followed by one of these names:
+A path `a/b` has the key `a/b/`, followed by one of these names of objects:
 
-- `@f.TOKEN.ATTEMPT.RANDOM`: the bytes of a file in a temporary directory. Each write has its key, and the newest one
-  is the file.
-- `@d`: the manifest of a directory that was committed to this path, which names its files' objects.
-- `@o.TOKEN.ATTEMPT.RANDOM`: the bytes of any other file, and `@n`: the entry that names the object of the file here.
+- `@f.TOKEN.ATTEMPT.RANDOM`: the bytes of a file in a temporary directory. Each write makes a new key, and the newest
+  object is the file.
+- `@d`: the manifest of a directory that was committed to this path, which names the objects of its files.
+- `@o.TOKEN.ATTEMPT.RANDOM`: the bytes of any other file. `@n`: the entry that names the object of such a file.
 
-Version 0.2 wrote all files as `@f.`; a file that it had renamed is a `@l.TOKEN.ATTEMPT.RANDOM`, JSON that names the
-object with its bytes, and `@dx.TOKEN` marks what it had deleted or moved. Objects with other names are ignored.
+Version 0.2 wrote all files as `@f.`. It renamed a file by a `@l.TOKEN.ATTEMPT.RANDOM`, JSON that names the object with
+the bytes, and marked deleted and moved files by `@dx.TOKEN`. Objects with other names are ignored.
 
-A temporary directory `tmp_a` has the key `a/@tmp/`: one listing below `a/` finds a save and the place for its commit.
+A temporary directory `tmp_a` has the key `a/@tmp/`, so that one listing below `a/` finds a save and its commit.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Parts = tuple[str, ...]
 FILE, MANIFEST, OTHER_FILE, ENTRY, STAGED = "@f.", "@d", "@o.", "@n", "@tmp"
 LINK, MARKER = "@l.", "@dx."
 VERSION = re.compile(r"@[fl]\.([0-9a-f]{16})\.([A-Za-z0-9_-]*)\.[0-9a-f]{8}")
-"""Name of an object of a file in a temporary directory, or of one of version 0.2: the token and the attempt."""
+"""Name of a file's object in a temporary directory, or from version 0.2. Groups: token and attempt."""
 
 _lock = ProcessLock()
 _last = 0
 
 
 def object_name(kind: str, attempt: str) -> str:
-    """Return a new name of an object, which sorts after all earlier ones of this process, and else by time."""
+    """Return a new name of an object. Names sort by time, and those of one process in the order of the calls."""
     global _last
     with _lock:
         _last = max(time.time_ns(), _last + 1)
@@ -50,7 +50,7 @@ class Names:
     """Paths and keys of one root.
 
     Attributes:
-        root: the root's URL. A path that begins with it, also with the slash that `Path` drops, is a path below it.
+        root: the root's URL. Paths may begin with this URL, even without the slash that `Path` drops.
         prefix: key prefix of the root.
         temp_dir_prefix: prefix of the names of temporary directories.
     """
@@ -60,11 +60,7 @@ class Names:
     temp_dir_prefix: str
 
     def parts(self, path: str | os.PathLike[str]) -> Parts:
-        """Return the components of a path below the root.
-
-        Raises:
-            InvalidURLError: the path leaves the root, or is a URL elsewhere.
-        """
+        """Return the components of a path below the root. Raises InvalidURLError for a path outside the root."""
         text = os.fspath(path)
         folded = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]+):/+", r"\1:/", text)
         home = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]+):/+", r"\1:/", self.root).rstrip("/")
@@ -89,7 +85,7 @@ class Names:
         return "/".join((*([self.prefix] if self.prefix else []), *self.components(parts), *behind))
 
     def components(self, parts: Parts) -> list[str]:
-        """Return the components of the key of a path, without the root's."""
+        """Return the components of a path's key, without those of the root."""
         found = []
         for part in parts:
             rest = self._rest(part)

@@ -1,4 +1,4 @@
-"""The stream that torch_checkpointing reads a file from. Every byte that it returns has been verified."""
+"""Stream from which torch_checkpointing reads a file. Every byte is verified by its checksum."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bucketpoint.transfer.parts import common_part_bytes
 from bucketpoint.transfer.pieces import BlockCache, RangeFile
 
 WHOLE_BYTES = 4 << 20
-"""Smaller objects are read in one request, their checksums included."""
+"""Size up to which an object is read in one request, its checksums included."""
 
 _KEPT_BLOCKS = 8
 _READ_AHEAD = BLOCK_BYTES // 2
-"""Reads below this size receive a whole block, which is kept: torch's zip reader asks for a few bytes at a time."""
+"""Reads below this size receive a whole block, which is cached: torch's zip reader reads a few bytes at a time."""
 
 
 class Files:
-    """Reads ranges of files of one store, in parallel and into the caller's memory."""
+    """Reader of ranges of files of one store, in parallel and into the caller's memory."""
 
     def __init__(self, store: Store, options: TransferOptions) -> None:
         self.store = store
@@ -32,10 +32,9 @@ class Files:
         self._sums: dict[str, Sums] = {}
 
     def whole(self, file: File) -> io.BytesIO:
-        """Read a file."""
         if file.object_nbytes <= WHOLE_BYTES:
             return io.BytesIO(self._small(file))
-        # A wrong size is found before the memory is allocated.
+        # `sums` finds a wrong size before memory is allocated.
         nbytes = self.sums(file).nbytes
         data = io.BytesIO()
         data.seek(nbytes - 1)
@@ -46,7 +45,6 @@ class Files:
         return data
 
     def into(self, file: File, start: int, out: memoryview) -> None:
-        """Read bytes from `start` on into `out`."""
         if not len(out):
             return
         sums = self.sums(file)
@@ -65,7 +63,7 @@ class Files:
         fetch(self.store, plan_requests(extents, self._options), self._options, pool=self._pool, meter=meter)
 
     def sums(self, file: File) -> Sums:
-        """Return the checksums of a file. The keys of files are never used twice, so cached data stays valid."""
+        """Return the checksums of a file. Keys are never used twice, so cached checksums stay valid."""
         if file.key not in self._sums:
             nbytes = file.nbytes
             self.check(file)

@@ -1,7 +1,7 @@
 """`BucketStorage`: the files of torch_checkpointing as objects of a store, each of which is written once.
 
-A save writes its files to a temporary directory and renames that. Here the rename is one conditional PUT of a manifest,
-which names the objects that exist already. `names` has the keys, `tree` the files, and `sums` the checksums.
+A save writes its files to a temporary directory, and renames the directory. Here the rename is one conditional PUT of a
+manifest, which names the objects that were written before.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class MissingFileError(ObjectNotFoundError, FileNotFoundError):
 
 @dataclass
 class BucketStorageConfig(StorageConfig):
-    """Settings of a `BucketStorage`. They can be pickled for the writing process.
+    """Settings of a `BucketStorage`, which can be pickled for the writing process.
 
     Attributes:
         root: URL below which all paths are resolved: `s3://`, `gs://`, `memory://`, a local path, or another scheme of
             fsspec.
         storage_options: as for `BucketWriter`. They are not part of the `repr`.
-        attempt: name that only the ranks of this run share, not earlier runs. Of the files in temporary directories the
-            storage then sees only those of this run, and none that a killed run left: see `for_this_run`. Empty: the
-            newest file of each name, whichever run wrote it.
+        attempt: name of this run, the same on all of its ranks, and unlike those of earlier runs: see `for_this_run`.
+            The storage then ignores files in temporary directories that other runs left, as a killed run does. Empty:
+            it uses the newest file of each name, from any run.
         transfer: sizes and parallelism of requests.
-        temp_dir_prefix: that of the `CheckpointWriterConfig`.
-        on_commit: called on the rank that commits, in the process that writes, with a `CommitInfo`. Its `step` is None,
-            and its `blocked_s` nan: both are unknown here.
+        temp_dir_prefix: the same as in the `CheckpointWriterConfig`.
+        on_commit: function that is called with a `CommitInfo` on the rank that commits, in the process that writes.
+            `step` is None and `blocked_s` is nan, because both are unknown here.
 
     Raises:
         InvalidURLError: `root` is no URL of a store.
@@ -86,7 +86,7 @@ class BucketStorageConfig(StorageConfig):
 
     @classmethod
     def for_this_run(cls, root: str, storage_options: dict[str, Any] | None = None, **more: Any) -> BucketStorageConfig:
-        """Return settings with an `attempt` that rank 0 draws. All ranks of the default process group call this."""
+        """Return settings with a random `attempt` from rank 0. All ranks of the default process group."""
         drawn = [secrets.token_hex(8)]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(drawn, src=0)
@@ -105,7 +105,7 @@ class BucketStorage(Storage):
     A directory exists while there is a file below it.
 
     Args:
-        config: its settings.
+        config: settings of the storage.
     """
 
     def __init__(self, config: BucketStorageConfig) -> None:
@@ -116,7 +116,7 @@ class BucketStorage(Storage):
         self.trees = Trees(self.store, self.where, config.attempt)
         self._files = read_stream.Files(self.store, config.transfer)
         self._lock = threading.Lock()
-        # The temporary directory of the last write, when its first file was begun, and whether `exists` knows of it.
+        # Temporary directory of the last write, start of its first file, and True if `exists` may answer from memory.
         self._saving: Parts = ()
         self._begun = 0.0
         self._fresh = False
@@ -124,7 +124,7 @@ class BucketStorage(Storage):
     def __repr__(self) -> str:
         return f"BucketStorage({self._url!r})"
 
-    # Ranges are received in parallel by the read itself, so one reader of the whole file is enough.
+    # One worker is enough, because each read receives its ranges in parallel.
     @property
     def mmap_fill_workers(self) -> int | None:
         return 1
@@ -148,9 +148,9 @@ class BucketStorage(Storage):
             stream.write(data)
 
     def delete(self, path: Path) -> None:
-        """Delete a file that lies neither in a checkpoint nor in a temporary directory.
+        """Delete a file outside of checkpoints and temporary directories.
 
-        Its object stays for `sweep`, as a rename whose answer was lost may have given it to another name.
+        The file's object stays until `sweep`: a rename whose reply was lost may have given the object to another name.
         """
         parts = self.where.parts(path)
         entry = self.where.key(parts, names.ENTRY)
@@ -159,10 +159,10 @@ class BucketStorage(Storage):
         self.trees.delete([entry])
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Do nothing: a directory exists by its files."""
+        """Do nothing: a directory exists while there is a file below it."""
 
     def rmdir(self, path: Path) -> None:
-        """Delete a directory, such as a checkpoint, which is gone as a whole once its manifest is deleted.
+        """Delete a directory. Its manifest is deleted first, so that a checkpoint disappears as a whole.
 
         Raises:
             BucketpointError: the directory lies in a checkpoint, or version 0.2 has moved files from there.
@@ -188,16 +188,16 @@ class BucketStorage(Storage):
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Commit a temporary directory to its place, or give a file outside of checkpoints another name beside it.
+        """Commit a temporary directory to its final name, or rename a file outside of checkpoints in its directory.
 
         Raises:
             OccupiedError: there is something at the destination, or another process commits to it.
             MissingFileError: there is nothing at the source.
-            BucketpointError: any other rename.
+            BucketpointError: the rename is of another kind.
         """
         source, target = self.where.parts(src_path), self.where.parts(dst_path)
         if self.where.components(source) == [*self.where.components(target), names.STAGED]:
-            # One listing has both.
+            # One listing covers source and destination.
             listed = self.trees.read(self.store.list(self.where.key(target) + "/"))
             files = {path[len(source) :]: file for path, file in listed.items() if path[: len(source)] == source}
             if not files:
@@ -230,7 +230,7 @@ class BucketStorage(Storage):
             if not files:
                 raise self._missing_error(path)
             return sorted({one[len(parts)] for one in files})
-        # Below the root may be many checkpoints. Only uncommitted paths are listed to their end.
+        # The root may have many checkpoints. Only paths without a manifest are listed completely.
         key = self.where.key(())
         found: set[str] = set()
         for folder in self.store.list_folders(f"{key}/" if key else ""):
@@ -244,8 +244,8 @@ class BucketStorage(Storage):
     def exists(self, path: Path) -> bool:
         parts = self.where.parts(path)
         with self._lock:
-            # A rank asks this between its last write and the rename. The answer from memory holds once: another
-            # process may have renamed the directory since.
+            # A rank calls this between its last write and the rename. Answer from memory only once: another process
+            # may have renamed the directory since.
             if self._fresh and parts == self._saving:
                 self._fresh = False
                 return True
@@ -295,24 +295,20 @@ class BucketStorage(Storage):
         raise self._missing_error(path)
 
     def _enter(self, parts: Parts, file: File) -> None:
-        """Make an object the file at a path, in place of an earlier one."""
+        """Make an object the content of the file at a path, in place of an earlier object."""
         body = memoryview(encode({(): file}))
         self.store.put(self.where.key(parts, names.ENTRY), [body], crc32c=crc32c(body))
         self.trees.forget()
 
     def _commit(self, source: Parts, files: Files, target: Parts, path: Path) -> None:
-        """Write a manifest where there is none.
-
-        Raises:
-            OccupiedError: there is another one already.
-        """
+        """Write the manifest of a directory. Raises OccupiedError if the directory has another manifest."""
         key, body = self.where.key(target, names.MANIFEST), encode(files)
         able = proven(self.store, self.where.prefix)
         try:
             view = memoryview(body)
             self.store.put(key, [view], crc32c=crc32c(view), if_none_match=able.conditional_put)
         except PreconditionFailedError:
-            # The answer to an earlier attempt of this PUT may have been lost.
+            # The reply to an earlier attempt of this PUT may have been lost.
             if self.trees.own(key) != body:
                 raise self._occupied(path) from None
         with self._lock:

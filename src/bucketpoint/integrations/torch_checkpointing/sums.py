@@ -1,8 +1,8 @@
-"""Checksums of a file, which are stored behind its bytes in the same object.
+"""Checksums of a file, stored after its bytes in the same object.
 
-The object is the file's bytes, the CRC32C of each block of 1 MiB of them, and 24 bytes: a magic number, the number of
-the file's bytes, and the CRC32C of the table. The committing rank lacks other ranks' checksums; stored here they
-need no extra PUT.
+An object has the file's bytes, the CRC32C of each block of 1 MiB, and 24 bytes: a magic number, the size of the file,
+and the CRC32C of the table. Checksums are not in the manifest, because the committing rank lacks those of other ranks;
+an object for them would cost another PUT.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from bucketpoint.transfer import Block
 from bucketpoint.transfer.checksum import combine, crc32c
 
 BLOCK_BYTES = 1 << 20
-"""Size of a block: a small read receives and verifies whole blocks. 32 MiB, the usual part, is a multiple of it."""
+"""Size of a block: a small read receives and verifies whole blocks. The usual part, 32 MiB, is a multiple."""
 
 _MAGIC = b"BPTCSUM1"
 _FOOTER = struct.Struct("<8sQII")
 
 
 def object_bytes(nbytes: int) -> int:
-    """Return the size of the object of a file of `nbytes`."""
+    """Return the size of the object for a file of `nbytes`."""
     return nbytes + 4 * -(-nbytes // BLOCK_BYTES) + _FOOTER.size
 
 
@@ -59,7 +59,7 @@ def joined(sums: Sequence[int], nbytes: int) -> int:
 
 
 def encode(sums: Sequence[int], nbytes: int) -> bytes:
-    """Return the bytes that follow a file's own in its object."""
+    """Return the checksums as the bytes that follow a file's bytes in its object."""
     table = struct.pack(f"<{len(sums)}I", *sums)
     head = struct.pack("<8sQI", _MAGIC, nbytes, 0)
     return table + _FOOTER.pack(_MAGIC, nbytes, 0, crc32c(memoryview(table + head)))
@@ -74,11 +74,7 @@ class Sums:
 
     @classmethod
     def decode(cls, data: memoryview, nbytes: int, *, url: str, key: str) -> Sums:
-        """Read the bytes behind those of a file of `nbytes`.
-
-        Raises:
-            CorruptDataError: they are damaged, or are those of another file.
-        """
+        """Decode the checksums of a file of `nbytes`. Raises CorruptDataError if they are damaged or do not fit."""
         table = data[: max(len(data) - _FOOTER.size, 0)]
         right = False
         if len(data) == object_bytes(nbytes) - nbytes:
@@ -90,7 +86,7 @@ class Sums:
         return cls(nbytes, struct.unpack(f"<{len(table) // 4}I", table))
 
     def blocks(self, start: int, stop: int) -> list[Block]:
-        """Return the checksums of bytes `[start, stop)`, which begin and end where blocks do."""
+        """Return the checksums of the bytes `[start, stop)`, a range of whole blocks."""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         return [
             Block(min(BLOCK_BYTES, self.nbytes - index * BLOCK_BYTES), self.crcs[index]) for index in range(first, last)

@@ -1,4 +1,4 @@
-"""Deletion of what killed saves and deleted or replaced files have left below the root of a `BucketStorage`."""
+"""Deletion of objects that killed saves and deleted or replaced files left below the root of a `BucketStorage`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
 
     Args:
         storage: the storage whose root is swept.
-        older_than_s: age in seconds; younger objects are kept, as they may belong to a save under way. By the
-            store's clock, and this machine's.
+        older_than_s: age in seconds; younger objects are kept, as they may belong to a save under way. The age
+            is computed from the store's date of the object and this machine's clock.
         dry_run: delete nothing.
 
     Returns:
@@ -27,7 +27,7 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
     top = f"{storage.where.prefix}/" if storage.where.prefix else ""
     infos = list(storage.store.list(top))
     needed = {file.key for path, file in storage.trees.read(infos).items() if not storage.where.temporary(path)}
-    # A file that was written into a checkpoint may hide one of the manifest.
+    # A file written into a checkpoint may hide a file of the manifest, whose object is still needed.
     needed |= {file.key for _, files in storage.trees.manifests(infos) for file in files.values()}
     garbage = [
         info.key

@@ -1,4 +1,4 @@
-"""The files below a path, from one listing, the manifests and entries in it, and the manifests above the path."""
+"""Files below a path, from one listing, its manifests and entries, and the manifests above the path."""
 
 from __future__ import annotations
 
@@ -37,21 +37,16 @@ Files = dict[Parts, File]
 
 
 def encode(files: Files) -> bytes:
-    """Return the manifest of a directory, or the entry of a file, as bytes: the CRC32C, and JSON.
-
-    Args:
-        files: the files by their paths from there on. The path of an entry's only file is empty.
-    """
+    """Encode the manifest of a directory, with files by relative path, or the entry of a file, whose path is empty."""
     rows = [["/".join(path), one.key, one.object_nbytes, one.etag] for path, one in sorted(files.items())]
     body = json.dumps({"format": _FORMAT, "files": rows}, indent=1).encode()
     return b"%08x\n" % crc32c(memoryview(body)) + body
 
 
 class Trees:
-    """Reads trees of files. Keeps the manifests that it has read: one with the same ETag is the same.
+    """Reader of trees of files, with a cache of manifests and entries by key and ETag.
 
-    Args:
-        attempt: if given, files of other runs in temporary directories are ignored.
+    With `attempt`, files of other runs in temporary directories are ignored.
     """
 
     def __init__(self, store: Store, where: Names, attempt: str) -> None:
@@ -61,7 +56,7 @@ class Trees:
         self._read: dict[str, tuple[str | None, Files]] = {}
 
     def files(self, parts: Parts, infos: Sequence[ObjectInfo] | None = None) -> Files:
-        """Return the files at or below a path, with absolute paths. `infos` is the path's listing, if there is one."""
+        """Return the files at or below a path, by absolute path. `infos` is the path's listing, if already made."""
         found = self.read(self.listing(parts) if infos is None else infos)
         return {path: file for path, file in found.items() if path[: len(parts)] == parts}
 
@@ -74,13 +69,13 @@ class Trees:
         infos = [info for key in manifests[:-1] for info in self._store.list(key)]
         top = self._where.key(parts)
         infos += self._store.list(f"{top}/" if top else "")
-        # A deleted manifest no longer counts: see `known`.
+        # `known` reads the cache: drop deleted manifests.
         for key in set(manifests) - {info.key for info in infos}:
             self._read.pop(key, None)
         return infos
 
     def read(self, infos: Iterable[ObjectInfo]) -> Files:
-        """Return the files of objects, and those that they name, with absolute paths."""
+        """Return the files that objects contain or name, by absolute path."""
         infos = list(infos)
         committed: Files = {}
         entries: Files = {}
@@ -101,11 +96,7 @@ class Trees:
         return committed | {path: file for path, (_, key, file) in newest.items() if key not in named} | entries
 
     def manifests(self, infos: Iterable[ObjectInfo]) -> Iterator[tuple[Parts, Files]]:
-        """Read the manifests and entries among objects.
-
-        Raises:
-            CorruptDataError: one is damaged.
-        """
+        """Read the manifests and entries among objects. Raises CorruptDataError if one of them is damaged."""
         for info in infos:
             path, name = self._where.read(info.key)
             if name in (names.MANIFEST, names.ENTRY):
@@ -116,7 +107,7 @@ class Trees:
                 yield path, files
 
     def known(self, parts: Parts) -> File | None:
-        """Return a file of a directory whose manifest has been read, without a request."""
+        """Return a file that a cached manifest names, without a request; None if there is none."""
         for depth in range(1, len(parts)):
             _, files = self._read.get(self._where.key(parts[:depth], names.MANIFEST), (None, {}))
             if parts[depth:] in files:
@@ -124,22 +115,18 @@ class Trees:
         return None
 
     def forget(self) -> None:
-        """Drop the manifests that have been read, as a file that one of them names may have been replaced."""
+        """Empty the cache, because a file that a manifest names may have been replaced."""
         self._read.clear()
 
     def own(self, key: str) -> bytes | None:
-        """Return the bytes of a manifest as they are now, or None if there is none."""
+        """Read a manifest or entry from the store, not the cache. Return None if there is none."""
         try:
             return self._store.get(key)[0]
         except ObjectNotFoundError:
             return None
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects.
-
-        Raises:
-            StoreError: the store refused to delete some of them.
-        """
+        """Delete objects. Raises StoreError if the store refused to delete some of them."""
         delete_all(self._store, keys)
 
     def _decode(self, key: str, data: bytes) -> Files:
@@ -160,7 +147,7 @@ class Trees:
             raise CorruptDataError("The manifest of a checkpoint is malformed", url=self._store.url, key=key) from error
 
     def _linked(self, key: str) -> File:
-        """Return the file that version 0.2 has renamed."""
+        """Return the file that a link of version 0.2 names."""
         try:
             document = json.loads(self._store.get(key)[0])
             return self._named(document["key"], document["size"], document["etag"])
@@ -168,7 +155,7 @@ class Trees:
             raise CorruptDataError("The link to a file is malformed", url=self._store.url, key=key) from error
 
     def _named(self, key: Any, size: Any, etag: Any) -> File:
-        """Return a file that a manifest names. Raises ValueError if its object is none of this root's."""
+        """Return a file that a manifest names. Raises ValueError if its object is not below this root."""
         prefix = f"{self._where.prefix}/" if self._where.prefix else ""
         *folders, name = key.split("/")
         inside = key.startswith(prefix) and name.startswith((names.FILE, names.OTHER_FILE)) and ".." not in folders

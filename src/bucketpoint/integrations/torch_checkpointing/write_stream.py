@@ -1,4 +1,4 @@
-"""The stream that torch_checkpointing writes a file to: parts are uploaded while later bytes are written."""
+"""Stream to which torch_checkpointing writes a file. Parts are uploaded while later bytes are written."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SMALLEST_KEPT_BYTES = 64 << 10
 
 
 class Owners:
-    """CPU memory of the tensors in a value, to find the tensor whose bytes are written, and to keep them uncopied."""
+    """CPU memory of the tensors in a value, to recognise bytes of a tensor, which are then sent without a copy."""
 
     def __init__(self, data: object) -> None:
         found: dict[int, memoryview] = {}
         self.nbytes = 0
         for leaf in tree_leaves(data):
             tensor = getattr(leaf, "_local_tensor", leaf)
-            # Storages of other devices are copied by torch.save itself.
+            # torch.save itself copies storages of other devices.
             if not isinstance(tensor, torch.Tensor) or type(tensor).__module__.startswith("torch.distributed"):
                 continue
             if tensor.layout is not torch.strided or tensor.device.type != "cpu":
@@ -60,10 +60,11 @@ class Owners:
 
 
 class WriteStream(StreamUpload):
-    """A writable stream whose bytes, and then their checksums, become one object.
+    """Writable stream whose bytes, followed by their checksums, become one object.
 
-    Bytes of known tensors are sent from where they are; all others are copied once. The object becomes visible when
-    the stream is closed without an error. A `with` block that raises, and a stream that is dropped, abort the upload.
+    Bytes of tensors in `owners` are sent without a copy; all others are copied once. The object becomes visible when
+    the stream is closed without an error. An error in the `with` block aborts the upload, as does the deletion of an
+    open stream.
 
     Args:
         owners: the tensors whose bytes will be written. They must not change before the stream is closed.
@@ -131,7 +132,7 @@ class WriteStream(StreamUpload):
         # io.IOBase's finalizer closes the stream, which would make a truncated object visible.
         if hasattr(self, "_sums") and not self.closed:
             if self._process == os.getpid():
-                # Each part under way holds a reference to the stream, so there is none.
+                # No part is under way, because each of them would hold a reference to the stream.
                 self._group.abandon(self._left())
                 abort(self._store, self._key, self._upload_id)
             super().close()
@@ -140,7 +141,7 @@ class WriteStream(StreamUpload):
         return BucketpointError("The stream was left before its end", key=self._key)
 
     def _abort(self, error: BaseException) -> None:
-        # Otherwise the upload belongs to the process that this one was forked from.
+        # In a forked process the upload belongs to the parent.
         if self._process == os.getpid():
             super()._abort(error)
 
@@ -160,7 +161,6 @@ class WriteStream(StreamUpload):
         return sums.joined(found, sum(map(len, body)))
 
     def _write_sums(self) -> None:
-        """Write the checksums of all that was written."""
         self._seal()
         last = sums.block_sums(self._pieces)
         with self._state:
