@@ -1,4 +1,4 @@
-"""Conversion of checkpoints between bucketpoint's and other formats, as a stream from bucket to bucket."""
+"""Conversion of checkpoints between bucketpoint's format and others, streamed from bucket to bucket."""
 
 from bucketpoint.convert.export import export_safetensors
 from bucketpoint.convert.pipeline import CONVERT_OPTIONS, plan_conversion, run_conversion

@@ -40,7 +40,7 @@ _OTHER_FILES = (".npz", ".npy", ".pkl", ".pickle", ".h5", ".onnx", ".gguf", ".ms
 """Endings of files that no conversion writes."""
 
 _EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile stands for"}
-"""Schemes of other packages' filesystems, which fsspec does not list: the remedy if a scheme is unknown."""
+"""Remedies for URL schemes of other packages, which fsspec does not list."""
 
 
 def open_place(place: Location) -> tuple[Store, str]:
@@ -54,7 +54,7 @@ def open_place(place: Location) -> tuple[Store, str]:
 
 
 def open_object(place: Location) -> tuple[Store, str]:
-    """Return the store and the key of the object that a URL names. Raises InvalidURLError if it names none."""
+    """Return the store and the key of the object that a URL names. Raises InvalidURLError if the URL has no key."""
     above, slash, name = place.url.rpartition("/")
     if slash and (not above or above.endswith((":", "/"))):
         above += "/"
@@ -67,7 +67,7 @@ def open_object(place: Location) -> tuple[Store, str]:
 
 
 def format_of(url: str, wanted: str, source: Source) -> str:
-    """Return the format of the target at `url`: the one that is wanted, or that the URL's ending names."""
+    """Return the format of the target: `wanted`, or for `"auto"` that of the URL's ending, or else bucketpoint."""
     if wanted == DCP:
         raise BucketpointError("dcp is not a target", remedy="Use bucketpoint: readers of torch read such checkpoints")
     if wanted not in (AUTO, *TARGETS):
@@ -110,13 +110,13 @@ def open_source(
     """Plan the reading of the checkpoint or file at a place. Only metadata and items other than tensors are read.
 
     Args:
-        format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, the
-            first that is there.
+        format: one of `FORMATS`, or `"auto"`: the first that exists of a commit, a safetensors index or file, and a
+            file of torch.save.
         prefix: put before each key if the source is safetensors.
-        exclude: patterns of keys to leave out, as the source has them.
+        exclude: patterns of the source's keys to leave out.
 
     Raises:
-        CheckpointNotFoundError: there is nothing of a known format.
+        CheckpointNotFoundError: there is no checkpoint or file of a known format.
         BucketpointError: the source cannot or must not be read; see the modules in `readers`.
     """
     text = place.url

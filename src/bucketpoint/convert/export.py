@@ -43,31 +43,32 @@ def export_safetensors(
 ) -> Converted:
     """Write the tensors of a checkpoint as safetensors in Hugging Face's layout. Called on all ranks of a group.
 
-    Each rank writes its share of the files, balanced by bytes, from the ranges of the checkpoint that it needs. The
-    index comes last, by the first rank: a killed export leaves no index, and continues where it stopped if it is run
-    again on as many ranks. A single file appears whole. config.json and the tokenizer's files, if they lie beside the
-    checkpoint, are copied.
+    Each rank writes its share of the files, balanced by bytes, and reads only the ranges of the checkpoint that it
+    needs. The first rank writes the index last: a killed export leaves no index, and continues where it stopped if it
+    is run again on the same number of ranks. A single file becomes visible only as a whole. config.json and the
+    tokenizer's files beside the checkpoint are copied.
 
     Args:
         url: URL of a committed checkpoint.
         target: URL of the folder.
-        process_group: torch's group of the ranks that share the work; None for all ranks of the job, or for a process
-            alone.
-        names: new names of the tensors, without `prefix`: a function, a mapping, or a JSON file of one. None as the new
-            name leaves a tensor out.
+        process_group: torch's group of the ranks that share the work; None for all ranks of the job, or for a single
+            process.
+        names: new names of the tensors, without `prefix`: a function, a mapping, or a JSON file with a mapping. The new
+            name None leaves a tensor out.
         shard_bytes: bytes of tensors in one file.
-        prefix, exclude, trusted: as for `ConvertOptions`.
+        prefix, exclude, trusted: as in `ConvertOptions`.
         overwrite: delete weights at the target first, the index before its files.
-        storage_options, fs, target_options, target_fs: of the checkpoint, and of the target.
+        storage_options, fs: storage options and fsspec filesystem of the checkpoint.
+        target_options, target_fs: storage options and fsspec filesystem of the target.
         transfer: sizes and limits of the transfer, for each rank.
-        deadline_s: most seconds that a rank waits for the others to end their shares.
+        deadline_s: limit on the seconds that a rank waits for the other ranks.
         progress: called with a `Progress` as bytes are written.
 
     Returns:
-        The figures of this rank.
+        The result of this rank's share.
 
     Raises:
-        BucketpointError: as `plan_conversion` and `run_conversion`; after the failure of one rank, on all.
+        BucketpointError: as in `plan_conversion` and `run_conversion`; on all ranks, after the failure of one.
     """
     ranks = ranks_of(process_group)
     worker = (ranks.index(this_rank()), len(ranks))
@@ -77,7 +78,7 @@ def export_safetensors(
 
     @contextmanager
     def together(stage: str) -> Iterator[None]:
-        """Leave the block when all ranks have reached its end with equal plans, or raise the error of one on all."""
+        """Wait at the end of the block for all ranks, with equal plans. The error of one rank is raised on all."""
         failure: BaseException | None = None
         try:
             yield
@@ -122,10 +123,7 @@ def export_safetensors(
 
 
 def refuse_export(error: Exception, process_group: Any = None) -> None:
-    """Raise an error of this rank on all ranks of a group, which would otherwise wait for its export.
-
-    Returns if the process is alone.
-    """
+    """Raise an error of this rank on all ranks of a group of several, as they would wait for this rank's export."""
     ranks = ranks_of(process_group)
     if len(ranks) > 1:
         Meeting.begin(ranks, "the export", purpose="exports", error=error)

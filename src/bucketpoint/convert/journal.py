@@ -1,7 +1,6 @@
 """The journal of a conversion, beside its target: planned objects, complete objects, and their checksums.
 
-The journal is a note and not the truth: an object counts as done only while the store reports the ETag and size that it
-had when it was written.
+The journal alone is no proof: an object counts as done only while the store reports the right size and the noted ETag.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_BYTES = 1 << 30
 NOTE_BYTES = 64 << 20
 NOTE_SECONDS = 5.0
 """Limits on unsaved notes: the journal is stored after this many bytes of complete objects, or this many seconds. The
-next run repeats only the objects completed since then, and those that were in flight."""
+next run repeats only objects that were in flight, or completed after the journal was last stored."""
 
 
 @dataclass
@@ -40,9 +39,9 @@ class Journal:
     """Journal of one conversion to one place.
 
     Attributes:
-        digest: digest of everything that decides the target's bytes. Notes under another digest are of no use.
+        digest: digest of everything that determines the target's bytes. Notes of another digest are not used.
         token: token of the attempt; the names of its objects may contain it.
-        notes: for the path of each written object, its ETag and checksums.
+        notes: ETag and checksums of each written object, by path.
         planned: paths of the objects to be written.
         stale: paths of objects of earlier conversions that did not finish.
         name: name of the journal's object: each worker has its own.
@@ -61,7 +60,7 @@ class Journal:
     _written: float = 0.0
 
     def done(self, objects: Sequence[ObjectSource], options: TransferOptions) -> dict[str, Uploaded]:
-        """Return the objects that are at the target, whole and unchanged."""
+        """Return the objects that are complete and unchanged at the target."""
         done: dict[str, Uploaded] = {}
 
         def look(entry: ObjectSource) -> None:
@@ -70,7 +69,7 @@ class Journal:
             if crcs is None:
                 return
             info = retry_transient(lambda: self.place.head(entry.key), attempts=options.read_attempts)
-            # Without an ETag, an object of the same size may be anybody's.
+            # Without an ETag, another process may have written an object of the same size.
             if info is None or info.etag is None:
                 return
             if (info.size, info.etag) == (entry.nbytes, note.get("etag")):
@@ -80,7 +79,7 @@ class Journal:
         return done
 
     def begin(self, objects: Sequence[ObjectSource]) -> None:
-        """Record the objects to be written, before the first of them. Costs a PUT, the first time."""
+        """Record the objects to be written, before the first is written. The first call costs a PUT."""
         if not self.planned:
             self.planned = {entry.key for entry in objects}
             self._write()
@@ -120,11 +119,11 @@ class Journal:
         self._written = time.monotonic()
 
     def leftovers(self) -> set[str]:
-        """Return the paths of what this conversion may have left at its target, and the `stale` ones."""
+        """Return the paths of the objects that this and earlier conversions may have left at the target."""
         return {*self.stale, *self.planned, *self.notes}
 
     def join(self, workers: int) -> None:
-        """Take over the notes of all workers of this conversion, and the leftovers of earlier ones."""
+        """Add the notes of all workers of this conversion, and the leftovers of earlier conversions."""
         for worker in range(workers):
             name = name_of((worker, workers))
             if name != self.name:
@@ -133,20 +132,20 @@ class Journal:
                 self.stale |= journal.leftovers()
 
     def remove(self, workers: int = 0) -> None:
-        """Delete this journal, and those of all workers once the conversion is complete."""
+        """Delete this journal, and those of all workers."""
         names = {self.name, *(name_of((worker, workers)) for worker in range(workers))}
         delete_all(self.place.store, [self.place.key(name) for name in sorted(names)])
 
 
 def name_of(worker: tuple[int, int]) -> str:
-    """Return the name of the journal of worker `i` of `n`."""
+    """Return the name of a worker's journal."""
     return NAME if worker[1] == 1 else _NAME_OF_WORKER.format(*worker)
 
 
 def open_journal(place: TargetPlace, digest: str, name: str = NAME) -> tuple[Journal, Journal | None]:
-    """Open the journal of this conversion, with the notes of earlier runs.
+    """Return the journal of this conversion, with the notes of earlier runs, or a new one.
 
-    The second result is the journal of another conversion if one is there instead, else None.
+    The second result is the journal of another conversion if the target has such a journal, else None.
     """
     fresh = Journal(place, digest, keys.new_token(), name=name)
     try:
@@ -181,7 +180,7 @@ def _are_paths(value: Any) -> bool:
 
 
 def remove_stale(place: TargetPlace, stale: Collection[str]) -> None:
-    """Delete objects of conversions to this place that did not finish. No other objects have their names."""
+    """Delete the objects of unfinished conversions to this place: only at paths that no other writer uses."""
     delete_all(place.store, [place.key(path) for path in sorted(stale) if is_of_conversion(path)])
 
 

@@ -1,7 +1,7 @@
 """Division of a range of a tensor's bytes into boxes, and of boxes along the tensor's chunks.
 
-Bytes are the innermost dimension, so that a range may begin within an element. With that, every box is one contiguous
-range of the tensor, and its overlap with a chunk is one contiguous range of that chunk.
+The bytes of an element are the innermost dimension, so that a range may begin within an element. Each box is one
+contiguous range of the tensor, and its overlap with a chunk is one contiguous range of the chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Box:
 
 
 def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes. The last dimension of `shape` is of bytes."""
+    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes. `shape` ends with the bytes of an element."""
     if start >= stop:
         return
     if len(shape) == 1:

@@ -1,4 +1,4 @@
-"""Checks of the target before a conversion: another checkpoint, or the remains of an earlier run."""
+"""Checks of a conversion's target for other checkpoints, and for objects of an earlier run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bucketpoint.transfer.pieces import MAX_READ_BYTES, for_each
 _WEIGHTS = re.compile(r"model((-[0-9a-f]{12})?-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
 
 DIGEST = "bucketpoint"
-"""Field of an index of ours for the digest of the conversion that wrote it."""
+"""Field for the digest of the conversion, in the index and the headers of the files that it writes."""
 
 
 def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *, removes: bool = False) -> bool:
@@ -39,10 +39,10 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
 
     Args:
         name: name of the file to write; empty for a folder.
-        removes: the caller removes former weights first.
+        removes: True if the caller deletes former weights first.
 
     Raises:
-        CheckpointExistsError: the target has content that must not, or cannot safely, be replaced.
+        CheckpointExistsError: the target has content that must not be replaced, or cannot be replaced safely.
     """
     safely = removes or wanted in (BUCKETPOINT, TORCH)
     allowed = overwrite and safely
@@ -56,7 +56,7 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
         except AccessDeniedError:
             if wanted != BUCKETPOINT and not allowed:
                 raise
-            # Without the right to list, a missing key is denied just like a present one. The commit will find out.
+            # S3 answers 403 instead of 404 to callers that may not list. The commit will detect an existing key.
             continue
         if info is not None:
             if allowed:
@@ -67,7 +67,7 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
 
 
 def remove_weights(place: TargetPlace) -> None:
-    """Delete the weights in a folder of Hugging Face's layout: the index first, so that none names a missing file."""
+    """Delete the weights in a folder of Hugging Face's layout: the index first, as it must name no missing file."""
     delete_all(place.store, [place.key(INDEX_NAME)])
     above = place.key("x")[:-1]
     found = [info.key for info in place.store.list(f"{above}model")]
@@ -87,10 +87,10 @@ def refuse_own_source(source: Source, place: TargetPlace) -> None:
 
 
 def watch_files(place: TargetPlace, names: Sequence[str], digest: str = "") -> Callable[[], None]:
-    """Look at files at the target, and return a function that looks again.
+    """Return a function that checks that files at the target have not changed since this call.
 
-    That function raises CommitConflictError if one was replaced meanwhile, or has appeared, unless a worker of the
-    conversion with this digest has committed.
+    The function raises CommitConflictError if a file was replaced or has appeared, unless a worker of the conversion
+    with this digest has committed.
     """
 
     def look(name: str) -> ObjectInfo | None:
@@ -112,7 +112,7 @@ def watch_files(place: TargetPlace, names: Sequence[str], digest: str = "") -> C
 
 
 def is_finished(place: TargetPlace, journal: Journal) -> bool:
-    """Return True if this conversion to a checkpoint was interrupted after its commit: only the journal is left."""
+    """Return True if an earlier run of this conversion to a checkpoint has committed, but not deleted its journal."""
     if not journal.notes:
         return False
     try:
@@ -123,7 +123,7 @@ def is_finished(place: TargetPlace, journal: Journal) -> bool:
 
 
 def is_exported(place: TargetPlace, objects: Sequence[ObjectSource], digest: str, options: TransferOptions) -> bool:
-    """Return True if all files of this conversion to safetensors are at the target, and the index if it has one."""
+    """Return True if all files of this conversion to safetensors are at the target, with an index if needed."""
     if indexed_by(place) != (digest if len(objects) > 1 else None):
         return False
     lost: list[str] = []
@@ -145,10 +145,7 @@ def is_exported(place: TargetPlace, objects: Sequence[ObjectSource], digest: str
 
 
 def indexed_by(place: TargetPlace) -> str | None:
-    """Return the digest of the conversion that wrote the index at a target; empty for another writer's.
-
-    None if there is no index.
-    """
+    """Return the digest in the index at a target: empty if another writer wrote the index, None if there is none."""
     try:
         data, _ = place.store.get(place.key(INDEX_NAME), max_bytes=MAX_READ_BYTES)
         noted = decode_json(data, key=INDEX_NAME).get("metadata")

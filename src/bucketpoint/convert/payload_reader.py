@@ -1,6 +1,6 @@
-"""Bytes of a target, fetched just before they are sent: of one payload, or of a whole tensor from its chunks.
+"""Reader of the target's bytes just before they are sent: of one payload, or of a whole tensor from its chunks.
 
-Fetched bytes are compared with the source's checksums in passing. Buffers are leased within a budget.
+The bytes are also compared with the source's checksums. Buffers are leased within a budget.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bucketpoint.transfer.checksum import CrcAccumulator
 
 
 class Filling:
-    """Fetches the bytes of a conversion, from several threads at once.
+    """Reader of the bytes of a conversion, safe to use from several threads.
 
     Args:
         lease_bytes: limit on the buffers for chunks whose bytes have to be rearranged.
@@ -39,13 +39,13 @@ class Filling:
         self._decoded: tuple[Decoded, torch.Tensor] | None = None
 
     def segment(self, payload: Payload) -> Segment:
-        """Return a payload as a segment of an object to be sent."""
+        """Return a payload as a segment of an object to be written."""
         if isinstance(payload, Held):
             return Segment(payload.nbytes, memoryview(payload.data))
         return Segment(payload.nbytes, fill=lambda start, out: self.fill(payload, start, out))
 
     def whole(self, shape: Sequence[int], itemsize: int, chunks: Sequence[tuple[Box, Payload]]) -> Segment:
-        """Return all elements of a tensor, in C order, as a segment. The boxes of its chunks count bytes last."""
+        """Return a whole tensor in C order as a segment. The last dimension of a chunk's box is an element's bytes."""
         if len(chunks) == 1:
             return self.segment(chunks[0][1])
         counted, ordered = (*shape, itemsize), sorted(chunks, key=lambda chunk: chunk[0].offsets)
@@ -86,7 +86,7 @@ class Filling:
                         self._put(box, view, place, payload, common)
 
     def _put(self, box: Box, view: memoryview, place: Box, payload: Payload, common: Box) -> None:
-        """Fetch the contiguous part of a box that a chunk holds, and copy it to its place in the box's bytes."""
+        """Read the overlap `common` of a box and a chunk, and copy it to its place in `view`, the bytes of the box."""
         start = stretch_start(place.sizes, common.within(place))
         target = torch.frombuffer(view, dtype=torch.uint8).view(box.sizes)
         inside = common.within(box)
@@ -101,7 +101,7 @@ class Filling:
             target.copy_(torch.frombuffer(lease, dtype=torch.uint8).view(common.sizes))
 
     def _tensor(self, payload: Decoded) -> torch.Tensor:
-        # One at a time over all threads: each decoded tensor may be as large as the largest of the checkpoint.
+        # Only one decoded tensor for all threads, because each may be as large as the largest of the checkpoint.
         with self._decoding:
             if self._decoded is None or self._decoded[0] is not payload:
                 self._decoded = None

@@ -56,10 +56,10 @@ from bucketpoint.version import __version__
 logger = logging.getLogger(__name__)
 
 CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
-"""Default options. All bytes pass through leased memory, so the budget decides the size of parts: about 5 MiB."""
+"""Default options. All bytes pass through leased memory, so the budget limits the size of parts: to about 5 MiB."""
 
 _BATCH_BYTES = 1 << 30
-"""Bytes of objects that are uploaded together; the next batch waits for them."""
+"""Bytes of the objects in a batch; the next batch begins when all of them are uploaded."""
 _SMALLEST_BUDGET = 1 << 20
 
 
@@ -77,7 +77,7 @@ def plan_conversion(
     transfer: TransferOptions = CONVERT_OPTIONS,
     worker: Worker | None = None,
 ) -> ConvertPlan:
-    """Look at source and target, and plan the conversion. Writes nothing.
+    """Inspect source and target, and plan the conversion. Writes nothing.
 
     Args:
         source: URL or local path of the checkpoint to read.
@@ -85,16 +85,16 @@ def plan_conversion(
         from_format: one of `FORMATS`, or `"auto"`: detected from the source's content.
         to_format: one of `TARGETS`, or `"auto"`: by the target's ending, a file of torch.save or of safetensors, else a
             folder of bucketpoint.
-        options: options that decide the content of the target.
+        options: options that determine the content of the target.
         source_options, target_options: storage options of the source and of the target, as for `BucketWriter`.
-        source_fs, target_fs: an fsspec filesystem of your own for the source, and for the target.
+        source_fs, target_fs: fsspec filesystems of the source and of the target, in place of the stores of the URLs.
         transfer: sizes and limits of the transfer.
-        worker: number of this worker and of all, who share the files of safetensors: whoever finds all of them written
-            commits.
+        worker: number of this worker and number of all workers, which share the files of safetensors. A worker that
+            finds all files written commits.
 
     Raises:
         CheckpointNotFoundError: there is nothing to convert.
-        CheckpointExistsError: there is a checkpoint or file at the target already.
+        CheckpointExistsError: a checkpoint or file exists at the target.
         UnsafeDataError: the source names something outside the allow-list.
         MismatchError: the target's format cannot hold the source's content, or a pattern in `exclude` matches no key.
         MetadataError, CorruptDataError: the source is damaged.
@@ -169,18 +169,18 @@ def plan_conversion(
 def run_conversion(
     plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None, commit: bool = True
 ) -> Converted:
-    """Carry out the plan. The target exists once all of it is written, or not at all.
+    """Execute the plan. The target becomes visible only once all of it is written.
 
     Args:
-        plan: the plan, as `plan_conversion` returns it.
+        plan: result of `plan_conversion`.
         progress: called with a `Progress` as bytes are written.
         verify: read the target again, and compare it with the checksums of the sent bytes.
         commit: False leaves the commit to `commit_conversion`.
 
     Raises:
         CorruptDataError: the source is damaged, or changed meanwhile; nothing was committed.
-        CheckpointExistsError, CommitConflictError: somebody else wrote to the target meanwhile.
-        StoreError: a request failed, after all retries. A new run continues after the objects of this one.
+        CheckpointExistsError, CommitConflictError: another process wrote to the target meanwhile.
+        StoreError: a request failed, after all retries. A new run keeps the objects that this run has written.
     """
     objects, done = plan.objects, dict(plan.there)
     skipped = len(done)
@@ -198,7 +198,7 @@ def run_conversion(
         _send(plan, done, pool, meter)
         plan.source.bytes.check_unchanged()
     committed = plan.finished or (commit and _commit(plan, done))
-    # Only the journal has the checksums of what an earlier run has sent.
+    # Checksums of objects that an earlier run has sent are only in the journal.
     sent = [entry for entry in objects if entry.key in done] if plan.finished else objects
     damaged: list[str] = []
     if verify:
@@ -219,7 +219,7 @@ def run_conversion(
 
 
 def commit_conversion(plan: ConvertPlan) -> bool:
-    """Commit what the workers have written, and remove their journals. Returns False if objects are missing."""
+    """Commit the objects that the workers have written, and delete their journals. Returns False if any is missing."""
     if not _commit(plan, {}):
         return False
     _tidy(plan, partial(_remove_leftovers, plan))
@@ -227,16 +227,16 @@ def commit_conversion(plan: ConvertPlan) -> bool:
 
 
 def _commit(plan: ConvertPlan, done: Mapping[str, Uploaded]) -> bool:
-    """Commit if all objects of all workers are there, unchanged. Returns False otherwise."""
+    """Commit if the objects of all workers are at the target, unchanged. Returns False if any is missing."""
     objects = plan.layout.objects
     if plan.worker is not None and plan.journal is not None:
         plan.journal.join(plan.workers)
         done = plan.journal.done(objects, plan.transfer)
     elif plan.worker is not None:
-        # The one file needs no commit: its upload makes it appear whole or not at all.
+        # A single file needs no commit: its upload makes it visible only as a whole.
         return is_exported(plan.place, objects, plan.digest, plan.transfer)
     if len(done) < len(objects):
-        # Another worker that ended at the same time may have committed, and removed the journals.
+        # Another worker that ended at the same time may have committed and deleted the journals.
         return bool(plan.digest) and plan.worker is not None and indexed_by(plan.place) == plan.digest
     ordered = [done[entry.key] for entry in objects]
     _check_unchanged(plan, ordered)
@@ -251,7 +251,7 @@ def _commit(plan: ConvertPlan, done: Mapping[str, Uploaded]) -> bool:
 
 
 def _give_way(plan: ConvertPlan) -> None:
-    """Delete the files of this conversion and raise CommitConflictError if another one has committed safetensors."""
+    """If another conversion has committed safetensors, delete this one's files and raise CommitConflictError."""
     try:
         plan.watch()
     except CommitConflictError:
@@ -262,7 +262,7 @@ def _give_way(plan: ConvertPlan) -> None:
 
 
 def _remove_leftovers(plan: ConvertPlan) -> None:
-    """Delete the journals after the commit, and what earlier conversions have left that did not finish."""
+    """Delete the journals after the commit, and the objects of earlier conversions that did not finish."""
     journal = plan.journal or plan.other
     if journal is None:
         return
@@ -271,30 +271,27 @@ def _remove_leftovers(plan: ConvertPlan) -> None:
     stale = journal.leftovers() - {entry.key for entry in plan.layout.objects}
     # S3 answers 403 instead of 404 to callers that may not list.
     with contextlib.suppress(AccessDeniedError):
-        # What a commit in the other format names is no leftover.
+        # Objects that a commit in the other format names must stay.
         if stale and plan.place.head(METADATA if plan.format == SAFETENSORS else INDEX_NAME) is None:
             remove_stale(plan.place, stale)
     journal.remove(plan.workers)
 
 
 def _new_names(source: Source, options: ConvertOptions) -> dict[str, str]:
-    """Return the names in safetensors of the keys that are to be written."""
+    """Map the keys that are to be written to their names in safetensors."""
     rename, prefix = renaming(options.names), options.prefix
     named = {fqn: rename(fqn[len(prefix) :]) for fqn in source.metadata.state_dict_metadata if fqn.startswith(prefix)}
     return {fqn: name for fqn, name in named.items() if name is not None}
 
 
 def _within(transfer: TransferOptions) -> TransferOptions:
-    """Limit the size of single PUTs: half of the budget is for bytes in flight, and one PUT must fit into it."""
+    """Limit the size of single PUTs, which must fit into the half of the budget that is for bytes in flight."""
     budget = max(transfer.max_inflight_bytes, _SMALLEST_BUDGET)
     return replace(transfer, max_inflight_bytes=budget, single_put_bytes=min(transfer.single_put_bytes, budget // 4))
 
 
 def _on_the_way(transfer: TransferOptions) -> TransferOptions:
-    """Return options with the half of the budget for bytes in flight.
-
-    The rest is for rearranged chunks and small reads.
-    """
+    """Return options with half of the budget, for bytes in flight. The rest is for rearranged chunks and the cache."""
     return replace(transfer, max_inflight_bytes=transfer.max_inflight_bytes // 2)
 
 
@@ -306,25 +303,24 @@ def _digest(source: Source, wanted: str, options: ConvertOptions, names: Mapping
 
 
 def _log_there(target: Location, source: Source) -> SaveLog | None:
-    """Return the log of the run that contains the target, if any: a conversion into a run is one of its saves."""
+    """Return the log of the run that contains the target, if any: a conversion into a run counts as a save."""
     try:
         run = catalog_above(target)
     except AccessDeniedError:
-        # A caller who may only write there leaves just the record beside the metadata, like any writer without a
-        # catalog.
+        # A caller that may only write there writes the record beside the metadata, like any writer without a catalog.
         return None
     return None if run is None else SaveLog(run[0], source.kind, source.metrics)
 
 
 def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter: Meter) -> None:
-    """Write the objects that are not there yet, and note each in the journal."""
+    """Write the missing objects, and note each in the journal."""
     missing = [entry for entry in plan.objects if entry.key not in done]
     try:
         for batch in batched(missing, lambda entry: entry.nbytes, _BATCH_BYTES):
             uploaded = _upload(plan, batch, pool, meter)
             done.update(zip((entry.key for entry in batch), uploaded, strict=True))
     except CommitConflictError:
-        # Only now that no request is under way.
+        # Files are deleted only now, when no upload is under way.
         _give_way(plan)
         raise
     except BaseException:
@@ -357,9 +353,9 @@ def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
 
 
 def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
-    """Check that all objects are still as they were written, before the commit.
+    """Check before the commit that all objects are still as they were written.
 
-    Two runs of one conversion write the same objects: one may have been written again, or deleted.
+    Another run of this conversion writes the same keys, and may have replaced or deleted an object.
     """
 
     def look(pair: tuple[ObjectSource, Uploaded]) -> None:

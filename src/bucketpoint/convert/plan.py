@@ -20,22 +20,22 @@ SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one safetensors file: the default of transformers, "5GB"."""
 
 OBJECT_BYTES = 1 << 30
-"""Bytes of one object of a checkpoint: the most that an interruption costs, yet large enough for few objects."""
+"""Bytes of one object of a checkpoint. An interruption costs at most one object; larger objects mean fewer of them."""
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options that decide the content of the target.
+    """Options that determine the content of the target.
 
     Attributes:
-        prefix: prefix of the keys in the DCP checkpoint, such as `model`, to which a dot is added. Writing safetensors
-            removes it, and leaves out other keys; reading safetensors puts it before each key.
+        prefix: prefix of the keys in the DCP checkpoint, such as `model`, to which a dot is added. A conversion to
+            safetensors removes the prefix and leaves out other keys; one from safetensors adds it to each key.
         shard_bytes: bytes of tensors in one safetensors file.
         object_bytes: bytes of one object of a checkpoint of bucketpoint.
         overwrite: replace an existing target, if the format allows it in one atomic step.
         trusted: unpickle without the allow-list.
-        exclude: patterns of keys to leave out, as the source has them: of `fnmatch`, such as `model.rope.*`. A pattern
-            without wildcards also leaves out every key below it.
+        exclude: `fnmatch` patterns of the source's keys to leave out, such as `model.rope.*`. A pattern without
+            wildcards also leaves out every key below it.
         names: new names of the tensors in safetensors, without `prefix`: see `format.renaming`.
     """
 
@@ -55,20 +55,20 @@ class ConvertPlan:
     Attributes:
         source: the opened source.
         format: format of the target.
-        place: the store and the keys of the target.
-        layout: the objects of the target, with the bytes of each.
-        filling: conversion of the source's bytes to those of the target's objects.
+        place: store and prefix of the target.
+        layout: objects of the target.
+        filling: reader of the source's bytes for the target's objects.
         transfer: sizes and limits of the transfer.
-        journal: None if there is only one object, which appears whole or not at all.
+        journal: journal of this conversion; None for a single object, which becomes visible only as a whole.
         other: journal of another conversion that was found at the target.
-        finished: True if an earlier run has committed, and only its journal is left.
-        log: log of the run in which the target becomes a checkpoint; None if it lies in no run.
-        token: token of the attempt, in the keys of the objects that it writes.
+        finished: True if an earlier run has already committed.
+        log: log of the run that contains the target; None if the target is not in a run.
+        token: token of the attempt, which is part of its objects' keys.
         there: objects that an interrupted run has written, by key.
-        replaces: a checkpoint or file is at the target, and will be replaced.
-        worker: the worker that carries the plan out; None if it is not shared.
-        digest: digest of everything that decides the target's bytes; empty for a file that the target names.
-        watch: raises CommitConflictError if another process has written to a target that this conversion would replace.
+        replaces: True if a checkpoint or file at the target will be replaced.
+        worker: worker that executes the plan; None without workers.
+        digest: digest of everything that determines the target's bytes; empty if the target is a single named file.
+        watch: function that raises CommitConflictError if another process has written to the target meanwhile.
     """
 
     source: Source
@@ -90,7 +90,7 @@ class ConvertPlan:
 
     @cached_property
     def objects(self) -> Sequence[ObjectSource]:
-        """The objects that are to be written, by this worker if there are several."""
+        """Objects to be written: if there are several workers, those of this worker."""
         return self.layout.objects if self.worker is None else share_of(self.layout.objects, self.worker)
 
     @property
@@ -119,10 +119,10 @@ class Converted:
         nbytes: bytes of all objects of the target.
         skipped: number of objects that an interrupted run had written.
         checked_bytes: bytes of the source that were compared with its checksums.
-        verified_bytes: bytes read again at the target; None if that was not requested.
-        damaged: objects that did not read back as they were written.
-        peak_bytes: most memory held for bytes in flight.
-        committed: the target is whole. False while objects of other workers are missing.
+        verified_bytes: bytes read again at the target; None without `verify`.
+        damaged: paths of the objects whose bytes, read again, differ from the sent ones.
+        peak_bytes: peak of the memory for buffers and cached blocks.
+        committed: True if the target is complete, False if objects of other workers were missing.
     """
 
     objects: int

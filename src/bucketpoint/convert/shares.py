@@ -1,4 +1,4 @@
-"""Parts of a conversion to safetensors: the files of each worker, and the small files that travel along."""
+"""Division of a conversion to safetensors among workers, and the copy of small files beside the weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FILE = re.compile(r"model-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors", re.ASCII
 
 
 def file_name(digest: str, number: int, count: int) -> str:
-    """Return the name of one of several files. It has the conversion's digest: no other one writes over the file."""
+    """Return the name of one of several files, with a digest so that no other conversion overwrites the file."""
     return f"model-{digest[:12]}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def is_of_conversion(path: str) -> bool:
-    """Return True for a path of `file_name`, or of a checkpoint's data: only one conversion writes to it."""
+    """Return True for a path that `file_name` or `data_path` made, to which only one conversion writes."""
     return keys.parse_data_path(path) is not None or _FILE.fullmatch(path) is not None
 
 
@@ -39,7 +39,7 @@ def check_worker(worker: Worker) -> None:
 
 
 def share_of(objects: Sequence[ObjectSource], worker: Worker) -> list[ObjectSource]:
-    """Return the objects that a worker writes: the largest first, each to the worker with the fewest bytes so far."""
+    """Return the objects that a worker writes. Each object, the largest first, goes to the least loaded worker."""
     loads = [0] * worker[1]
     share = set()
     for entry in sorted(objects, key=lambda entry: (-entry.nbytes, entry.key)):
@@ -51,10 +51,10 @@ def share_of(objects: Sequence[ObjectSource], worker: Worker) -> list[ObjectSour
 
 
 def copy_beside(store: Store, folder: str, place: TargetPlace, options: TransferOptions) -> None:
-    """Copy the configuration and the tokenizer's files that lie in a folder. Files at the target stay."""
+    """Copy the configuration and the tokenizer's files from a folder. Files at the target are not replaced."""
     above = f"{folder}/" if folder else ""
     try:
-        # Their names may come after those of thousands of objects of a checkpoint, so the first LIST is not enough.
+        # Names of thousands of a checkpoint's objects may precede these files, so one LIST request is not enough.
         found = [info for info in store.list(above) if _SMALL.fullmatch(info.key, len(above))]
         jobs = []
         for info in found:
@@ -62,6 +62,6 @@ def copy_beside(store: Store, folder: str, place: TargetPlace, options: Transfer
             if info.size <= _MOST_BYTES and not name.endswith(".index.json") and place.head(name) is None:
                 jobs.append(CopyJob(info, keys.join(place.prefix, name)))
     except AccessDeniedError:
-        # Whoever may not list knows the files' names.
+        # A caller without the right to list has to copy these files separately.
         return
     copy_objects(store, place.store, jobs, options, meter=Meter("convert", place.url, 0, None))

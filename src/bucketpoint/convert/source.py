@@ -1,6 +1,6 @@
-"""A source of a conversion, in whatever format: DCP's description of a state, and the position of each item's bytes.
+"""The source of a conversion, in any format: DCP's description of a state, and the position of each item's bytes.
 
-The modules in `readers` read a format; `source_reader` and `payload_reader` fetch bytes.
+The modules in `readers` parse the formats; `source_reader` and `payload_reader` fetch bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAFETENSORS = "safetensors"
 
 FORMATS = (BUCKETPOINT, DCP, TORCH, SAFETENSORS)
 TARGETS = (BUCKETPOINT, TORCH, SAFETENSORS)
-"""Without `dcp`: torch's own readers read checkpoints of bucketpoint."""
+"""`dcp` is not a target, because torch's own readers read checkpoints of bucketpoint."""
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -50,8 +50,8 @@ class Stretch:
 
     Attributes:
         checksum: checksum of all the bytes, if their writer recorded one.
-        opaque: True if the item is a tensor that is stored as a torch.save archive (sparse, quantised, subclass), not
-        as raw elements. Only DCP formats can hold it.
+        opaque: True for a tensor (sparse, quantised, subclass) that is stored as a torch.save archive, not as raw
+            elements. Only DCP formats can hold such a tensor.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held in memory: an item other than a tensor, serialized again."""
+    """Bytes in memory of an item that is not a tensor and was serialized again."""
 
     data: bytes = field(repr=False)
     opaque = False
@@ -103,12 +103,13 @@ class Source:
 
     Attributes:
         format: one of `FORMATS`.
-        metadata: as DCP has it, without storage data. Every chunk of every tensor, and every other item, has a payload.
+        metadata: DCP's metadata, without storage data.
+        payloads: payload of every chunk of a tensor and of every other item.
         fingerprint: digest of the keys, sizes and ETags of the source's objects.
-        recorded_kind, metrics: of the record, if the source has one.
-        excluded: keys of the source that the caller leaves out. Metadata and payloads do not have them.
-        folder: prefix of the folder in which all of the source lies; None for a single file.
-        int_keys: dictionaries with integer keys, as far as the source says so; in the metadata every key is text.
+        recorded_kind, metrics: kind and metrics of the source's record, if it has one.
+        excluded: keys that the caller leaves out; metadata and payloads lack them.
+        folder: prefix of the source's folder; None for a single file.
+        int_keys: dictionaries with integer keys, if the source records them; in the metadata every key is text.
     """
 
     format: str
@@ -125,7 +126,7 @@ class Source:
 
     @property
     def kind(self) -> str:
-        """Kind of the target in a run: a full checkpoint becomes one of weights if its optimizer is left out."""
+        """Kind of the target in a run: `weights` for a full checkpoint of which the optimizer is left out."""
         optim = any(group_of(fqn) == OPTIM for fqn in self.metadata.state_dict_metadata)
         gone = any(group_of(fqn) == OPTIM for fqn in self.excluded)
         return WEIGHTS if gone and not optim and self.recorded_kind == FULL else self.recorded_kind
@@ -155,7 +156,7 @@ def excluded_keys(patterns: str | Iterable[str], names: Collection[str], *, url:
 
 
 def exclude_option(key: str) -> str:
-    """Return the option that leaves one key out, for a remedy. Quoted for a shell."""
+    """Return the option that leaves one key out, quoted for a shell, to be named in a remedy."""
     return f"--exclude {shlex.quote(escaped(key))}"
 
 
@@ -181,7 +182,7 @@ def describe(
         The metadata of a save of the state by one rank, and the state's tensors and other values, by their items.
 
     Raises:
-        MismatchError: two keys of the state are the same once it is flattened.
+        MismatchError: two keys of the state are equal after it is flattened.
     """
     planner = DefaultSavePlanner()
     try:

@@ -1,6 +1,6 @@
-"""Reader of ranges of the source's objects, pinned to the version at the first look. Small reads use cached blocks.
+"""Reader of byte ranges of the source's objects, which the modules in `readers` interpret.
 
-The meaning of the bytes is the business of the modules in `readers`.
+Reads are pinned to the version of an object at the first request. Small reads use cached blocks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import BlockCache, RangeFile, for_each
 
 BLOCK_BYTES = 256 << 10
-"""Size of a cached block.
-
-Headers, directories and small items lie close together, and a request costs more than a block.
-"""
+"""Size of a cached block. Headers, directories and small items lie close together, so a block saves requests."""
 
 _MOST_BLOCKS = 64
 _CACHE_SHARE = 8
 
 
 class SourceBytes:
-    """Reads objects of one store. Safe to use from several threads.
+    """Reader of objects of one store, safe to use from several threads.
 
     Args:
-        options: at most an eighth of `max_inflight_bytes` is used for cached blocks.
+        options: limits of the transfer; cached blocks take up to an eighth of `max_inflight_bytes`.
     """
 
     def __init__(self, store: Store, options: TransferOptions) -> None:
@@ -42,7 +39,7 @@ class SourceBytes:
         self.cache = BlockCache(self._fetch, block_nbytes=BLOCK_BYTES, most=most)
 
     def look(self, key: str) -> ObjectInfo:
-        """Return the object's facts as of the first request for it. Raises ObjectNotFoundError."""
+        """Return an object's size and ETag at the first call for this key. Raises ObjectNotFoundError."""
         info = self._infos.get(key)
         if info is None:
             info = self._head(key)
@@ -51,7 +48,7 @@ class SourceBytes:
         return info
 
     def keys(self) -> list[str]:
-        """Return the keys of the objects that were looked at."""
+        """Return the keys for which `look` has found an object."""
         return list(self._infos)
 
     def has(self, key: str) -> bool:
@@ -62,9 +59,9 @@ class SourceBytes:
         return True
 
     def fingerprint(self, data: bytes = b"") -> str:
-        """Return a digest of `data` and of all objects looked at. It changes if any of them is replaced.
+        """Return a digest of `data` and of the objects in `keys`, which changes if any of them is replaced.
 
-        If the store has no ETags, a replacement cannot be detected, so the digest is a new one each time.
+        Without ETags a replacement cannot be detected, so the digest is random.
         """
         digest = hashlib.sha256(self.store.identity.encode())
         digest.update(hashlib.sha256(data).digest())
@@ -74,10 +71,10 @@ class SourceBytes:
         return digest.hexdigest()
 
     def check_unchanged(self) -> None:
-        """Look at all objects again, unless reads are pinned to the version at the first look.
+        """Check that all objects are as at the first `look`, unless reads are pinned to that version.
 
         Raises:
-            CorruptDataError: an object was replaced meanwhile, or is gone.
+            CorruptDataError: an object was replaced or deleted.
         """
         if not self._pinned:
             for_each(self._infos, self._compare, self.options)
@@ -95,7 +92,7 @@ class SourceBytes:
         """Read the bytes `[start, start + len(out))` of an object into `out`.
 
         Raises:
-            CorruptDataError: the object ends before, is gone, or was replaced since the first look.
+            CorruptDataError: the object is too short, or was deleted or replaced since the first `look`.
         """
         if len(out) >= BLOCK_BYTES:
             self._fetch(key, start, out)

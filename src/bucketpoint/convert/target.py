@@ -1,4 +1,4 @@
-"""Target of a conversion: objects, and the function that commits them once all are written."""
+"""Target of a conversion: its objects, and the function that commits them once all are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bucketpoint.transfer import ObjectSource, Segment, Uploaded
 
 @dataclass(frozen=True)
 class TargetPlace:
-    """Place of a checkpoint: the prefix of a folder, or for a single file the folder above it."""
+    """Store, and prefix of the target's folder; for a single file, of the folder that contains the file."""
 
     store: Store
     prefix: str
@@ -35,9 +35,9 @@ class TargetLayout:
     """All objects of a target.
 
     Attributes:
-        objects: their keys are paths below the target's prefix. Every segment has checksums, so that the checksum of
-            the object is known once it is written: see `with_checksums`.
-        commit: commits the objects, given the store's answer for each. Called only once all of them are written.
+        objects: objects whose keys are paths below the target's prefix. Every segment has checksums, from which the
+            checksum of a written object is computed: see `with_checksums`.
+        commit: function that commits the objects, called with the store's answer for each once all are written.
         left_out: keys of the source that the target's format cannot hold.
         tensors: number of tensors in the target.
     """
@@ -54,6 +54,6 @@ def held(data: bytes) -> Segment:
 
 
 def with_checksums(source: ObjectSource) -> ObjectSource:
-    """Return the object with a checksum of each segment; a segment divided into blocks keeps them."""
+    """Return the object with checksums for every segment: a segment without blocks becomes a single block."""
     segments = [replace(part, block_nbytes=part.block_nbytes or part.nbytes) for part in source.segments]
     return ObjectSource(source.key, segments)

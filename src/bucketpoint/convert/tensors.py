@@ -1,4 +1,4 @@
-"""Whole tensors of a source, for formats without chunks."""
+"""Whole tensors of a source, for target formats without chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bucketpoint.transfer import Segment
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor and the chunks that fill it. The last dimension of the chunks' boxes counts bytes."""
+    """A tensor and its chunks. The last dimension of a chunk's box is the bytes of an element."""
 
     fqn: str
     dtype: torch.dtype
@@ -32,15 +32,15 @@ class WholeTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def segment(self, filling: Filling) -> Segment:
-        """Return the whole tensor as a segment of an object to be sent."""
+        """Return the whole tensor as a segment of an object to be written."""
         return filling.whole(self.shape, self.dtype.itemsize, self.chunks)
 
 
 def whole_tensors(source: Source, without: Collection[str] = ()) -> list[WholeTensor]:
-    """Return the tensors of a source, in the order of their positions in it.
+    """Return the tensors of a source, sorted by their positions in the source.
 
     Raises:
-        MismatchError: the chunks of a tensor do not fill it, or it is not stored as plain elements.
+        MismatchError: a tensor is not covered by its chunks, or not stored as plain elements.
     """
     faults = dict(uncovered(source.metadata, {}))
     tensors = [

@@ -1,6 +1,6 @@
-"""Keys of a run's catalog, and the template for the names of the run's checkpoint folders.
+"""Keys of the objects in a run's catalog, and the name template of the run's checkpoint folders.
 
-A key holds all that a restore or a prune plan needs, so that a listing suffices and no object has to be read.
+The keys contain all facts that a restore or a prune plan needs, so that a listing suffices and no object is read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bucketpoint.errors import InvalidURLError
 from bucketpoint.format.groups import MODEL, OPTIM, OTHER
 
 CATALOG = "_bucketpoint"
-"""The folder below a run's root that holds everything but checkpoints."""
+"""Folder below a run's root for everything except checkpoints."""
 
 STEPS = "steps"
 NOTES = "notes"
 UPLOADS = "uploads"
 LOCK = "pruner.json"
 CLOCK = "clock"
-"""The object that an actor writes to learn the store's time, if it writes nothing else first. It has no content."""
+"""Empty object, written only to read the store's clock from its modification time."""
 
 CLAIM = "run.json"
 
@@ -36,17 +36,17 @@ LEASE = "lease"
 RESTORED = "restored"
 TOMBSTONE = "tombstone"
 BY_POLICY = "policy"
-"""Last field of a tombstone that a prune by a policy wrote. No policy takes back a tombstone without this field."""
+"""Last field of a tombstone that a prune by policy wrote. A policy cancels only tombstones with this field."""
 
 MAX_STEP = 10**16 - 1
 MAX_NAME_BYTES = 240
-"""Limit on a name: below the 255 bytes that filesystems allow, with room for the suffix of a temporary file."""
+"""Limit on an object's name: below the 255 bytes that filesystems allow, with room for a temporary file's suffix."""
 
 MAX_FOLDER_BYTES = 64
-"""Limit on a folder's name: one of this length still fits `MAX_NAME_BYTES` with all other fields at their longest."""
+"""Limit on a folder's name: a key with this field and all others at their longest still fits `MAX_NAME_BYTES`."""
 
 UNKNOWN = "00000000"
-"""The mark of an object without an ETag."""
+"""Mark of an object without an ETag, see `mark_of`."""
 
 _SEPARATOR = "__"
 _PLAIN = frozenset(string.ascii_letters + string.digits + ".-")
@@ -63,7 +63,7 @@ _KIND = re.compile(r"[a-z]{1,16}", re.ASCII)
 
 @dataclass(frozen=True)
 class StepTemplate:
-    """The name template of a run's checkpoint folders: text with one `{step}`, or `{step:08d}` for padded names.
+    """Name template of a run's checkpoint folders: text with one `{step}`, or `{step:08d}` for padded names.
 
     A folder belongs to the run if its whole name fits the template, with the step padded or not.
 
@@ -89,13 +89,13 @@ class StepTemplate:
 
     @property
     def namespace(self) -> str:
-        """The folder of this run's catalog."""
+        """Name of the folder of this run's catalog."""
         before, after = self._parts()
         return encode([f"{before}N{after}"])
 
     @property
     def parent(self) -> str:
-        """The folder below the root in which the checkpoints are; empty, or with a slash at its end."""
+        """Path of the checkpoints' folder below the root: empty, or with a slash at its end."""
         before, _ = self._parts()
         return before[: before.rfind("/") + 1]
 
@@ -104,7 +104,7 @@ class StepTemplate:
             pieces = list(string.Formatter().parse(self.text))
             length = len(encode([self.text]))
         except ValueError:
-            # Also raised for text with half a surrogate pair, which cannot be encoded.
+            # UnicodeEncodeError, for half a surrogate pair, is a ValueError too.
             pieces, length = [], 0
         fields = [(name, spec, conversion) for _, name, spec, conversion in pieces if name is not None]
         fits = len(fields) == 1 and fields[0][0] == "step" and not fields[0][2]
@@ -121,7 +121,7 @@ class StepTemplate:
 
 @dataclass(frozen=True)
 class CommitKey:
-    """Facts of a commit in its record's key. `created` in seconds, rounded to milliseconds; `groups` in bytes."""
+    """Key of the record of a commit. `created` is in seconds, cut to milliseconds; `groups` maps groups to bytes."""
 
     step: int
     created: float
@@ -142,7 +142,7 @@ class CommitKey:
 
     @classmethod
     def parse(cls, name: str) -> CommitKey | None:
-        """Parse a record's key. None for any other name: unknown objects in the catalog are ignored."""
+        """Parse a record's key; None for any other name, as unknown objects in the catalog are ignored."""
         parts = _fields(name, _STEP, _MILLISECONDS, _TOKEN, _KIND, _MARK)
         if parts is None:
             return None
@@ -157,7 +157,7 @@ class CommitKey:
 
 @dataclass(frozen=True)
 class AttemptKey:
-    """Key of an attempt to save that has begun and has no record yet."""
+    """Key of an attempt to save that has begun but has no record yet."""
 
     step: int
     token: str
@@ -174,7 +174,7 @@ class AttemptKey:
 
 @dataclass(frozen=True)
 class UploadKey:
-    """Key of the note that one rank of an attempt may have multipart uploads open."""
+    """Key of a note: one rank of an attempt may have open multipart uploads."""
 
     step: int
     token: str
@@ -193,24 +193,24 @@ class UploadKey:
 
 
 def named_token(token: str) -> tuple[str, str]:
-    """Return the field pair by which a metrics note names its commit: version 0.2 reads it as one more metric."""
+    """Return the two fields by which a metrics note names its commit. Version 0.2 reads them as one more metric."""
     return f"@{token}", "0"
 
 
 def token_named(metric: str) -> str | None:
-    """Return the token of the commit that a metrics note belongs to, if this field names it."""
+    """Return the token in the first field of `named_token`, or None for the name of a metric."""
     return metric[1:] if metric.startswith("@") and _TOKEN.fullmatch(metric[1:]) else None
 
 
 def run_of(name: str) -> str | None:
-    """Return the run that the `run` object in the folder of steps names, or None for any other object name."""
+    """Return the run in the name of a `run` object, which is in the folder of steps; None for other names."""
     parts = decode(name)
     return parts[1] if parts is not None and len(parts) == 2 and parts[0] == RUN and parts[1] else None
 
 
 @dataclass(frozen=True)
 class NoteKey:
-    """Key of a note on a step: `kind` is one of this module's constants, and decides the meaning of the fields."""
+    """Key of a note on a step. `kind`, one of this module's constants, determines the meaning of `fields`."""
 
     step: int
     kind: str
@@ -226,7 +226,7 @@ class NoteKey:
 
 
 def encode(parts: Sequence[str]) -> str:
-    """Join fields to one name of letters, digits, dots, dashes and underscores, which every store takes unescaped."""
+    """Join fields to one name of letters, digits, dots, dashes and underscores, which no store has to escape."""
     return _SEPARATOR.join("".join(c if c in _PLAIN else _escaped(c) for c in part) for part in parts)
 
 
@@ -245,7 +245,7 @@ def decode(name: str) -> list[str] | None:
 
 
 def _fields(name: str, *patterns: re.Pattern[str]) -> list[str] | None:
-    """Return the fields of a name if the first ones match the patterns and at least one more follows."""
+    """Return the fields of a name if its first fields match the patterns and at least one more follows."""
     parts = decode(name)
     if parts is None or len(parts) <= len(patterns):
         return None
@@ -271,7 +271,7 @@ def seconds(text: str) -> float | None:
 
 
 def mark_of(etag: str | None) -> str:
-    """Return a short checksum of an ETag. Compared with a listing, it shows if an object is still the recorded one."""
+    """Return a short checksum of an ETag, which shows in a listing whether an object was replaced."""
     return UNKNOWN if etag is None else f"{zlib.crc32(etag.encode()):08x}"
 
 

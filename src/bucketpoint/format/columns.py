@@ -1,7 +1,7 @@
-"""Columnar form of the storage data of many items, in which ranks send it at a few bytes an item.
+"""Columns of the storage data of many items, which ranks send to the coordinator at a few bytes per item.
 
-The facts that stay the same at every save of one structure (object and position of each item) are apart from those
-that change (names, sizes and ETags of the objects, checksums), so that the coordinator recognises the former.
+Facts that are equal in every save of one structure (object number and position of each item) are separate from facts
+that change (names, sizes and ETags of the objects, checksums), so that the coordinator recognises a known structure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KNOWN = {
 }  # fmt: skip
 COLUMNS = 7
 OBJECT, PAYLOAD_NBYTES = 0, 4
-"""Numbers of the columns that hold the numbers of the objects, and the payload sizes."""
+"""Positions, in `ItemColumns.packed`, of the columns of object numbers and of payload sizes."""
 
 ObjectFacts = tuple[str, int | None, str | None]
 """Path, size and ETag of a data object; size and ETag are None if no item carried them."""
@@ -36,12 +36,12 @@ ObjectFacts = tuple[str, int | None, str | None]
 
 @dataclass(frozen=True)
 class ItemColumns:
-    """Object and position of each of a list of items.
+    """Object number and position of each item in a list.
 
     Attributes:
-        packed: int64, one column after the other and one entry for each item: number of the object, offset, length,
-            payload offset, payload size, block size, offset of the table of block checksums. -1 is None. Compressed.
-        transforms: descriptors of the transforms that all of the items went through.
+        packed: zlib-compressed int64 columns, one after the other, each with one entry per item: object number, offset,
+            length, payload offset, payload size, block size, offset of the table of block checksums. -1 means None.
+        transforms: descriptors of the stream transforms, the same for all items.
     """
 
     packed: bytes
@@ -66,11 +66,7 @@ class ItemColumns:
 
 @dataclass(frozen=True)
 class Columns:
-    """The storage data of some items.
-
-    Attributes:
-        checksums: the CRC32C of every item, 4 bytes little-endian each.
-    """
+    """Storage data of a list of items. `checksums` has the CRC32C of each item in 4 bytes, little-endian."""
 
     layout: ItemColumns
     objects: tuple[ObjectFacts, ...]
@@ -79,13 +75,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class IndexColumns:
-    """Keys of the storage data of the written items as columns, without a Python object for each.
+    """Keys of `Metadata.storage_data` as columns, so that no `MetadataIndex` object is needed for each item.
 
     Attributes:
         names: fully qualified name of each item's tensor or value.
-        offsets: offset of each item's chunk; None for bytes.
-        hints: number of each item among the chunks of the tensor, or -1.
-        borders: rank `r` has the items from `borders[r]` to `borders[r + 1]`.
+        offsets: offset of each item's chunk; None for values that are not tensors.
+        hints: number of each item's chunk in the tensor's list of chunks, or -1.
+        borders: rank `r` wrote the items from `borders[r]` up to, not including, `borders[r + 1]`.
     """
 
     names: list[str]
@@ -95,7 +91,7 @@ class IndexColumns:
 
 
 def pack(infos: Sequence[Any]) -> Columns | None:
-    """Make columns of the results of `make_storage_info`. None if the columns cannot hold all of their content."""
+    """Encode results of `make_storage_info` as columns; None if one has content for which there is no column."""
     paths: dict[str, int] = {}
     facts: dict[str, tuple[int, str | None]] = {}
     columns = [array("q") for _ in range(COLUMNS)]
@@ -129,7 +125,7 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
     """Rebuild the storage data that was given to `pack`.
 
     Raises:
-        MetadataError: the columns do not fit each other.
+        MetadataError: the number of checksums differs from the number of items.
     """
     layout, count = columns.layout, columns.layout.count
     if len(columns.checksums) != 4 * count:

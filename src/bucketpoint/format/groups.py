@@ -1,7 +1,7 @@
 """Assignment of items to object groups, by the segments of their names.
 
-Weights and optimizer state go to separate objects, so that an old checkpoint can be thinned to its weights by replacing
-its metadata and deleting objects.
+Weights and optimizer state are stored in separate objects, so that an old checkpoint can be thinned to its weights by
+replacing its metadata and deleting objects.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ _NUMBERED = re.compile(r"_[0-9]+$")
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Rule that puts items into `group` if their name has one of `segments` between dots.
-
-    A number at the end of a segment (`optimizer_0`) is ignored.
-    """
+    """Rule that assigns an item to `group` if `segments` has a segment of its name; `optim` also matches `optim_0`."""
 
     group: str
     segments: frozenset[str]
@@ -50,17 +47,16 @@ DEFAULT_RULES: tuple[GroupRule, ...] = (
 def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bool = True) -> str:
     """Return the object group of an item.
 
-    The first segment from the left that a rule knows decides: optimizer keys continue with a parameter's name, in which
-        "model" or "weights" may occur. If no segment is known, a tensor counts as a weight, because torchtitan and
-    plain `model.state_dict()` saves have their weights at the top level, and bytes belong to the group "other".
+    The first segment that is in a rule decides, because optimizer keys end with a parameter's name, which may contain
+    "model" or "weights". If no segment is in a rule, a tensor counts as a weight, because torchtitan and plain
+    `model.state_dict()` saves have their weights at the top level; other values belong to the group "other".
     """
     group, _ = deciding(fqn, rules)
     return group or (MODEL if tensor else OTHER)
 
 
 def deciding(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES) -> tuple[str | None, str]:
-    """Return the group by the first segment that a rule knows, and the name up to there; None and the name without
-    one."""
+    """Return the group of the first segment that is in a rule, and the name up to it; without one, None and `fqn`."""
     groups = _groups_by_segment(tuple(rules))
     segments = fqn.split(".")
     for number, segment in enumerate(segments, 1):

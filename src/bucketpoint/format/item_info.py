@@ -7,7 +7,7 @@ from typing import Any
 
 from bucketpoint.errors import MetadataError
 
-# Blocks of an item of 16 TiB. Metadata that claims more would make a reader allocate a huge table before any read.
+# Metadata that claims more blocks would make a reader allocate a huge table before any read.
 _MOST_BLOCKS = 16 << 20
 
 _MAX_NUMBER = 1 << 62
@@ -23,17 +23,16 @@ _OBJECT = "bp_obj"
 
 @dataclass(frozen=True)
 class ItemInfo:
-    """An item as the metadata describes it. None means that the writer did not record it.
+    """Position and checksums of an item. None means that the writer recorded no value.
 
     Attributes:
-        payload_offset: start of the raw tensor bytes, from the item's first byte. None for bytes and for tensors that
-            were not framed by bucketpoint.
-        crc32c: of the payload if `payload_offset` is known, else of all stored bytes of the item.
-        block_nbytes: length of the blocks with a checksum each, over the same bytes as `crc32c`; the last may be
-            shorter.
+        payload_offset: start of the raw tensor bytes, from the item's first byte. None for tensors without a frame of
+            bucketpoint, and for other values.
+        crc32c: CRC32C of the payload; without `payload_offset`, of all stored bytes of the item.
+        block_nbytes: length of the blocks, which divide the bytes of `crc32c`; the last block may be shorter.
         block_crcs: CRC32C of each block; None until the table of block checksums has been read.
-        table_offset: start of the table of block checksums in the item's object, 4 bytes a block, little-endian.
-            `crc32c` protects the table too: the block checksums must combine to it.
+        table_offset: start of the table of block checksums in the item's object, 4 bytes per block, little-endian.
+            `crc32c` protects the table too: combined, the block checksums must give `crc32c`.
     """
 
     path: str
@@ -49,7 +48,7 @@ class ItemInfo:
 
     @property
     def table_nbytes(self) -> int:
-        """Bytes of the item's table of block checksums; 0 without a table."""
+        """Size of the item's table of block checksums; 0 without a table."""
         return 0 if self.table_offset is None else 4 * -(-self.checked_nbytes // (self.block_nbytes or 1))
 
     @property
@@ -59,19 +58,19 @@ class ItemInfo:
 
 
 def data_paths(metadata: Any) -> set[str]:
-    """Return the paths of the objects that hold the items of a checkpoint's metadata.
+    """Return the paths of the objects that contain the checkpoint's items.
 
     Raises:
-        MetadataError: as `read_item`.
+        MetadataError: as in `read_item`.
     """
     return {read_item(info).path for info in (metadata.storage_data or {}).values()}
 
 
 def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
-    """Return the checked content of an untrusted `_StorageInfo`: DCP's own class, or the plain one in its place.
+    """Return the checked content of an untrusted `_StorageInfo`, DCP's class or the plain class of that name.
 
     Raises:
-        MetadataError: `info` is of another type, or its values have wrong types or do not fit each other.
+        MetadataError: `info` is of another type, or its values have wrong types or contradict each other.
     """
     if type(info).__name__ != "_StorageInfo":
         raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
@@ -108,7 +107,7 @@ def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
 
 
 class _Fields:
-    """An untrusted attribute dictionary, read field by field with checks."""
+    """Checked access to the fields of an untrusted attribute dictionary."""
 
     def __init__(self, values: dict[str, Any], url: str | None) -> None:
         self._values = values

@@ -12,18 +12,18 @@ from bucketpoint.errors import UnsafeDataError
 from bucketpoint.format.catalog_keys import CATALOG
 
 METADATA = ".metadata"
-"""Key of the commit. The name is DCP's own for its metadata, so that stock readers find it."""
+"""Key of the commit: DCP's own name of its metadata, so that stock readers find it."""
 
 RECORD = ".bucketpoint.json"
-"""Key of the small JSON record beside the metadata: only a cache of it."""
+"""Key of the commit record, which only repeats facts of the metadata."""
 
 DATA_FOLDER = "data"
 
 FENCE_FOLDER = f"{CATALOG}/fences"
-"""Folder of the fences of attempts, within a checkpoint's folder. Trainers and pruners may write and delete there."""
+"""Folder of the attempts' fences in a checkpoint's folder, where trainers and pruners write and delete objects."""
 
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""Endings of the files of other formats: torch.save's and safetensors."""
+"""File endings of other formats: torch.save and safetensors."""
 
 _TOKEN_BYTES = 6
 _GROUP = re.compile(r"[A-Za-z0-9_.]+")
@@ -53,29 +53,29 @@ def is_rank_metadata(path: str) -> bool:
 
 
 def fence_path(token: str) -> str:
-    """Return the path of the object that decides if an attempt commits or is swept."""
+    """Return the path of an attempt's fence, the object that decides whether the attempt commits or is swept."""
     return f"{FENCE_FOLDER}/{token}"
 
 
 def parse_fence_path(path: str) -> str | None:
-    """Return the token in a path of `fence_path`, or None for any other path."""
+    """Return the token in a path that `fence_path` made, or None for any other path."""
     match = _FENCE_PATH.fullmatch(path)
     return match["token"] if match is not None else None
 
 
 def new_token() -> str:
-    """Make a token for one attempt to save, which no other attempt shares."""
-    # os.urandom and not `random`: every rank of a seeded training run would otherwise draw the same token every time.
+    """Draw a unique random token, such as for one rank of an attempt to save."""
+    # `random` would draw the same token on every rank and in every run of a training job that sets the seed.
     return os.urandom(_TOKEN_BYTES).hex()
 
 
 def is_token(text: str) -> bool:
-    """Return True if the text has the form of a token of `new_token`."""
+    """Return True if the text has the form of a token that `new_token` made."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def save_id(token: str) -> str:
-    """Return the UUID of an attempt, which is the `save_id` of its metadata, as in torch. It ends in the token."""
+    """Return the `save_id` of an attempt in DCP's metadata: a UUID that ends in the token."""
     drawn = uuid.UUID(bytes=hashlib.blake2b(token.encode(), digest_size=16).digest(), version=4)
     return f"{str(drawn)[:-12]}{token}"
 
@@ -83,8 +83,8 @@ def save_id(token: str) -> str:
 def data_path(token: str, rank: int, group: str, n: int) -> str:
     """Return the path of data object `n` of a rank and an object group.
 
-    The folder spreads the objects of one checkpoint over the store's partitions. It depends on all but the token, so
-    that partitions that the store has split under one save's load also serve the next save at the same URL.
+    The folder spreads the objects of one checkpoint over the store's partitions. It does not depend on the token, so
+    partitions that the store has split under one save's load also serve the next save at the same URL.
     """
     if not _GROUP.fullmatch(group):
         raise ValueError(f"object group {group!r} must consist of letters, digits, underscores and dots")
@@ -97,7 +97,7 @@ def data_path(token: str, rank: int, group: str, n: int) -> str:
 def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
     """Return the (token, rank, group, n) of a path that `data_path` made, or None for any other path."""
     match = _DATA_PATH.fullmatch(path)
-    # A hostile listing may hold names with endless digits, and int() takes quadratic time on those.
+    # A hostile listing may have names with very many digits, for which int() takes quadratic time.
     if match is None or len(path) > 1024:
         return None
     rank, group, n = int(match["rank"]), match["group"], int(match["n"])
@@ -107,15 +107,12 @@ def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
 
 
 def tokens_in(data: bytes) -> set[str]:
-    """Return the tokens of all data paths found in `data`, such as a `.metadata` that need not be decoded.
-
-    Each rank of an attempt has its own token.
-    """
+    """Return the tokens, one per rank, of all data paths in `data`, such as the bytes of a `.metadata`."""
     return {match[1].decode() for match in _DATA_PATH_BYTES.finditer(data)}
 
 
 def token_of(path: str) -> str | None:
-    """Return the token of the attempt and rank that a data path was made for, or None for any other path."""
+    """Return the token in a data path, or None for any other path."""
     named = parse_data_path(path)
     return named[0] if named is not None else None
 
@@ -137,9 +134,9 @@ def join(prefix: str, relative: str) -> str:
 
 
 def may_be_data(path: str) -> bool:
-    """Return True if an object whose path the metadata names may be deleted with the checkpoint's data.
+    """Return True if an object that the metadata names as data may be deleted with the checkpoint.
 
-    False for commits, records and everything in a catalog, even if hostile metadata calls them data.
+    False for commits, records and objects of a catalog, which hostile metadata may name.
     """
     parts = path.casefold().split("/")
     return not any(part.endswith(METADATA) or part in (RECORD, CATALOG) for part in parts)

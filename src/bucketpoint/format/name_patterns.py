@@ -16,7 +16,7 @@ def matching(patterns: str | Iterable[str], names: Collection[str], *, url: str 
     """Return the names that match at least one pattern.
 
     Args:
-        patterns: `fnmatch` patterns, such as `model.*`; one without wildcards also matches every name below it.
+        patterns: `fnmatch` patterns, such as `model.*`; `model`, without wildcards, matches itself and `model.*`.
 
     Raises:
         MismatchError: a pattern matches no name.
@@ -38,5 +38,5 @@ def matching(patterns: str | Iterable[str], names: Collection[str], *, url: str 
 
 
 def escaped(name: str) -> str:
-    """Return a pattern that matches this name."""
+    """Return `name` as a pattern, with its wildcard characters escaped."""
     return _WILD.sub(r"[\g<0>]", name)

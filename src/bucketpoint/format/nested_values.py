@@ -1,4 +1,4 @@
-"""A walk through nested containers that a hostile file cannot make endless."""
+"""Bounded walk through the nested containers of an untrusted file."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ _FREE_VALUES = 1 << 16
 
 
 class RepetitionError(ValueError):
-    """The same containers occur in so many places that a walk would take far too long."""
+    """The same containers occur in too many places to visit all of them."""
 
 
 def nested_values(root: Any, parts: Callable[[Any], Collection[Any] | None]) -> Iterator[tuple[Any, int]]:
-    """Yield the root and all values in it with their depth, each as often as it occurs.
+    """Yield the root and all values in it with their depth. A value that occurs twice is yielded twice.
 
-    A container may occur in several places. But 40 lists, each of which holds the next one twice, have 2^40 places.
+    The number of visits is limited: if 40 lists each hold the next list twice, the last one occurs 2^40 times.
 
     Args:
         parts: returns the parts of a container, and None for any other value. Called after the value was yielded.
 
     Raises:
-        RepetitionError: see there.
+        RepetitionError: the limit is exceeded.
     """
     known: set[int] = set()
     visited, most = 0, _FREE_VALUES

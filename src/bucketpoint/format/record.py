@@ -1,4 +1,4 @@
-"""The small JSON record beside `.metadata`: a cache of it that listings and tools read without torch."""
+"""The commit record: a small JSON object that repeats facts of `.metadata` for listings and tools without torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bucketpoint.errors import MetadataError, NewerFormatError
 RECORD_VERSION = 1
 
 MAX_RECORD_BYTES = 1 << 20
-"""Limit far above the size of any record; a reader need not fetch more."""
+"""Limit on the size of a record, far above any real one: readers need not fetch more."""
 
 FUTURE_S = 300.0
-"""Limit on the seconds by which a record may claim to be younger than it is. Synchronised clocks differ by less."""
+"""Largest tolerated difference, in seconds, between a machine's clock and the store's."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class CommitRecord:
         version: format version of the record and of the metadata extension.
         token: token of the attempt that committed; None if another writer did.
         created: seconds since the epoch at the coordinator's commit; None if not recorded.
-        seconds: from the call of the save to its commit, at the coordinator; None if not recorded.
+        seconds: time from the call of the save to its commit, at the coordinator; None if not recorded.
         bytes, objects: size and number of the data objects, without the metadata.
-        items, tensors: stored items (chunks and bytes); distinct tensors.
+        items, tensors: number of stored items (chunks and other values), and of distinct tensors.
         world_size: number of ranks that saved; None if not recorded.
-        torch, bucketpoint: versions of the writer.
-        metadata_etag, metadata_crc32c: of the `.metadata` object from which this record was made.
+        torch, bucketpoint: versions that the writer used.
+        metadata_etag, metadata_crc32c: ETag and CRC32C of the `.metadata` object from which this record was made.
         groups: bytes of each object group.
         step: training step; None if the caller gave none.
         kind: `full`, `weights`, `export` or `emergency`.
         metrics: values known at the save, NaN and infinite ones included.
-        git_sha, config_hash: of the job's code and configuration, as the caller gave them.
-        covers: the checkpoint holds its tensors as a whole, see `uncovered`; None in records of versions before 0.3.
+        git_sha, config_hash: commit of the job's code and hash of its configuration, given by the caller.
+        covers: True if no part of a tensor is missing, see `uncovered`; None in records of versions before 0.3.
         host: host name and process id of the coordinator that committed, as `HOST-PID`; None if not recorded.
     """
 
@@ -66,16 +66,16 @@ class CommitRecord:
     host: str | None = None
 
     def to_json(self) -> bytes_:
-        """Encode the record as one line of JSON with sorted keys, so that equal records are equal bytes."""
+        """Encode the record as one line of JSON, with sorted keys so that equal records have equal bytes."""
         content = {**asdict(self), "metrics": plain_metrics(self.metrics)}
         return json.dumps({**content, _CHECK: _check(content)}, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes_, *, url: str | None = None) -> CommitRecord:
-        """Parse a stored record. Fields that this version does not know are dropped.
+        """Parse a stored record. Unknown fields are dropped.
 
         Raises:
-            MetadataError: `data` is not a sound record; NewerFormatError if its version is higher than RECORD_VERSION.
+            MetadataError: `data` is not a valid record; NewerFormatError if its version is higher than RECORD_VERSION.
         """
         try:
             if len(data) > MAX_RECORD_BYTES:
@@ -108,12 +108,12 @@ _CHECK = "check"
 
 
 def _check(content: Mapping[str, Any]) -> int:
-    """Return a checksum of all other fields, unknown ones too. Not of the bytes: other tools may reformat the JSON."""
+    """Return a checksum of all other fields, unknown ones included; not of the bytes, as tools may reformat JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics in JSON's terms. JSON has no NaN and no infinities, so their names stand for them."""
+    """Return metrics as JSON values. NaN and the infinities, which JSON lacks, become their names."""
     return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
 
 
@@ -154,9 +154,9 @@ def _is_count(content: Any) -> bool:
 
 
 def dated(record: CommitRecord, modified: float | None) -> CommitRecord:
-    """Give a record the store's time of the commit if the clock of the machine that saved is behind.
+    """Return the record, with the store's commit time if the record's time is earlier by more than `FUTURE_S`.
 
-    Otherwise rules by time would treat the checkpoint as an old one.
+    With the earlier time, rules by age would treat the checkpoint as an old one.
     """
     behind = (modified or 0.0) - (record.created or 0.0) > FUTURE_S
     return replace(record, created=modified) if behind else record

@@ -1,4 +1,4 @@
-"""Mappings of the names of tensors, such as from a trainer's own to those of Hugging Face."""
+"""Mappings of tensor names, such as from a trainer's names to those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from bucketpoint.errors import BucketpointError
 
 Renaming = Callable[[str], str | None]
-"""Function that returns the new name of a tensor, or None if the tensor is left out."""
+"""Function that returns the new name of a tensor, or None to leave the tensor out."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def renaming(names: Renaming | Mapping[str, str | None] | str | os.PathLike[str] | None) -> Renaming:
-    """Return the function that a mapping stands for, or a JSON file with one.
+    """Return a renaming function for `names`: a function, a mapping, the path of a JSON file with a mapping, or None.
 
     A key may have `{}` in place of each number between dots: `layers.{}.wq` becomes `model.layers.{}.q_proj`. Names
     without an entry stay as they are.
 
     Raises:
-        BucketpointError: the file cannot be read, or holds no JSON object. The function raises it for a new name that
-            is no text, or does not fit the numbers of the name.
+        BucketpointError: the file cannot be read, or holds no JSON object. The returned function raises it for a new
+            name that is not text, or that has more `{}` than the old name has numbers.
     """
     if names is None:
         return lambda name: name

@@ -1,6 +1,6 @@
 """Encoder and decoder of the header of a safetensors file.
 
-The format: 8 bytes with the length of the header, little-endian; the header, JSON; the tensors' bytes, without gaps.
+A file is the length of the header (8 bytes, little-endian), the header in JSON, and the tensors' bytes without gaps.
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -18,7 +18,7 @@ import torch
 from bucketpoint.errors import MetadataError, MismatchError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit."""
+"""Limit of the safetensors library."""
 
 LENGTH_BYTES = 8
 
@@ -54,7 +54,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file. `start` counts from the end of the header."""
+    """A tensor in a file. `start` is the offset of its bytes from the end of the header."""
 
     name: str
     dtype: torch.dtype
@@ -72,21 +72,21 @@ def writable(dtype: torch.dtype) -> bool:
 
 
 def nameable(name: str) -> bool:
-    """Return True if a tensor may have this name: not the header's reserved key, and valid Unicode for JSON readers."""
+    """Return True if a tensor may have this name: valid Unicode, and not the header's reserved key."""
     return name != _METADATA and _HALF.search(name) is None
 
 
 def encode_header(entries: Sequence[TensorEntry], noted: Mapping[str, str] | None = None) -> bytes:
-    """Encode the first bytes of a file, up to the tensors. Their number is a multiple of 8, to align the tensors.
+    """Encode the length and the header, padded to a multiple of 8 bytes so that the tensors are aligned.
 
     Args:
-        noted: further values for the file's own metadata.
+        noted: further entries of the header's `__metadata__`.
 
     Raises:
-        MismatchError: the header would be longer than any reader accepts.
+        MismatchError: the header would exceed `MAX_HEADER_BYTES`.
     """
     content: dict[str, Any] = {
-        # transformers requires the name of the framework that the tensors are for.
+        # transformers requires "format", the framework of the tensors.
         _METADATA: {"format": "pt", **(noted or {})},
         **{
             entry.name: {
@@ -108,10 +108,10 @@ def encode_header(entries: Sequence[TensorEntry], noted: Mapping[str, str] | Non
 
 
 def header_nbytes(head: bytes, size: int, *, key: str) -> int:
-    """Return the length of the header, from the first 8 bytes of a file of `size` bytes.
+    """Return the length of the header of a file of `size` bytes; `head` is its first 8 bytes.
 
     Raises:
-        MetadataError: the header would be longer than the file, or than any writer makes.
+        MetadataError: the header would be longer than the file or than `MAX_HEADER_BYTES`, or shorter than `{}`.
     """
     nbytes = int.from_bytes(head, "little")
     if len(head) != LENGTH_BYTES or not 2 <= nbytes <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
@@ -120,10 +120,10 @@ def header_nbytes(head: bytes, size: int, *, key: str) -> int:
 
 
 def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntry]:
-    """Decode the tensors of a file, in the order of their positions.
+    """Return the tensors of a file, sorted by position.
 
     Args:
-        text: the header, without the length before it.
+        text: the header in JSON.
         data_nbytes: bytes of the file after the header.
 
     Raises:
@@ -144,7 +144,7 @@ def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntr
 
 
 def decode_json(text: bytes, *, key: str) -> dict[str, Any]:
-    """Decode a JSON object in which no name occurs twice. Raises MetadataError for any other text."""
+    """Decode a JSON object without repeated names. Raises MetadataError for any other text."""
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

@@ -13,9 +13,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous byte runs of one length at regular distances, in the row-major order of the slice that they form.
+    """Contiguous byte runs of a slice: of equal length, at regular distances, in the slice's row-major order.
 
-    One instance represents a column slice of a million rows: there is no object for each run.
+    One instance represents a column slice of a million rows: no object is made for each run.
 
     Attributes:
         start: offset of the first run, which is also the lowest.
@@ -29,12 +29,10 @@ class Runs:
 
     @property
     def count(self) -> int:
-        """Number of runs."""
         return prod(count for count, _ in self.outer) if self.run_nbytes else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slice."""
         return self.count * self.run_nbytes
 
     @property
@@ -50,10 +48,9 @@ class Runs:
         return self.end - self.start
 
     def starts(self) -> Iterator[int]:
-        """Yield the offsets of the runs, in order."""
         if not self.run_nbytes:
             return
-        # The innermost dimension is a separate range, so that only the outer ones cost Python work per step.
+        # A `range` iterates over the innermost dimension, so that only the outer dimensions cost Python arithmetic.
         *rest, (count, stride) = self.outer or ((1, 0),)
         inner = range(0, count * stride, stride) if stride else (0,) * count
         for steps in product(*(range(n) for n, _ in rest)):
@@ -62,7 +59,7 @@ class Runs:
                 yield base + offset
 
     def coalesced(self, max_gap: int) -> Runs:
-        """Join runs across gaps of at most `max_gap` bytes: fewer and longer runs that cover these."""
+        """Return fewer and longer runs that cover these: gaps of at most `max_gap` bytes are included."""
         run, outer = self.run_nbytes, list(self.outer)
         while run and outer and outer[-1][1] - run <= max_gap:
             count, stride = outer.pop()
@@ -82,10 +79,9 @@ def slice_runs(
 
     Args:
         shape: shape of the whole tensor.
-        offsets, lengths: of the slice, one for each dimension.
-        itemsize: bytes of one element.
+        offsets, lengths: offset and length of the slice in each dimension.
         strides: strides of the tensor in elements, none negative; C-contiguous if None.
-        storage_offset: of the tensor's first element within the payload, in elements.
+        storage_offset: offset of the tensor's first element within the payload, in elements.
 
     Raises:
         ValueError: the slice does not lie within the shape.
@@ -123,6 +119,6 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def blocks_of(box: Box, block: Sequence[int]) -> Box:
-    """Return the box of the blocks that a box of elements overlaps."""
+    """Return the box, counted in blocks, of the blocks that a box of elements overlaps."""
     spans = [(at // step, -(-(at + size) // step)) for at, size, step in zip(*box, block, strict=True)]
     return tuple(first for first, _ in spans), tuple(stop - first for first, stop in spans)

@@ -1,6 +1,6 @@
 """Attributes that bucketpoint adds to DCP's `_StorageInfo` of an item: payload position and checksums.
 
-They are plain attributes of the stock class: they pickle along, and stock readers never look at them.
+They are plain attributes of the stock class, so they are pickled with it, and stock readers ignore them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 SINGLE_BLOCK_NBYTES = MIB
-"""Items up to this size are one block: reading all of one instead of a slice costs little more than the request."""
+"""Items up to this size are one block: to read such an item whole, not a slice, costs little beyond the request."""
 
-# A slice is read in whole blocks, so that it can be verified. Coarse blocks suffice if their borders fall on rows that
-# a resharding load is likely to cut at; otherwise small blocks limit the excess bytes, at 4 bytes of table a block.
+# Number of blocks to aim for, smallest and largest size of a block. A slice is read in whole blocks, so that it can be
+# verified. Coarse blocks suffice if their borders fall on rows at which a resharding load is likely to cut. Otherwise
+# fine blocks limit the excess bytes, at 4 bytes of table per block.
 _COARSE = (32, 256 * KIB, 4 * MIB)
 _FINE = (256, 32 * KIB, MIB)
-_SECTIONS = 8  # a resharding load that takes halves, quarters or eighths should find block borders there
+_SECTIONS = 8  # block borders at halves, quarters and eighths, at which a resharding load is likely to cut
 _PIECES_TRIED = 256
 
 
@@ -46,14 +47,14 @@ def make_storage_info(
     table_offset: int | None = None,
     transform_descriptors: Sequence[str] | None = None,
 ) -> _StorageInfo:
-    """Make a `_StorageInfo` of the stock class for an item, with bucketpoint's attributes attached."""
+    """Make the stock `_StorageInfo` of an item, with bucketpoint's attributes attached."""
     info = _StorageInfo(path, offset, length, list(transform_descriptors) if transform_descriptors else None)
     if payload_offset is not None:
         setattr(info, _PAYLOAD_OFFSET, payload_offset)
         setattr(info, _PAYLOAD_NBYTES, payload_nbytes)
     if crc32c is not None:
         setattr(info, _CRC32C, crc32c)
-    # The checksum of a single block equals the item's own, and no table is stored; `read_item` restores it.
+    # A single block has no table: its checksum is that of the item, from which `read_item` restores it.
     if table_offset is not None:
         setattr(info, _TABLE_BLOCK_NBYTES, block_nbytes)
         setattr(info, _TABLE_OFFSET, table_offset)
@@ -64,7 +65,7 @@ def plan_blocks(nbytes: int, row_nbytes: int) -> int:
     """Return the length of the blocks into which an item is cut for checksums; the last block may be shorter.
 
     Halves, quarters and eighths of the rows begin and end at block borders if the number of rows allows it. So does
-    every row of at least the size of a block.
+    every row that is at least as long as a block.
 
     Args:
         nbytes: number of bytes that the checksums cover.
@@ -105,11 +106,11 @@ def _power_of_two_below(number: int) -> int:
 
 
 def set_object_facts(info: Any, *, size: int, etag: str | None) -> None:
-    """Attach an object's size and ETag to an item. They travel to the coordinator on the object's first item."""
+    """Attach an object's size and ETag to the object's first item, which carries them to the coordinator."""
     setattr(info, _OBJECT, (size, etag))
 
 
 def pop_object_facts(info: Any) -> dict[str, Any] | None:
-    """Remove and return the facts that `set_object_facts` attached; None for items without."""
+    """Remove and return the facts that `set_object_facts` attached, or None."""
     facts = vars(info).pop(_OBJECT, None)
     return None if facts is None else {"size": facts[0], "etag": facts[1]}

@@ -20,9 +20,9 @@ def is_viewable(tensor: torch.Tensor) -> bool:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a viewable tensor of any shape and dtype as a writable byte view of `nbytes` bytes.
+    """Return a writable view of the bytes of a viewable tensor.
 
-    The caller must keep the tensor alive while it uses the view: the view holds no reference.
+    The caller must keep the tensor alive while it uses the view: the view holds no reference to the tensor.
     """
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
@@ -33,8 +33,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def copy_stretch(tensor: torch.Tensor, start: int, out: memoryview) -> None:
     """Copy bytes `[start, start + len(out))` of the tensor's elements in C order into `out`.
 
-    Takes any device and any strides. Only the rows that overlap the range are gathered, so that memory use is bounded
-    by the range and not by the tensor.
+    The tensor may be on any device and have any strides. Only the rows that overlap the range are gathered: memory use
+    is bounded by the range, not by the tensor.
     """
     target = torch.frombuffer(out, dtype=torch.uint8)
     source = tensor.detach()
@@ -45,7 +45,7 @@ def copy_stretch(tensor: torch.Tensor, start: int, out: memoryview) -> None:
         return
     row = source[0].numel() * source.element_size()
     first, last = start // row, -(-(start + len(out)) // row)
-    # A clone and not `contiguous()`, which leaves a single-element tensor with its odd strides.
+    # `clone`, because `contiguous()` leaves a single-element tensor with its odd strides.
     rows = source[first:last].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     offset = start - first * row
     target.copy_(rows.reshape(-1).view(torch.uint8)[offset : offset + len(out)])

@@ -1,7 +1,7 @@
-"""Torch.save-compatible frames around a tensor's bytes, made without reading those bytes.
+"""Frames that make a tensor's bytes a file of torch.save, built without reading those bytes.
 
-A frame is a zip archive as torch.save makes it: header, raw payload, trailer. This module makes header and trailer;
-the payload is any contiguous memory of the writer. `zip_probe` is the way back.
+A frame is a zip archive: header, raw payload, trailer. This module builds the header and the trailer; the payload is
+any contiguous memory of the writer. `zip_probe` finds the payload in a stored frame.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.zip_probe import STORAGE_NAMES
 
 ALIGNMENT = 64
-"""torch.save's own storage alignment (torch.utils.serialization.config.save.storage_alignment)."""
+"""Alignment of storages in torch.save's files (torch.utils.serialization.config.save.storage_alignment)."""
 
 _CACHED_FRAMES = 4096
 _ARCHIVE = b"archive/"
@@ -30,7 +30,7 @@ VERSION_RECORD = b"3\n"
 """PyTorchFileWriter's kProducedFileFormatVersion, as text."""
 
 _ZIP16_LIMIT = 0xFFFF
-_ZIP32_LIMIT = 0xFFFFFFFF  # APPNOTE.TXT 4.4.8: this value in a field says that the zip64 extra has the number
+_ZIP32_LIMIT = 0xFFFFFFFF  # APPNOTE.TXT 4.4.8: a field with this value refers to the zip64 extra field
 
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -49,7 +49,7 @@ _UTF8_NAMES = 0x0800
 
 @dataclass(frozen=True)
 class Frame:
-    """Header and trailer around `payload_nbytes` raw bytes, with which torch.load reads the whole as a tensor."""
+    """Header and trailer around `payload_nbytes` raw bytes. torch.load reads the three together as a tensor."""
 
     header: bytes
     trailer: bytes
@@ -57,17 +57,17 @@ class Frame:
 
     @property
     def payload_offset(self) -> int:
-        """Position of the payload within the frame; a multiple of `ALIGNMENT`."""
+        """Offset of the payload within the frame, a multiple of `ALIGNMENT`."""
         return len(self.header)
 
     @property
     def nbytes(self) -> int:
-        """Length of the frame; a multiple of `ALIGNMENT`, so that consecutive frames keep payloads aligned."""
+        """Length of the frame, a multiple of `ALIGNMENT`, so that consecutive frames keep payloads aligned."""
         return len(self.header) + self.payload_nbytes + len(self.trailer)
 
 
 def frameable(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor_frame` can frame this tensor once it is contiguous. If not, torch.save has to write it."""
+    """Return True if `tensor_frame` supports this tensor, once it is contiguous. Other tensors need torch.save."""
     return (
         sys.byteorder == "little"
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -86,15 +86,15 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a C-contiguous tensor of this dtype and shape.
 
     Raises:
-        TypeError: torch.load could not rebuild this dtype (a quantised one).
+        TypeError: the dtype is quantised; such tensors have no frame.
     """
     payload_nbytes = prod(shape) * dtype.itemsize
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {shape} has a negative size")
     archive = ArchiveWriter()
-    # Only the records that torch.load needs. Leaving out .format_version, .storage_alignment (torch.load then asks
-    # the archive for the payload's position instead of computing it) and .data/serialization_id halves the frame.
-    # All records precede the payload, so that one read of the first bytes is enough.
+    # Only the records that torch.load needs, which halves the frame: no .format_version, no .data/serialization_id, no
+    # .storage_alignment (without it, torch.load looks the payload's position up in the archive). All records precede
+    # the payload, so that a reader needs only the first bytes to find it.
     archive.add(b"data.pkl", _rebuild_pickle(dtype, shape))
     archive.add(b"byteorder", b"little")
     archive.add(b"version", VERSION_RECORD)
@@ -103,7 +103,7 @@ def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
 
 
 class ArchiveWriter:
-    """Builder of a zip archive of stored records: it makes all bytes around payloads that are kept elsewhere."""
+    """Builder of a zip archive of uncompressed records, which makes all bytes except the payloads."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -113,15 +113,15 @@ class ArchiveWriter:
         self._count = 0
 
     def add(self, name: bytes, body: bytes) -> None:
-        """Add a record with a body that the archive writer holds itself."""
+        """Add a record with its body."""
         self._local_header(name, zlib.crc32(body), len(body), align=False)
         self._pending += body
         self._position += len(body)
 
     def add_payload(self, name: bytes, nbytes: int) -> bytes:
-        """Add a record for a payload kept elsewhere. Returns the bytes between the payload before it and this one."""
-        # CRC32 stays 0 here: torch's reader does not check it, and computing it would be a second pass over every byte
-        # without benefit, as the CRC32C of each block is in the metadata and checked at load.
+        """Add a record without its payload. Returns the bytes between the previous payload and this one."""
+        # CRC32 stays 0 until `trailer` gets it. Item frames leave it 0: torch's reader does not check it, loads check
+        # the CRC32C of each block in the metadata, and a CRC32 would cost a second pass over every byte.
         self._payloads.append(len(self._directory) + _CRC_AT)
         self._local_header(name, 0, nbytes, align=True)
         head = bytes(self._pending)
@@ -141,7 +141,7 @@ class ArchiveWriter:
         if align:
             unpadded = offset + LOCAL_HEADER.size + len(path) + len(zip64) + _PADDING_HEAD.size
             padding = -unpadded % ALIGNMENT
-            # "FB" is the extra field in which PyTorch's own writer pads.
+            # PyTorch's own writer also pads in an extra field "FB".
             extra += _PADDING_HEAD.pack(b"FB", padding) + b"Z" * padding
         header = LOCAL_HEADER.pack(MAGIC, version, _UTF8_NAMES, 0, 0, 0, crc, short, short, len(path), len(extra))
         header += path + extra
@@ -167,8 +167,8 @@ class ArchiveWriter:
         for at, crc in zip(self._payloads, crcs, strict=bool(crcs)):
             _CRC.pack_into(directory, at, crc)
         body, end_of_body = bytes(self._pending), self._position
-        # The choice between the two end records depends on the directory's offset, which padding moves by < ALIGNMENT.
-        # Deciding with the largest possible offset is always correct and avoids a circular dependency.
+        # zip64 end records are needed for a high offset of the directory, but their size moves that offset, through the
+        # padding. Deciding by the highest possible offset avoids the circle: zip64 records are always valid.
         needs_zip64 = end_of_body + ALIGNMENT >= _ZIP32_LIMIT or self._count >= _ZIP16_LIMIT
         end_size = _END.size + (_END64.size + _END64_LOCATOR.size if needs_zip64 else 0)
         gap = -(end_of_body + len(self._directory) + end_size) % ALIGNMENT
@@ -211,7 +211,7 @@ def _integers(numbers: Sequence[int]) -> bytes:
 
 
 def number_opcode(number: int) -> bytes:
-    """Encode the opcode that pushes a number, which is not negative."""
+    """Return the pickle opcode that pushes `number`, 0 or more."""
     if number < 1 << 8:
         return b"K%c" % number
     if number < 1 << 16:
@@ -223,7 +223,7 @@ def number_opcode(number: int) -> bytes:
 
 
 def _rebuilders() -> dict[torch.dtype, tuple[bytes, bytes, int, bytes]]:
-    """Map each dtype to: rebuild function, storage class, storage units per element, and the end of the arguments."""
+    """Map each dtype to its rebuild function, storage class, storage units per element, and last argument."""
     table = {}
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
         name = str(dtype).removeprefix("torch.")
@@ -239,4 +239,4 @@ def _rebuilders() -> dict[torch.dtype, tuple[bytes, bytes, int, bytes]]:
 _REBUILDERS = _rebuilders()
 
 FRAMEABLE = frozenset(_REBUILDERS)
-"""Dtypes of the tensors that `tensor_frame` can frame."""
+"""Dtypes that `tensor_frame` supports."""

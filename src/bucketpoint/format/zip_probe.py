@@ -1,7 +1,7 @@
-"""Search for the raw payload in the first bytes of an untrusted torch.save frame. Nothing is ever executed.
+"""Parser that finds the raw payload in the first bytes of an untrusted torch.save frame, without executing anything.
 
-Only the common case is understood: one dense tensor (or Parameter) over one storage in a stored zip. For anything else
-the result is None, and the reader fetches the whole item for torch.load.
+It supports a simple frame: one dense tensor (or Parameter) over one storage in an uncompressed zip. For anything else
+the result is None, and the reader fetches the whole item.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from bucketpoint.format.pickles.torch_names import STORAGE_TYPE_NAMES
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 
 PROBE_BYTES = 4096
-"""First bytes of a frame that suffice to probe it. The headers of torch.save take about 700 for any tensor."""
+"""Number of first bytes that suffice to probe a frame. The headers of torch.save take about 700 for any tensor."""
 
 STORAGE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, dtype): name for name, dtype in STORAGE_TYPE_NAMES.items() if not dtype.startswith("q")
 }
-"""The dtypes that pickle by the name of a typed storage, without the quantised ones, which have no frame. Newer dtypes
-pickle as an untyped storage and the dtype's name."""
+"""Typed storage class with which each dtype is pickled. Quantised dtypes are left out, as they have no frame. Newer
+dtypes are pickled with an untyped storage and the dtype's name."""
 
 _DESCRIPTORS = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 _ENCRYPTED = 0x1
@@ -34,7 +34,7 @@ _ZIP32_LIMIT = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class ProbedFrame:
-    """Position of a frame's payload, and layout of the tensor in it. Stride and storage offset count elements."""
+    """Position of a frame's payload, and layout of the tensor in it. Stride and storage offset are in elements."""
 
     payload_offset: int
     payload_nbytes: int
@@ -45,9 +45,9 @@ class ProbedFrame:
 
 
 def probe_frame(head: bytes | bytearray | memoryview) -> ProbedFrame | None:
-    """Locate the payload by the first bytes of a frame. None if the frame is not of the simple kind.
+    """Locate the payload in the first bytes of a frame; None if the frame is not a simple one.
 
-    A frame without a byteorder record before its payload is taken as little-endian, which is what torch.load assumes.
+    A frame without a byteorder record before its payload is read as little-endian, as torch.load does.
 
     Args:
         head: the first `PROBE_BYTES` of the frame, or all of a shorter one. Further bytes are ignored.
@@ -59,7 +59,7 @@ def probe_frame(head: bytes | bytearray | memoryview) -> ProbedFrame | None:
 
 
 class _NotSimpleError(Exception):
-    """Raised if the bytes are not a frame, or a frame that needs torch.load."""
+    """Raised for bytes that are not a simple frame."""
 
 
 def _probe(head: bytes) -> ProbedFrame | None:
@@ -87,7 +87,7 @@ def _probe(head: bytes) -> ProbedFrame | None:
 
 
 def _tensor(body: bytes) -> tuple[torch.Tensor, str, int]:
-    """Interpret a data.pkl. Returns its tensor, on the meta device, and key and length of the storage."""
+    """Interpret a data.pkl. Returns its tensor on the meta device, and the key and length of the tensor's storage."""
     storages: dict[tuple[str, int], torch.UntypedStorage] = {}
 
     def storage(key: str, nbytes: int, location: str) -> torch.UntypedStorage:
@@ -100,14 +100,14 @@ def _tensor(body: bytes) -> tuple[torch.Tensor, str, int]:
     if len(storages) != 1 or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
         raise _NotSimpleError
     ((place, untyped),) = storages.items()
-    # A tensor over no storage of the frame has no bounds that were checked.
+    # A tensor outside of the frame's storage, such as a meta tensor, was not checked against the storage's bounds.
     if value.untyped_storage()._cdata != untyped._cdata:
         raise _NotSimpleError
     return value, *place
 
 
 class _Entry(NamedTuple):
-    """A local file header: start of the record's bytes, and their number if the header states it."""
+    """A local file header: name, start of the record's bytes, and their number if the header states it."""
 
     name: str
     start: int
@@ -121,7 +121,7 @@ def _end(entry: _Entry, head: bytes) -> tuple[int, int]:
         if end > len(head):
             raise _NotSimpleError
         return end, end
-    # Only the descriptor behind the record states its size.
+    # The size of this record is only in the data descriptor that follows it.
     position = head.find(b"PK\x07\x08", entry.start)
     while position >= 0:
         for layout in _DESCRIPTORS:

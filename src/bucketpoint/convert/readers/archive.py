@@ -1,6 +1,6 @@
-"""Reader of torch.save archives in place: positions of the storages, and the objects around them without tensor data.
+"""Reader of torch.save archives that finds the positions of the storages, and makes the objects without tensor data.
 
-A pickle is interpreted, never run, unless it is trusted.
+The pickle is interpreted and never executed, except with `trusted`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from bucketpoint.format.zip_probe import STORAGE_NAMES
 from bucketpoint.transfer.pieces import for_each
 
 MAX_EXPANDED_BYTES = 256 << 20
-"""Limit for a written-out tensor that repeats elements (`expand`): a few bytes of a file could become any number."""
+"""Limit on the written size of a tensor that repeats elements (`expand`): a few bytes could become any number."""
 
 _FEW = 8
 _DTYPE_OF = {name: dtype for dtype, name in STORAGE_NAMES.items()}
-# Classes of DTensor's parts are in this module. Building them would require process groups that do not exist here.
+# Package of DTensor's classes. Their instances would require process groups, which do not exist here.
 _DISTRIBUTED = "torch.distributed"
 
 
 @dataclass(frozen=True)
 class ArchiveRecord:
-    """A stored file of an archive: offset of its first byte in the object, length, and CRC32 if there is one."""
+    """A record of an archive: offset of its first byte in the object, length, and CRC32 if the archive has any."""
 
     start: int
     nbytes: int
@@ -56,11 +56,11 @@ class Archive:
 
 
 def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archive | None:
-    """Open the archive in bytes `[start, stop)` of an object; None if those do not begin as an archive.
+    """Open the archive in bytes `[start, stop)` of an object; None if the bytes do not begin like an archive.
 
     Raises:
         MetadataError: the archive is malformed, or was not written by torch.save.
-        CorruptDataError: the pickle has another CRC32 than was written.
+        CorruptDataError: the pickle has another CRC32 than at save.
     """
     if stop - start < len(MAGIC) or bytes(source.take(key, start, len(MAGIC))) != MAGIC:
         return None
@@ -69,7 +69,7 @@ def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archiv
             entries = archive.infolist()
     except DAMAGED as error:
         raise _malformed(source, key, f"its directory cannot be read: {error}") from None
-    # torch writes zero for all CRC32s after `set_crc32_options(False)`. A single zero may be damage, so it is checked.
+    # After `set_crc32_options(False)`, torch writes 0 as every CRC32. A single 0 may be damage, so it is checked.
     has_crc = any(entry.CRC for entry in entries)
     wanted: dict[str, zipfile.ZipInfo] = {}
     for entry in entries:
@@ -124,7 +124,7 @@ class Skeleton:
 
     Args:
         loaded: keys of storages whose bytes are read.
-        trusted: run the pickle, whatever it names.
+        trusted: unpickle whatever the pickle names.
 
     Raises:
         UnsafeDataError: the pickle names something outside the allow-list.

@@ -1,4 +1,4 @@
-"""A committed DCP checkpoint as a source: ours, or one of torch's writers or s3torchconnector.
+"""Reader of a folder of safetensors, or of a DCP checkpoint of bucketpoint, torch's writers or s3torchconnector.
 
 Frames of other writers are parsed with a few small reads each, so that their elements can be streamed.
 """
@@ -55,7 +55,7 @@ def read_dcp(
     exclude: str | Iterable[str] = (),
     trusted: bool = False,
 ) -> Source:
-    """Plan the reading of a checkpoint. Bytes items that are not excluded are read, and checked against the allow-list.
+    """Plan the reading of a checkpoint. Items other than tensors are read, and checked against the allow-list.
 
     Args:
         prefix: put before each key if the checkpoint is a folder of safetensors.
@@ -77,7 +77,7 @@ def read_dcp(
     for_each(saved.items, read, source.options)
     _check_complete(saved, payloads)
     record = saved.record
-    # Without bucketpoint's own attributes: those describe the place where the source lies.
+    # `replace` drops bucketpoint's attributes, which describe the source's objects.
     metadata = dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None)
     if saved.is_safetensors and prefix:
         state = {prefix + fqn: entry for fqn, entry in metadata.state_dict_metadata.items()}
@@ -106,7 +106,7 @@ def _check_complete(saved: SavedCheckpoint, payloads: dict[MetadataIndex, Payloa
 
 
 class _Reading:
-    """Shared state while all items are looked at, on several threads."""
+    """State that is shared by the threads that inspect the items."""
 
     def __init__(self, source: SourceBytes, saved: SavedCheckpoint, trusted: bool) -> None:
         self._source = source
@@ -153,7 +153,7 @@ class _Reading:
         tensor: Any = None if skeleton is None else skeleton.root
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if skeleton is None or not plain or tensor.is_quantized:
-            # Passed on unchanged, so all of it is checked: another reader may find other records in the archive.
+            # Check all bytes, which are passed on unchanged: another reader may find other records in the archive.
             with self._pool.lease(info.length) as raw:
                 self._source.read(key, info.offset, raw)
                 self._judge(fqn, raw)
@@ -187,7 +187,7 @@ class _Reading:
     def _judge(self, fqn: str, data: bytes | memoryview) -> None:
         """Check an item against the allow-list.
 
-        Nothing is unpickled here, but readers will trust the converted item as the work of whoever converted it.
+        The conversion does not unpickle the item, but readers of the result will trust it as they trust the writer.
         """
         if self._trusted:
             return

@@ -1,4 +1,4 @@
-"""A file of torch.save as a source: tensors are streamed from their place, everything else becomes bytes items."""
+"""Reader of a file of torch.save: tensors are streamed from their positions, other values are serialized again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format.nested_values import RepetitionError, nested_values
 
 MAX_LOADED_BYTES = 64 << 20
-"""Limit on tensors inside of values that are neither dictionary nor list: they are held in memory.
-
-Weights never lie there.
-"""
+"""Limit on the bytes of tensors inside of tuples and other objects (never weights), which are held in memory."""
 
 _MOST_DEPTH = 200
 
@@ -30,12 +27,12 @@ _MOST_DEPTH = 200
 def read_torch(
     source: SourceBytes, key: str, url: str, *, exclude: str | Iterable[str] = (), trusted: bool = False
 ) -> Source:
-    """Plan the reading of a file of torch.save. Only the archive's directory and its pickle are read.
+    """Plan the reading of a file of torch.save. Of tensors, only those inside of tuples and other objects are read.
 
     Raises:
-        MetadataError: the file is no archive, or a damaged one.
+        MetadataError: the file is not an archive, or is damaged.
         UnsafeDataError: the pickle names something outside the allow-list.
-        MismatchError: the file holds no dictionary, or tensors that are not plain.
+        MismatchError: the file does not contain a dictionary, or contains tensors that are not plain.
     """
     archive = open_archive(source, key, 0, source.look(key).size)
     if archive is None:
@@ -77,7 +74,7 @@ def read_torch(
 
 
 def _check_repetition(root: Any, url: str) -> None:
-    """Refuse dictionaries and lists that nest very deeply, or occur in so many places that DCP would never end."""
+    """Refuse dictionaries and lists that nest very deeply, or in which DCP would find too many values."""
     try:
         fits = all(depth <= _MOST_DEPTH or _parts(value) is None for value, depth in nested_values(root, _parts))
     except RepetitionError:
@@ -112,7 +109,7 @@ def _saved(value: Any) -> bytes:
 
 
 def _storages_in(values: Iterable[Any], skeleton: Skeleton) -> set[str]:
-    """Return the storages of tensors inside of the values that become bytes items."""
+    """Return the keys of the storages of tensors inside of `values`."""
     finder = _Finder(skeleton)
     for value in values:
         finder.dump(value)

@@ -1,7 +1,4 @@
-"""A checkpoint of bucketpoint as a target, laid out and committed as a save of one rank. Torch's own readers read it.
-
-Items keep the chunks in which they were saved.
-"""
+"""Writer of a checkpoint of bucketpoint, laid out and committed like a save of one rank. Tensors keep their chunks."""
 
 from __future__ import annotations
 
@@ -47,16 +44,16 @@ def plan_bucketpoint(
     overwrite: bool,
     log: SaveLog | None,
 ) -> TargetLayout:
-    """Lay out a checkpoint as our writer does: model and optimizer apart, names with this attempt's token, one commit.
+    """Plan the objects of a checkpoint as a save does: one group each for model and optimizer, keys with the token.
 
-    With `overwrite` it may replace the commit that is there now, but none that appears later.
+    With `overwrite`, the commit may replace the commit that exists now, but not one that appears later.
     """
     seen = prior_commit(place.store, place.prefix, keys.METADATA) if overwrite else None
     described = source.metadata.state_dict_metadata
     tensors = {fqn for fqn, entry in described.items() if isinstance(entry, TensorStorageMetadata)}
     items = [
         WriteItem(index, WriteItemType.TENSOR if index.fqn in tensors else WriteItemType.BYTE_IO)
-        # Items that are read together lie together in the target.
+        # Sorted by position in the source, so that items that are read together lie together in the target.
         for index, _ in sorted(source.payloads.items(), key=lambda item: item[1].place)
     ]
     names, shapes = ObjectNames("", token, 0), ChunkShapes(source.metadata)
@@ -79,7 +76,7 @@ def plan_bucketpoint(
             log=log,
             facts=facts,
             seen=seen,
-            # Objects of an interrupted conversion may be old, and a sweep may take them for dead: the fence decides.
+            # A sweep may delete old objects of an interrupted conversion. The fence then prevents the commit.
             fence=AttemptFence(place.store, place.prefix, LONG_AGO),
         )
         results = [result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)]
@@ -90,7 +87,7 @@ def plan_bucketpoint(
 
 
 def _item_bytes(item: WriteItem, payload: Payload, source: Source, filling: Filling, shapes: ChunkShapes) -> ItemBytes:
-    """Return an item with segments that are fetched when they are sent."""
+    """Return an item with segments whose bytes are fetched when they are sent."""
     entry, shape = source.metadata.state_dict_metadata[item.index.fqn], shapes.of(item.index)
     body = filling.segment(payload)
     if not isinstance(entry, TensorStorageMetadata) or shape is None or payload.opaque:

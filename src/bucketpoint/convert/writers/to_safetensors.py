@@ -1,4 +1,4 @@
-"""Safetensors as a target, in Hugging Face's layout: `model.safetensors`, or numbered files and their index."""
+"""Writer of safetensors in Hugging Face's layout: `model.safetensors`, or numbered files and their index."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def plan_safetensors(
     file: str = "",
     digest: str = "",
 ) -> TargetLayout:
-    """Lay all tensors out in files. Items other than tensors are left out.
+    """Plan the files of all tensors. Items other than tensors are left out.
 
     Args:
-        names: names in the files of the keys to write.
+        names: for each key to write, its name in the files.
         file: name of the one file to write; empty for the names of Hugging Face's layout.
-        digest: digest of the conversion, which the index and the files note.
+        digest: digest of the conversion, stored in the index and the files' headers.
 
     Raises:
-        MismatchError: no tensor is left, a tensor has a dtype or a key that safetensors cannot hold, or one file is too
-            small for all.
+        MismatchError: no tensor is left, a tensor has a dtype or a key that safetensors cannot hold, or the tensors do
+            not fit into the one file.
     """
     left_out = [
         fqn
@@ -90,7 +90,7 @@ def plan_safetensors(
     objects = [_file(name, shard, filling, noted) for name, shard in zip(files, shards, strict=True)]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
-        # A single file needs no commit: its upload makes it appear whole or not at all.
+        # A single file needs no commit: its upload makes it visible only as a whole.
         if len(shards) > 1:
             request = Commit(place.store, place.prefix, place.url, "", INDEX_NAME, overwrite=False)
             put_commit(request, _index(files, shards, digest))
@@ -99,7 +99,7 @@ def plan_safetensors(
 
 
 def _file(name: str, shard: Sequence[WholeTensor], filling: Filling, noted: Mapping[str, str]) -> ObjectSource:
-    # The widest elements first, as the library does: then every tensor is aligned to its element size.
+    # Widest elements first, as in the safetensors library, so that every tensor is aligned to its element size.
     ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
     entries, position = [], 0
     for tensor in ordered:

@@ -1,6 +1,6 @@
-"""One file of torch.save as a target: the nested state as it was before DCP flattened it.
+"""Writer of one file of torch.save, with the nested state as it was before DCP flattened it.
 
-The pickle is made here, and refers to the tensors' bytes as torch.save does. Only the pickle is held in memory.
+The pickle refers to the tensors' bytes as torch.save's does. Only the pickle is held in memory.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from bucketpoint.format.zip_probe import STORAGE_NAMES
 from bucketpoint.transfer import ObjectSource, Segment
 from bucketpoint.transfer.checksum import CrcAccumulator
 
-_PROTOCOL = 2  # torch.save's own
+_PROTOCOL = 2  # that of torch.save
 
 
 def plan_torch(source: Source, filling: Filling, name: str, *, trusted: bool = False) -> TargetLayout:
-    """Lay the whole state out in one file.
+    """Plan one file with the whole state.
 
     Args:
-        trusted: load items other than tensors, whatever they name.
+        trusted: unpickle items other than tensors, whatever they name.
 
     Raises:
         UnsafeDataError: an item names something outside the allow-list.
         MismatchError: a tensor is not stored as plain elements.
-        MetadataError: the metadata has an impossible path in the state for an item.
+        MetadataError: the metadata has an impossible path in the nested state for an item.
     """
     tensors = {tensor.fqn: tensor for tensor in whole_tensors(source)}
     fqns = source.metadata.state_dict_metadata
@@ -63,17 +63,17 @@ def plan_torch(source: Source, filling: Filling, name: str, *, trusted: bool = F
     nbytes = len(archive.trailer())
 
     def trailer(start: int, out: memoryview) -> None:
-        # With the payloads' CRC32: torch does not check it, but other tools do.
+        # Includes the payloads' CRC32, which torch does not check, but other tools do.
         out[:] = archive.trailer([crc.total() for crc in sums])[start : start + len(out)]
 
     parts.append(Segment(nbytes, fill=trailer, late=True))
-    # A single file needs no commit: its upload makes it appear whole or not at all.
+    # A single file needs no commit: its upload makes it visible only as a whole.
     return TargetLayout([with_checksums(ObjectSource(name, parts))], lambda uploaded: None, tensors=len(tensors))
 
 
 @dataclass(frozen=True)
 class _ArchiveStorage:
-    """Storage of a tensor in the pickle: pickled as a persistent id."""
+    """Storage of a tensor, pickled as a persistent id."""
 
     key: str
     kind: Any
@@ -85,7 +85,7 @@ def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
     payload = source.payloads[MetadataIndex(fqn)]
     data = bytearray(payload.nbytes)
     filling.fill(payload, 0, memoryview(data))
-    # Checked again on the bytes read now: not every store guarantees that they are the bytes checked at the first read.
+    # Check again, because not every store guarantees that these bytes are those checked at the first read.
     try:
         if trusted:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
@@ -103,7 +103,7 @@ def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
 
 
 def _watched(segment: Segment, crc: CrcAccumulator) -> Segment:
-    """Return the same segment with a `fill` that also records the checksum of each piece."""
+    """Return the segment with a `fill` that also adds each piece to `crc`."""
     if segment.fill is None:
         assert segment.data is not None
         crc.take(0, segment.data)
@@ -118,7 +118,7 @@ def _watched(segment: Segment, crc: CrcAccumulator) -> Segment:
 
 
 class _ArchivePickler(pickle.Pickler):
-    """Pickler that refers to tensors as torch.save does, and collects their segments by storage key."""
+    """Pickler that refers to tensors as torch.save's does, and collects their segments by storage key."""
 
     def __init__(self, file: io.BytesIO, filling: Filling) -> None:
         super().__init__(file, protocol=_PROTOCOL)

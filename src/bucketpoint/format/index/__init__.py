@@ -1,1 +1,1 @@
-"""The index beside a large `.metadata`: the same content in columns."""
+"""The index: an object beside a large `.metadata`, with the same content in columns."""

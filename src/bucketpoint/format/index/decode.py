@@ -1,4 +1,4 @@
-"""Decoder of an index: columns of numbers in memory, checked once, from which single items are looked up."""
+"""Decoder of an index to columns of numbers, which are checked once and from which single items are looked up."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 
 PARTS = ("structure", "mappings", "columns", "facts", "checksums")
 HEAD = struct.Struct("<8sQ8x" + "QQ" * len(PARTS) + "16x")
-"""Magic, number of items, then for each part its stored and its uncompressed size. The padding is zeros."""
+"""Magic, number of items, then stored and uncompressed size of each part. The padding is zeros."""
 
 LARGEST_RATIO = 64
-"""Limit: no part is larger than this many times the index plus 1 MiB, so that a hostile index cannot exhaust memory."""
+"""Limit on a part: this multiple of the index's size, plus 1 MiB, so that a hostile index cannot exhaust memory."""
 
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
@@ -37,16 +37,16 @@ _CODES: dict[torch.dtype, Any] = {torch.int8: "b", torch.int16: "h", torch.int32
 
 
 def largest_part(nbytes: int) -> int:
-    """Return the size limit for a part of an index of this many bytes."""
+    """Return the limit on the uncompressed size of a part of an index of `nbytes` bytes."""
     return LARGEST_RATIO * nbytes + (1 << 20)
 
 
 class Index:
-    """Content of an index. It pickles as the index's bytes.
+    """Content of an index, pickled as the index's bytes. A slot is an item's number among all items.
 
     Attributes:
         names: names of the entries, in order.
-        counts, first: for each entry the number of its chunks, and the slot of the first of them.
+        counts, first: number of chunks of each entry, and slot of its first chunk.
         overlaps: True if the chunks of a tensor have more elements than the tensor.
     """
 
@@ -73,16 +73,16 @@ class Index:
         return Index, (self._data,)
 
     def _content(self, name: str) -> bytes:
-        """Decompress a part. Raises MetadataError unless the content has exactly the stated size."""
+        """Decompress a part. Raises MetadataError unless its content has the stated size."""
         stored, size = self._parts[name]
         machine = zlib.decompressobj()
-        # Allow one byte more than stated: a stream that continues beyond its size is then noticed.
+        # Allow one more byte than stated, to detect a stream that is longer.
         content = machine.decompress(stored, size + 1)
         _require(machine.eof and not machine.unused_data and len(content) == size, name)
         return content
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts of one save: objects, `storage_meta`, `version` and the rest of bucketpoint's part."""
+        """Return the facts of the save: objects, `storage_meta`, `version` and other facts of bucketpoint."""
         told: dict[str, Any] = json.loads(self._content("facts"))
         return told
 
@@ -102,7 +102,7 @@ class Index:
         kinds, dims, counts = (decoder.column(total) for _ in range(3))
         _require(bool(((kinds >= 0) & (kinds <= len(self._properties))).all()), "kinds")
         _require(bool(((dims >= 0) & (dims <= _MAX_DIMS)).all()), "dimensions")
-        # Names and numbers may be compressed, but each item has a checksum, and each tensor an item.
+        # Limit by the number of items: each takes 4 bytes of checksum, while compressed columns could claim any size.
         _require(int(dims.sum()) <= _MAX_DIMS * (items + _FREE_ENTRIES), "dimensions")
         _require(fits(dims, counts), "dimensions")
         _require(bool(((counts >= 0) & (counts <= items)).all()) and int(counts.sum()) == items, "counts")
@@ -116,10 +116,10 @@ class Index:
         self.first_box = _array(torch.cumsum(counts * dims, 0) - counts * dims)
         self.first_size = _array(torch.cumsum(dims, 0) - dims)
         self._offset_column, self._size_column = Column(self.offsets), Column(self.sizes)
-        # From here on, drop each column once it is not needed: all of them together take more memory than the result.
+        # From here on, drop each column after its last use: all of them together take more memory than the result.
         entries = Segments.of(counts)
         expected = payload_sizes(self.sizes, kinds, dims, entries, itemsizes)
-        # As floats: a sum of integers could overflow.
+        # In floats, because a sum of integers could overflow.
         volumes = torch.zeros(total, dtype=torch.float64, device=CPU).index_add_(0, entries.owner, expected.double())
         self.overlaps = bool((volumes > nbytes * (1 + 1e-9))[kinds != 0].any())
         del volumes, nbytes
@@ -154,10 +154,10 @@ class Index:
         self._at = Column(offsets)
         self._lengths = Column(lengths)
 
-    # -- what DCP asks for --------------------------------------------------------------------------------------------
+    # -- lookups for DCP's mappings -----------------------------------------------------------------------------------
 
     def properties(self, number: int) -> TensorProperties | None:
-        """Return the properties of a tensor; None for an entry of bytes."""
+        """Return the properties of a tensor; None for an entry that is not a tensor."""
         kind = self.kinds[number]
         if kind == 0:
             return None
@@ -166,18 +166,17 @@ class Index:
         return properties
 
     def shape(self, number: int) -> torch.Size:
-        """Return the shape of the whole tensor."""
         first = self.first_size[number]
         return torch.Size(self.shapes[first : first + self.dims[number]])
 
     def boxes(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return offsets and sizes of an entry's chunks: int64, of shape (dimensions, chunks)."""
+        """Return offsets and sizes of an entry's chunks, as int64 of shape (dimensions, chunks)."""
         first, shape = self.first_box[number], (self.dims[number], self.counts[number])
         stop = first + shape[0] * shape[1]
         return self.offsets[first:stop].reshape(shape).long(), self.sizes[first:stop].reshape(shape).long()
 
     def cut(self) -> list[int]:
-        """Return the numbers of the tensors that are not one chunk of the whole shape."""
+        """Return the numbers of the tensors that are not stored as one whole chunk."""
         kinds, dims, counts, shapes = map(over, (self.kinds, self.dims, self.counts, self.shapes))
         first_box, first_size = over(self.first_box), over(self.first_size)
         cut = counts != 1
@@ -194,7 +193,7 @@ class Index:
         return tuple([self._offset_column[at] for at in places]), tuple([self._size_column[at] for at in places])
 
     def find(self, number: int, offset: Sequence[int], hint: int | None) -> int | None:
-        """Return the number of the entry's chunk that begins at `offset`, or None."""
+        """Return the number of the chunk that begins at `offset` in entry `number`, or None."""
         wanted, dims = tuple(offset), self.dims[number]
         if len(wanted) != dims:
             return None
@@ -205,7 +204,7 @@ class Index:
         return int(matches[0]) if len(matches) else None
 
     def slot(self, index: Any) -> int | None:
-        """Return the slot (the number among all items) of the item that DCP's index names, or None."""
+        """Return the slot of an item by its DCP index, or None."""
         if not isinstance(index, MetadataIndex):
             return None
         number = self.numbers.get(index.fqn)
@@ -217,7 +216,7 @@ class Index:
         return None if chunk is None else self.first[number] + chunk
 
     def info(self, slot: int) -> _StorageInfo:
-        """Return DCP's description of an item's position, with bucketpoint's attributes."""
+        """Return the `_StorageInfo` of an item, with bucketpoint's attributes."""
         info = object.__new__(_StorageInfo)
         values = vars(info)
         values["relative_path"] = self._paths[self._objects[slot]]
@@ -234,7 +233,7 @@ class Index:
         return info
 
     def indices(self) -> Iterator[MetadataIndex]:
-        """Yield DCP's indices of all items, slot by slot."""
+        """Yield the DCP index of each item, slot by slot."""
         for number, name in enumerate(self.names):
             for chunk in range(self.counts[number]):
                 hint: int | None = self._hints[self.first[number] + chunk]
@@ -261,13 +260,13 @@ class Column:
 
 
 def _parts(data: bytes) -> tuple[dict[str, tuple[memoryview, int]], int]:
-    """Return stored bytes and uncompressed size of each part, none larger than allowed; and the number of items."""
+    """Return stored bytes and checked uncompressed size of each part, and the number of items."""
     if len(data) < HEAD.size or not is_index(data):
         raise MetadataError("The object is not an index, or is cut off")
     _, items, *sizes = HEAD.unpack_from(data)
     _require(sum(sizes[::2]) + HEAD.size == len(data), "length")
     _require(all(size <= largest_part(len(data)) for size in sizes[1::2]), "size")
-    # Every item has a stored checksum, so a hostile head cannot claim more items than the data has bytes for.
+    # Checksums are not compressed, so a hostile head that claims more items than the data has bytes for is refused.
     _require(4 * items <= len(data), "number of items")
     parts, at = {}, HEAD.size
     for name, stored, size in zip(PARTS, sizes[::2], sizes[1::2], strict=True):
@@ -288,7 +287,7 @@ def _properties(dtype: Any, layout: Any, requires_grad: Any, memory_format: Any,
 def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Tensor) -> torch.Tensor:
     """Check the shapes, and return the bytes of each tensor as float64."""
     _require(bool((shapes >= 0).all()), "shapes")
-    # As floats: a product of integers could overflow and come out below the limit.
+    # In floats, because a product of integers could overflow to a number below the limit.
     nbytes, first = itemsizes.double(), torch.cumsum(dims, 0) - dims
     for axis in range(int(dims.max()) if len(dims) else 0):
         has = dims > axis
@@ -308,7 +307,7 @@ def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torc
     if isinstance(guess, torch.Tensor):
         sizes = guess.add_(sizes)
     _require(bool((sizes >= 0).all()), "sizes of chunks")
-    # Subtract one after the other, as a sum could overflow.
+    # Two subtractions, because the sum of offset and size could overflow.
     room = shapes.index_select(0, axes.owner)
     room -= offsets
     _require(bool((room >= 0).all()), "chunks outside of their tensors")
@@ -318,7 +317,7 @@ def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torc
 
 
 def _offsets(objects: torch.Tensor, between: torch.Tensor, lengths: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Compute the offset of each item: after the item before it in the same object. `order` sorts items by object."""
+    """Compute each item's offset from the gap to the preceding item of its object; `order` is sorted by object."""
     mine = objects[order]
     firsts = torch.nonzero(mine != torch.roll(mine, 1)).reshape(-1)
     if not len(firsts):

@@ -1,4 +1,4 @@
-"""Columns that an index omits because they follow from others: writer and reader compute them with the same code."""
+"""Columns that an index omits: its writer and its reader compute them from other columns with the same code."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import torch
 from bucketpoint.format.index.int_columns import CPU, Segments
 
 BYTES_ENTRY = 0
-"""The kind of entries that are not tensors."""
-
+"""Kind of the entries that are not tensors."""
 
 MOST_DIMS = 4
-"""Most dimensions of a chunk, on average, in an index of many items. A decoder takes 25 bytes for each dimension."""
+"""Limit on the average dimensions of a chunk in a large index. A decoder takes 25 bytes for each dimension."""
 
 _FREE_DIMS = 1 << 18
 
 
 def fits(dims: torch.Tensor, counts: torch.Tensor) -> bool:
-    """Return True if the chunks have so few dimensions that decoding them takes little memory for an item's bytes."""
-    # As floats: hostile counts could overflow.
+    """Return True if the chunks have few enough dimensions, so that decoding needs little memory per item."""
+    # In floats, because sums of hostile integers could overflow.
     return float((dims.double() * counts).sum()) <= MOST_DIMS * float(counts.sum()) + _FREE_DIMS
 
 
 def payload_sizes(
     sizes: torch.Tensor, kinds: torch.Tensor, dims: torch.Tensor, entries: Segments, itemsizes: torch.Tensor
 ) -> torch.Tensor:
-    """Return the bytes of each item's elements; -1 for items that are not tensors."""
+    """Return the size of each item's elements in bytes; -1 for items that are not tensors."""
     counts, owner = entries.counts, entries.owner
     nbytes = torch.where(kinds == BYTES_ENTRY, -1, itemsizes).index_select(0, owner)
     first = torch.cumsum(counts * dims, 0) - counts * dims
@@ -44,7 +43,7 @@ def count_blocks(blocks: torch.Tensor, payloads: torch.Tensor, lengths: torch.Te
 
 
 def gaps(objects: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the bytes between an item and the one before it in the same object, in the order of the slots."""
+    """Return, slot by slot, the bytes between an item and the preceding item in the same object."""
     order = torch.argsort(objects, stable=True)
     ends = torch.roll((offsets + lengths)[order], 1)
     mine = objects[order]
@@ -55,15 +54,14 @@ def gaps(objects: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) ->
 def table_places(
     objects: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, nbytes: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Place the tables of checksums in their objects: after the last item, one after the other in the order of slots.
+    """Return the expected positions of the tables of checksums: after an object's last item, in the order of slots.
 
     Args:
         nbytes: size of each slot's table.
-        order: sorts the slots by object.
+        order: slots sorted by object.
 
     Returns:
-        For each slot the start of its table, relative to the first table of the object; and for each object the start
-        of the first table.
+        Start of each slot's table, relative to the object's first table; and start of each object's first table.
     """
     ends = torch.zeros(int(objects.max()) + 1 if len(objects) else 0, dtype=torch.int64, device=CPU)
     ends.scatter_reduce_(0, objects.long(), offsets + lengths, "amax")
@@ -78,7 +76,7 @@ def table_places(
 
 
 def size_guess(kind: int, offsets: torch.Tensor, shapes: torch.Tensor, axes: Segments) -> torch.Tensor | int:
-    """Return the values that sizes are stored relative to: 0, or the distance to the start of the next chunk."""
+    """Return the guess that a writer subtracts from sizes: 0, or the distance to the start of the next chunk."""
     if kind == 0:
         return 0
     until, present = torch.roll(offsets, -1).long(), axes.counts > 0

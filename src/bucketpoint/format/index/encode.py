@@ -1,8 +1,8 @@
-"""Writer of the index beside a large `.metadata`: the same content in columns, at a few bytes a chunk.
+"""Encoder of an index: the content of a large `.metadata` in columns, at a few bytes per chunk.
 
-Layout: a head, then the parts. Names and kinds of the entries, the planner's paths to them, columns of numbers (all
-three the same at every save of one structure), facts of this save, and the raw checksum of each item. `decode.py` reads
-an index, `ref.py` finds one.
+An index is a head and five parts: names and kinds of the entries, the planner's paths of the entries, columns of
+numbers (these three are equal in every save of one structure), facts of this save, and the checksum of each item.
+`decode.py` reads an index; `ref.py` finds it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 SIZE_GUESSES = 2
 
 _UNSUITABLE = (UnsuitableError, AttributeError, TypeError, OverflowError)
-"""Errors of content of other types than DCP's own, which stays in `.metadata` alone."""
+"""Errors raised by content of other types than DCP's. No index is written for such metadata."""
 
 _STATE = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", INDEX_ATTRIBUTE}
 
@@ -55,9 +55,9 @@ class IndexTemplate:
     """An index without the facts and checksums of one save.
 
     Attributes:
-        parts: the compressed parts that stay the same, and their uncompressed sizes.
-        slots: index slot of the n-th item of the storage data.
-        objects: number of data objects in which the items lie.
+        parts: the compressed parts that are equal in every save, and their uncompressed sizes.
+        slots: for each item of the storage data, its slot (its number) in the index.
+        objects: number of data objects.
     """
 
     parts: tuple[tuple[bytes, int], ...]
@@ -73,13 +73,13 @@ class IndexTemplate:
         storage_meta: StorageMeta | None,
         version: tuple[str | None, ...],
     ) -> bytes | None:
-        """Encode the index of a save. None if the content does not fit the template.
+        """Encode the index of a save; None if the content does not fit the template.
 
         Args:
-            checksums: 4 bytes each, in the order of the storage data.
-            paths: paths of the objects, in the order in which the storage data names them.
-            bucketpoint: the attribute of that name in `.metadata`.
-            version: the attribute of that name, as a tuple of one; empty if the metadata has no such attribute.
+            checksums: CRC32C of each item in 4 bytes, in the order of the storage data.
+            paths: paths of the objects, in the order of their first items in the storage data.
+            bucketpoint: the attribute `bucketpoint` of `.metadata`.
+            version: the attribute `version` in a tuple; an empty tuple if the metadata has no such attribute.
         """
         if len(checksums) != 4 * len(self.slots) or len(paths) != self.objects:
             return None
@@ -97,13 +97,10 @@ class IndexTemplate:
 
 
 def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | None:
-    """Encode the index of metadata with storage data.
-
-    Args:
-        bucketpoint: the whole attribute of that name in `.metadata`.
+    """Encode the index of metadata with storage data; `bucketpoint` is the attribute of that name in `.metadata`.
 
     Returns:
-        None if the index cannot hold all of `.metadata`, because of other writers' types or items without checksums.
+        None if an index cannot represent the metadata, because of other writers' types or items without checksums.
     """
     try:
         items, columns = _columns_of(metadata.storage_data)
@@ -122,12 +119,12 @@ def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | 
 
 
 def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> IndexTemplate | None:
-    """Make the template of the indexes of all saves with items in these places, without an object for each item.
+    """Make an index template for all saves with items at the same positions, without an object for each item.
 
     Args:
-        metadata: its storage data does not matter.
-        items: those of each rank in `reported`, each of them once.
-        reported: columns of each rank; their checksums do not matter.
+        metadata: metadata, whose storage data is ignored.
+        items: items of all ranks in `reported`, each once.
+        reported: columns of each rank, whose checksums are ignored.
 
     Returns:
         None in the cases in which `encode_index` returns None.
@@ -158,7 +155,6 @@ def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Colum
 
 
 def _columns_of(storage_data: Any) -> tuple[IndexColumns, Columns]:
-    """Return keys and values of storage data as columns."""
     _require(type(storage_data) is dict and len(storage_data) > 0)
     for index, info in storage_data.items():
         transforms = info.transform_descriptors
@@ -173,7 +169,7 @@ def _columns_of(storage_data: Any) -> tuple[IndexColumns, Columns]:
 
 
 class _Entries:
-    """The state's entries, one column for each fact. Chunk boxes are in order of the axis, then of the chunk."""
+    """Entries of `state_dict_metadata` as columns. Offsets and sizes of chunks are sorted by axis, then by chunk."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         self.properties: dict[tuple[Any, ...], int] = {}
@@ -211,13 +207,13 @@ class _Entries:
         _require(type(requires_grad) is bool and type(pin_memory) is bool)
         names = (str(value).removeprefix("torch.") for value in (dtype, layout))
         fields = (*names, requires_grad, memory_format.value, pin_memory)
-        # A dtype that a reader would refuse by name stays in `.metadata`, which can be read with `trusted=True`.
+        # Readers refuse other dtypes by name. Such metadata is read only from `.metadata`, with `trusted=True`.
         _require(fields[0] in DTYPE_NAMES)
         return self.properties.setdefault(fields, len(self.properties) + 1)
 
 
 def _places(entries: dict[str, Any], table: _Entries, items: IndexColumns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slot of each item, in the order of the items; and DCP's hints, slot by slot."""
+    """Return the slot of each item, and DCP's hint of each slot."""
     firsts = dict(zip(entries, itertools.accumulate(table.counts, initial=0), strict=False))
     found: dict[str, dict[Any, int]] = {}
     slots, hints = array("q"), array("q")
@@ -247,7 +243,6 @@ def _places(entries: dict[str, Any], table: _Entries, items: IndexColumns) -> tu
 
 
 def _columns(table: _Entries, hints: torch.Tensor, layout: list[torch.Tensor], slots: torch.Tensor) -> bytes:
-    """Encode all columns of numbers."""
     chunk_offsets, chunk_sizes = over(table.offsets), over(table.sizes)
     kinds, dims, counts, shapes, itemsizes = (
         over(column) for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
@@ -284,7 +279,7 @@ def _columns(table: _Entries, hints: torch.Tensor, layout: list[torch.Tensor], s
 
 
 def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:
-    """Return DCP's paths of flattened names: as a list without names if they are the state's, in order."""
+    """Return DCP's paths of flattened names: as a list, if their names are those of the entries in the same order."""
     if planner_data is None:
         return None
     _require(type(planner_data) is dict)
@@ -323,7 +318,7 @@ def _facts(
         data = _json(document)
     except (TypeError, ValueError):
         return None
-    # A JSON round trip turns tuples into lists, and number keys into strings: such facts do not fit.
+    # JSON turns tuples into lists, and numbers as keys into text: refuse facts that would change.
     return data if json.loads(data)["bucketpoint"] == rest else None
 
 

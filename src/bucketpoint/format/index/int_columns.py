@@ -1,7 +1,7 @@
-"""Encoding of integer columns in few bytes: constants, one arithmetic progression per segment, and byte planes.
+"""Compact encoding of integer columns: constants, one arithmetic progression per segment, or byte planes.
 
-Chunk layouts are mostly arithmetic: offsets count up, sizes repeat, the last one is smaller. In other columns, bytes of
-the same significance lie together, so that the compressor that runs afterwards finds repetitions.
+Offsets and sizes of chunks are mostly arithmetic progressions: offsets grow evenly, sizes repeat, the last size is
+smaller. Byte planes (all lowest bytes, then all second bytes) give the compressor that runs afterwards repetitions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bucketpoint.errors import MetadataError
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 CPU = torch.device("cpu")
-"""Passed explicitly wherever a tensor is made: a model may be loaded under another default device."""
+"""Passed explicitly to every function that makes a tensor, because a user may have set another default device."""
 
 _CONSTANT, _PLANES, _DELTAS, _SEGMENTS = range(4)
 _CONSTANT_HEAD, _PLANES_HEAD = struct.Struct("<Bq"), struct.Struct("<BqB")
@@ -26,7 +26,7 @@ _LIMIT = 1 << 63
 
 
 def over(values: array[int]) -> torch.Tensor:
-    """View an int64 array as a tensor over the same memory. `torch.tensor` would convert it object by object."""
+    """Return a tensor over the memory of an int64 array. `torch.tensor` would convert it number by number."""
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64, device=CPU)
 
 
@@ -36,11 +36,11 @@ class UnsuitableError(ValueError):
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a column that belong to one tensor each.
+    """Segments of a column, one for each tensor.
 
     Attributes:
-        counts: int64, the length of each segment, in order.
-        owner: int64, one for each value: the number of its segment.
+        counts: int64 length of each segment.
+        owner: int64 number of the segment of each value.
     """
 
     counts: torch.Tensor
@@ -52,7 +52,7 @@ class Segments:
 
     @property
     def place(self) -> torch.Tensor:
-        """int64, one for each value: position in its segment. Not kept, as it takes as much memory as the values."""
+        """int64 position of each value in its segment. Not cached, as it takes as much memory as the values."""
         place = torch.arange(len(self.owner), device=CPU)
         place -= (torch.cumsum(self.counts, 0) - self.counts)[self.owner]
         return place
@@ -75,7 +75,7 @@ def encode(values: torch.Tensor) -> bytes:
 
 
 def encode_segments(values: torch.Tensor, segments: Segments) -> bytes:
-    """Encode a column whose segments are mostly arithmetic progressions, possibly with another last value."""
+    """Encode a column whose segments are mostly arithmetic progressions, except perhaps for the last value."""
     constant = _constant(values)
     if constant is not None:
         return constant
@@ -97,18 +97,14 @@ def encode_segments(values: torch.Tensor, segments: Segments) -> bytes:
 
 
 class Decoder:
-    """Reader of columns, in the order in which they were encoded.
-
-    Raises, in all methods:
-        MetadataError: the data breaks off, or is not of this form.
-    """
+    """Reader of columns in the order of their encoding. All methods raise MetadataError for malformed data."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         self._position = 0
 
     def column(self, count: int) -> torch.Tensor:
-        """Read `count` values as int64. Do not write to the result: a constant is one value, expanded."""
+        """Read `count` values as int64. Callers must not change the result, which may be one expanded value."""
         kind = self._peek()
         if kind == _CONSTANT:
             return self._constant(count)
@@ -132,7 +128,7 @@ class Decoder:
         return values.cumsum_(0) if kind == _DELTAS else values
 
     def segmented(self, segments: Segments) -> torch.Tensor:
-        """Read a column that `encode_segments` made. Do not write to the result, as with `column`."""
+        """Read a column that `encode_segments` made. Callers must not change the result, as with `column`."""
         if self._peek() == _CONSTANT:
             return self._constant(len(segments.owner))
         if self._take(1)[0] != _SEGMENTS:
@@ -180,7 +176,7 @@ class Decoder:
 
 
 def narrow(values: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers in the narrowest dtype that holds them all."""
+    """Return the same numbers in the narrowest dtype, or as one expanded value if all are equal."""
     if not len(values):
         return values
     if values.stride() == (0,):
@@ -195,14 +191,14 @@ def narrow(values: torch.Tensor) -> torch.Tensor:
 
 
 def _some(values: torch.Tensor) -> bool:
-    """Return True if any value is not zero. Fast for constants, which most columns are."""
+    """Return True if any value is not zero. For a constant, as most columns are, only one value is read."""
     return bool(values[:1].any() if values.stride() == (0,) else values.any())
 
 
 def _progressions(
     starts: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the progressions within `values`, which holds the step for each value: no more memory is needed."""
+    """Compute the progressions in place, to save memory: `values` contains the step of each value."""
     ends = starts + steps * (counts - 1)
     before = torch.roll(ends, 1)
     before[:1] = 0

@@ -1,7 +1,7 @@
-"""Reference to the index in `.metadata`, placed so that the first bytes suffice and no pickle need be run to find it.
+"""Reference from `.metadata` to its index, which a reader finds in the first bytes without running the pickle.
 
-The reference is the first attribute in the pickle, as plain text of fixed length. `.metadata` is authoritative: if an
-index or the reference is wrong in any way, a reader uses `.metadata` instead.
+The reference is the first attribute in the pickle, a text of fixed length. `.metadata` is authoritative: if the index
+or the reference is wrong in any way, a reader uses `.metadata` instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ INDEX_ATTRIBUTE = "bucketpoint_index"
 """Attribute of the pickled metadata. Stock readers ignore it."""
 
 INDEX_ITEMS = 768
-"""Least number of items for which a save writes an index.
-
-With fewer, one request of a reader gets all of `.metadata`.
-"""
+"""Least number of items for which a save writes an index. With fewer, a reader's first request gets all metadata."""
 
 HEAD_BYTES = 128 << 10
-"""Bytes of a reader's first request. 768 items of ours take about 100 kB."""
+"""Bytes of a reader's first request for a `.metadata`, of which 768 items take about 100 kB."""
 
 INDEX_GROUP = "index"
-_SEARCHED = 512  # the reference comes after the names of two classes
+_SEARCHED = 512  # only the names of two classes precede the reference
 _PATTERN = re.compile(
     rb"\x8c\x11bucketpoint_index\x94\x8c.bucketpoint-index/2 "
     rb"(?P<path>data/[0-9a-f]{2}/[0-9a-f]{12}-0-index-0\.distcp) (?P<size>[0-9]{16}) (?P<digest>[0-9a-f]{64})\x94",
@@ -37,18 +34,18 @@ _PATTERN = re.compile(
 
 
 def is_index(data: bytes) -> bool:
-    """Return True if these bytes begin as an index does. No pickle begins so."""
+    """Return True if these bytes begin with an index's `MAGIC`, with which no pickle begins."""
     return data[: len(MAGIC)] == MAGIC
 
 
 @dataclass(frozen=True)
 class IndexRef:
-    """Reference to the object that is the index of a checkpoint.
+    """Reference to the index of a checkpoint.
 
     Attributes:
-        path: below the checkpoint's prefix, beside the data objects of the same attempt.
-        size: in bytes.
-        digest: SHA-256, in hexadecimal digits.
+        path: path of the index below the checkpoint's prefix.
+        size: size in bytes.
+        digest: SHA-256 in hexadecimal digits.
     """
 
     path: str
@@ -57,14 +54,14 @@ class IndexRef:
 
     @property
     def text(self) -> str:
-        """Text in `.metadata`, of one length for every index.
+        """The text in `.metadata`, of length `TEXT_LENGTH`.
 
-        Readers older than the tables of checksums expect another format number, and read `.metadata` itself.
+        Format 2 added the tables of block checksums. Readers of format 1 do not find this text and read `.metadata`.
         """
         return f"bucketpoint-index/2 {self.path} {self.size:016d} {self.digest}"
 
     def fits(self, data: bytes) -> bool:
-        """Return True if these bytes are the index that is referred to."""
+        """Return True if `data` has this size and digest."""
         return len(data) == self.size and hashlib.sha256(data).hexdigest() == self.digest
 
 
@@ -72,17 +69,17 @@ TEXT_LENGTH = len(IndexRef(keys.data_path("0" * 12, 0, INDEX_GROUP, 0), 0, "0" *
 
 
 def index_path(token: str) -> str:
-    """Return the path at which an attempt stores its index."""
+    """Return the path of the index of an attempt."""
     return keys.data_path(token, 0, INDEX_GROUP, 0)
 
 
 def make_ref(token: str, data: bytes) -> IndexRef:
-    """Make the reference to an index that this attempt writes."""
+    """Make the reference to the index `data` of an attempt."""
     return IndexRef(index_path(token), len(data), hashlib.sha256(data).hexdigest())
 
 
 def find_ref(head: bytes) -> IndexRef | None:
-    """Find the reference to an index in the head of a `.metadata`; None if there is none in this form."""
+    """Return the reference to an index in the first bytes of a `.metadata`, or None."""
     match = _PATTERN.search(head[:_SEARCHED])
     if match is None or keys.parse_data_path(match["path"].decode()) is None:
         return None

@@ -1,4 +1,4 @@
-"""Metadata read from an index: mappings that make DCP's objects on each access and do not keep them."""
+"""Metadata read from an index: mappings that make DCP's objects anew on each access, to save memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ from bucketpoint.format.index.decode import Index
 
 
 def decode_index(data: bytes, *, url: str | None = None) -> Metadata:
-    """Decode the metadata in an index, with the same content as `decode_metadata` gives for the `.metadata` beside it.
-
-    The mappings in it are read-only, and make their values anew on each access.
+    """Decode an index to metadata equal to the decoded `.metadata`. Its mappings are read-only.
 
     Raises:
-        MetadataError: this is not an index, or one that contradicts itself.
+        MetadataError: the data is not an index, or contradicts itself.
     """
     try:
         index = Index(bytes(data))
         if index.overlaps:
-            # They would be read and copied again and again.
+            # A load would read and copy the same elements again and again.
             raise MetadataError("The index has a tensor whose chunks have more elements than the tensor")
         return _metadata(index)
     except MetadataError as error:
@@ -42,12 +40,12 @@ def decode_index(data: bytes, *, url: str | None = None) -> Metadata:
         raise
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, RecursionError, OverflowError, zlib.error,
             struct.error, AttributeError) as error:  # fmt: skip
-        # The errors that json, zlib and torch raise on damaged bytes.
+        # Errors that json, zlib and torch raise for damaged bytes.
         raise MetadataError(f"The index is damaged: {type(error).__name__}: {str(error)[:300]}", url=url) from None
 
 
 class Chunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of a tensor, as the list that DCP expects. The list is made on first access."""
+    """Chunks of a tensor, in a sequence equal to DCP's list, which is made on first access."""
 
     def __init__(self, source: Index, number: int) -> None:
         self.source = source
@@ -88,13 +86,13 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return list, (self._list,)
 
     def sizes_at(self, offset: Sequence[int], hint: int | None) -> tuple[int, ...] | None:
-        """Return the shape of the chunk that begins at `offset`, or None. Creates no other chunk."""
+        """Return the shape of the chunk that begins at `offset`, or None, without making the list."""
         slot = self.source.find(self.number, offset, hint)
         return None if slot is None else self.source.box(self.number, slot)[1]
 
 
 class _View(Mapping[Any, Any]):
-    """A mapping over an index; equal to a dictionary of the same content."""
+    """Mapping over an index, equal to a dictionary of the same content."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -125,7 +123,7 @@ class Entries(_View):
         return TensorStorageMetadata(properties, self.index.shape(number), chunks)
 
     def cut_tensors(self) -> Iterator[tuple[str, torch.Size, list[tuple[Any, Any]]]]:
-        """Yield name, shape, and offsets and sizes of the chunks, of each tensor that is not one chunk of its shape."""
+        """Yield name, shape, and (offsets, sizes) of the chunks, of each tensor that is not one whole chunk."""
         for number in self.index.cut():
             offsets, sizes = (boxes.t().tolist() for boxes in self.index.boxes(number))
             yield self.index.names[number], self.index.shape(number), list(zip(offsets, sizes, strict=True))
@@ -157,7 +155,7 @@ class Items(_View):
 
 
 class Mappings(_View):
-    """`Metadata.planner_data`, over an index and decoded on first access."""
+    """`Metadata.planner_data`, over an index. It is decoded on first access."""
 
     def __getitem__(self, fqn: Any) -> tuple[Any, ...]:
         return self.index.mappings[fqn]
@@ -170,7 +168,7 @@ class Mappings(_View):
 
 
 def as_stock(value: Any) -> Any:
-    """Convert a mapping over an index to a dictionary of DCP's own objects; return anything else unchanged."""
+    """Convert a mapping over an index to a dictionary of DCP's objects; return any other value unchanged."""
     if not isinstance(value, _View):
         return value
     plain = dict(value.items())
@@ -200,7 +198,7 @@ def _metadata(index: Index) -> Metadata:
 
 
 class ChunkShapes:
-    """The shapes of saved chunks, by their index."""
+    """Lookup of the shapes of saved chunks by DCP's index."""
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata

@@ -1,1 +1,1 @@
-"""The `.metadata` of a checkpoint: its pickle, the facts in it, the entries of items, and the deletion marker."""
+"""The `.metadata` object of a checkpoint: its pickle, bucketpoint's facts in it, and the deletion marker."""

@@ -1,4 +1,4 @@
-"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, and read by our own interpreter."""
+"""Encoder of a `.metadata` pickle that every torch from 2.9 on reads, and its decoder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any], index: I
     Args:
         bucketpoint: plain values only, that is str, int, float, bool, None, lists and dicts of them. `format` and
             `writer` are added.
-        index: reference to the index of this metadata. A reference that `metadata` itself carries is dropped.
+        index: reference to the index of this metadata. A reference in `metadata` itself is dropped.
     """
     attributes = {name: as_stock(value) for name, value in vars(metadata).items() if name != INDEX_ATTRIBUTE}
     named = {} if index is None else {INDEX_ATTRIBUTE: index.text}
@@ -59,7 +59,7 @@ def extension(bucketpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def pickled(whole: Metadata) -> bytes:
-    """Pickle metadata with the attributes that it has, leaving out fields that other torch versions cannot read."""
+    """Pickle metadata with all its attributes, except fields that other torch versions cannot read."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=PROTOCOL)
     sharing = _Sharing(whole.state_dict_metadata)
@@ -72,9 +72,9 @@ def pickled(whole: Metadata) -> bytes:
 
 
 class _Sharing:
-    """Reducers for DCP's dataclasses that make equal names, paths and sizes one object, which pickles once.
+    """Reducers for DCP's dataclasses that replace equal names, paths and sizes by one object, which is pickled once.
 
-    The values come from many ranks and are equal but not identical; at 100,000 chunks they are most of the pickle.
+    Equal values from different ranks are different objects; with 100,000 chunks they would be most of the pickle.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -97,13 +97,13 @@ class _Sharing:
         return self._seen.setdefault((kind, value), value)
 
     def _dataclass(self, value: Any) -> Any:
-        # A field that is None stays out, as `_StorageInfo` itself does it: the class's default is None.
+        # Fields that are None are left out, as in `_StorageInfo`'s own pickles: None is the class's default.
         state = {name: self.share(content) for name, content in vars(value).items() if content is not None}
         return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
 
     @staticmethod
     def _properties(value: TensorProperties) -> Any:
-        # torch 2.15 pickles a sixth field, the strides, on which 2.14 and older fail. All versions read five.
+        # torch 2.15 pickles a sixth field, the strides, on which 2.14 and older fail. Every version reads five fields.
         return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined, no-untyped-call]
 
     @staticmethod
@@ -119,12 +119,12 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     """Decode an untrusted `.metadata` object, written with any torch from 2.9 to 2.15.
 
     Args:
-        trusted: unpickle it, whatever it names. Needed for metadata with classes of the user's own planner.
+        trusted: unpickle whatever the pickle names. Needed for metadata with classes of a user's planner.
         most: limit on the memory of untrusted metadata, in bytes.
 
     Raises:
-        UnsafeDataError: the pickle names something that DCP metadata never contains. None of it was run.
-        MetadataError: this is not DCP metadata.
+        UnsafeDataError: the pickle names something that DCP metadata never contains. Nothing in it was executed.
+        MetadataError: the object is not DCP metadata.
         CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
     """
     if not trusted:

@@ -10,28 +10,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PARTIAL = "partial"
-"""Fact of a checkpoint that one rank saved alone (`no_dist`): it holds only a part of its tensors, on purpose."""
+"""Name of the fact that one rank saved the checkpoint alone (`no_dist`): parts of tensors are missing on purpose."""
 
 RANK = re.compile(r"\.rank-(0|[1-9][0-9]{0,8})(?:\.|$)")
-"""The part of a flat name by which `rank_state` distinguishes the ranks' values."""
+"""Part of a flat name by which `rank_state` distinguishes the values of the ranks."""
 
 MAX_CUT_AXES = 5
-"""Axes along which a tensor may be cut for the search for overlaps: each doubles the work for a chunk."""
+"""Limit on the axes along which a tensor is cut, for the search for overlaps. Each axis doubles the work per chunk."""
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk."""
 
 
 def uncovered(metadata: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each tensor that the checkpoint holds only in part, with the reason. The caller may stop at the first.
+    """Yield each tensor that the chunks do not cover, with the reason.
 
-    A commit, `verify`, a prune and a restore all ask this function: a checkpoint that does not cover its own tensors is
-    damaged. It covers a tensor if the chunks do not overlap and their volumes add up to that of the tensor. A
-    checkpoint that one rank saved alone (`no_dist`) is marked so, and counts as covered.
+    A tensor is covered if its chunks do not overlap and their volumes add up to that of the tensor. Commits, `verify`,
+    prunes and restores treat a checkpoint with an uncovered tensor as damaged. A checkpoint that one rank saved alone
+    (`no_dist`) has the fact `PARTIAL`, and no tensor of it is yielded.
 
     Args:
-        metadata: in DCP's classes, in plain ones, or made of an index.
-        facts: that bucketpoint wrote beside DCP's fields.
+        metadata: metadata of DCP's classes or of the plain ones, or read from an index.
+        facts: facts that bucketpoint wrote beside DCP's fields.
     """
     if facts.get(PARTIAL):
         return
@@ -42,12 +42,12 @@ def uncovered(metadata: Any, facts: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 def is_tensor(entry: Any) -> bool:
-    """Return True if an entry of the state's metadata is a tensor's."""
+    """Return True if an entry of `state_dict_metadata` describes a tensor."""
     return "chunks" in getattr(type(entry), "__dataclass_fields__", ())
 
 
 def lacking_ranks(names: Iterable[str], ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield each name under which fewer than `ranks` ranks have a value by `rank_state`, with the number."""
+    """Yield each name under which fewer than `ranks` ranks saved a `rank_state`, with a description."""
     saved: dict[str, set[str]] = defaultdict(set)
     for match in filter(None, map(RANK.search, names)):
         saved[match.string[: match.start()]].add(match[1])
@@ -57,9 +57,9 @@ def lacking_ranks(names: Iterable[str], ranks: int) -> Iterator[tuple[str, str]]
 
 
 def _cut_tensors(entries: Any) -> Iterator[tuple[str, Sequence[int], list[Box]]]:
-    """Yield name, shape and chunks of each tensor that is not one chunk of its own shape."""
+    """Yield name, shape and chunks of each tensor that is not one whole chunk."""
     if not isinstance(entries, dict):
-        # An index finds them without an object for each entry.
+        # An index finds these tensors without making an object for each entry.
         yield from entries.cut_tensors()
         return
     for name, entry in entries.items():
@@ -71,9 +71,9 @@ def _cut_tensors(entries: Any) -> Iterator[tuple[str, Sequence[int], list[Box]]]
 
 
 def _fault(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
-    """Describe what the chunks of a tensor lack; None if they cover it."""
+    """Describe why the chunks do not cover the tensor; None if they do."""
     volume = math.prod(size)
-    # Empty chunks come from ranks without a part.
+    # Empty chunks come from ranks without a part of the tensor.
     boxes = [(offsets, sizes) for offsets, sizes in chunks if 0 not in sizes]
     held = sum(math.prod(sizes) for _, sizes in boxes)
     if not volume:
@@ -87,10 +87,11 @@ def _fault(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
 
 
 def _overlap(size: Sequence[int], boxes: Iterable[Box], cut: Sequence[int]) -> bool:
-    """Return True if boxes overlap whose volumes add up to that of the whole.
+    """Return True if the boxes overlap. Their volumes must add up to the volume of the tensor.
 
-    Boxes that fill the whole share each corner with another one, but for the whole's own corners. Conversely, boxes of
-    which that is true cover each point an odd number of times: once, as their volumes add up to no more.
+    Without overlap, each corner of the tensor is a corner of an odd number of boxes, and any other point is a corner of
+    an even number. Conversely, boxes with this property cover each point of the tensor an odd number of times: exactly
+    once, because their volumes allow no more.
     """
     odd = set(itertools.product(*((0, size[axis]) for axis in cut)))
     for offsets, sizes in boxes:

@@ -9,23 +9,24 @@ from dataclasses import asdict, dataclass, replace
 _MAGIC = b'{"bucketpoint":"deleted"'
 
 MARKER_HEAD_BYTES = 64
-"""First bytes of an object that suffice to recognise a marker. No pickle begins as a marker does."""
+"""Number of first bytes that suffice to recognise a marker: no pickle begins with the same bytes."""
 
 
 @dataclass(frozen=True)
 class DeletionMarker:
     """Time and reason of a checkpoint's deletion.
 
-    Readers refuse a marker, and no reader of torch can load it. A save may replace it, as there is no checkpoint
-    any more.
+    Readers refuse a marker, and torch's readers cannot load it. A save may replace it, as the checkpoint no longer
+    exists.
 
     Attributes:
-        token: the attempt whose commit was replaced, as its record names it.
-        at: seconds since the epoch, by the store's clock, or the pruner's if the store returns no time.
-        reason: text of the policy, or of the person who deleted.
-        tokens: tokens of all ranks of the attempt. The objects to delete are found by them.
-        paths: objects to delete whose names have no token: those of other writers.
-        seen: seconds since the epoch at which a sweep began to remove the marker.
+        token: token of the attempt whose commit the marker replaced.
+        at: time of the deletion in seconds since the epoch, by the store's clock, or the pruner's if the store returns
+            no time.
+        reason: reason that the policy or the person gave.
+        tokens: tokens of all ranks of the attempt, by which the objects to delete are found.
+        paths: paths of the objects to delete whose names have no token, as other writers made them.
+        seen: time in seconds since the epoch at which a sweep began to remove the marker.
     """
 
     token: str
@@ -36,17 +37,16 @@ class DeletionMarker:
     seen: float = 0.0
 
     def again(self, moment: float) -> DeletionMarker:
-        """Return the same marker with other bytes, and so with another ETag."""
+        """Return the marker with another `seen`, so that its object gets another ETag."""
         return replace(self, seen=moment)
 
     def encode(self) -> bytes:
-        """Encode the marker as it is stored."""
         content = {name: value for name, value in asdict(self).items() if value}
         return _MAGIC + b"," + json.dumps(content, sort_keys=True).encode()[1:] + b"\n"
 
     @property
     def text(self) -> str:
-        """The marker as a sentence without a full stop."""
+        """The marker's content as a sentence without a full stop."""
         moment = datetime.datetime.fromtimestamp(self.at, datetime.timezone.utc)
         why = f": {self.reason}" if self.reason else ""
         return f"This checkpoint was deleted at {moment:%Y-%m-%d %H:%M:%S} UTC{why}"
@@ -58,7 +58,7 @@ def is_marker(head: bytes) -> bool:
 
 
 def parse_marker(data: bytes) -> DeletionMarker | None:
-    """Parse a marker; None for anything else. A damaged marker has no token and names no paths."""
+    """Parse a marker; None for other data. For a damaged marker, return one without token and paths."""
     if not is_marker(data):
         return None
     try:

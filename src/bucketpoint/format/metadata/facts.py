@@ -1,4 +1,4 @@
-"""Content of `.metadata`, checked, in DCP's classes or plain ones: bucketpoint's facts, and the record."""
+"""Checks of the content of `.metadata`, in DCP's or the plain classes; bucketpoint's facts in it, and the record."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, 
 from bucketpoint.format.record import CommitRecord
 
 FORMAT_VERSION = 1
-"""Version of bucketpoint's part of the metadata. Raised only for changes that readers must know, not for additions."""
+"""Version of bucketpoint's part of the metadata. Raised only if older readers must refuse it, not for additions."""
 
 MAX_METADATA_BYTES = MOST_BYTES >> 4
-"""Limit on the bytes of a `.metadata` object, far above what any job writes."""
+"""Limit on the size of a `.metadata` object, far above any real one."""
 
 FILES, SAFETENSORS = "files", "safetensors"
-"""The fact, and its value, in metadata that was made from the headers of safetensors files and lies in no object."""
+"""Name and value of the fact that metadata was made from the headers of safetensors files, without a `.metadata`."""
 
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
-_MAX_SECONDS = 1e12  # as commit records have it
+_MAX_SECONDS = 1e12  # the limit of commit records
 _MAX_WORD = 64
 _MAX_BITS = 1024
 _MAX_DEPTH = 8
@@ -40,7 +40,7 @@ _NOT_METADATA = "The object was not written as a DCP checkpoint, or is damaged; 
 
 
 def extra(metadata: Any) -> dict[str, Any]:
-    """Return the facts that bucketpoint wrote beside DCP's own fields, checked; empty for other writers' metadata.
+    """Return the checked facts that bucketpoint wrote beside DCP's fields; empty for other writers' metadata.
 
     Raises:
         MetadataError: the facts are malformed; NewerFormatError if a newer bucketpoint has written them.
@@ -73,7 +73,7 @@ def extra(metadata: Any) -> dict[str, Any]:
 
 
 def token_of(metadata: Any) -> str | None:
-    """Return the token of the save that wrote the metadata, without a check of other facts; None for other writers'."""
+    """Return the token of the save that wrote the metadata; None for other writers. Other facts are not checked."""
     facts = vars(metadata).get(_EXTRA)
     token = facts.get("token") if type(facts) is dict else None
     return token if type(token) is str else None
@@ -85,7 +85,7 @@ def record_of(metadata: Any, data: bytes, *, metadata_etag: str | None) -> Commi
     items = metadata.storage_data or {}
     sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}
     if not sizes:
-        # In another writer's metadata, the size of an object is known only from its items.
+        # Other writers record no sizes of objects, so add up the items.
         for info in items.values():
             sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
     covers = next(uncovered(metadata, facts), None) is None
@@ -108,8 +108,7 @@ def make_record(
         metadata: with or without storage data.
         data: bytes of the metadata as committed.
         sizes: bytes of each object, by path.
-        items: number of items in the objects.
-        covers: as in the record.
+        items: number of items.
     """
     groups: dict[str, int] = {}
     for path, size in sizes.items():
@@ -149,10 +148,7 @@ def _metrics(facts: dict[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Suspend garbage collection: a million objects are created, none of them garbage.
-
-    Collections would take ten times as long.
-    """
+    """Suspend garbage collection while up to a million objects are made: collections would take ten times as long."""
     if not gc.isenabled():
         yield
         return
@@ -167,7 +163,7 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, mo
     """Interpret a metadata pickle, make objects of the vocabulary's classes and check them.
 
     Args:
-        most: limit on their memory, in bytes.
+        most: limit on the memory of the objects, in bytes.
 
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
@@ -195,11 +191,7 @@ def may_be_metadata(head: bytes) -> bool:
 
 
 def refuse_marker(data: bytes, url: str | None) -> None:
-    """Refuse a deletion marker.
-
-    Raises:
-        CheckpointDeletedError: a deletion has replaced the metadata by the marker.
-    """
+    """Raise CheckpointDeletedError if a deletion has replaced the metadata by a deletion marker."""
     marker = parse_marker(data)
     if marker is not None:
         raise CheckpointDeletedError(marker.text, url=url)
@@ -212,7 +204,7 @@ def not_metadata(reason: str, url: str | None) -> MetadataError:
 
 
 def _check(metadata: Any, kinds: Mapping[str, Any], nbytes: int) -> None:
-    """Check the type of everything that readers rely on. An item's own numbers are checked later, when it is read."""
+    """Check all types that readers rely on. The numbers of an item are checked later, by `read_item`."""
     if type(metadata.state_dict_metadata) is not dict:
         raise TypeError("it has no state_dict_metadata")
     chunks = 0
@@ -222,7 +214,7 @@ def _check(metadata: Any, kinds: Mapping[str, Any], nbytes: int) -> None:
         if type(entry) is kinds["TensorStorageMetadata"]:
             chunks += len(entry.chunks)
             if chunks > nbytes:
-                # A real chunk takes some bytes, but in a hostile pickle many tensors may share a long list.
+                # A real chunk takes some bytes, but in a hostile pickle many tensors may share a long list of chunks.
                 raise TypeError(f"its tensors have {chunks} chunks or more, which is more than it has bytes")
             _check_tensor(fqn, entry, kinds)
         elif type(entry) is not kinds["BytesStorageMetadata"]:
@@ -281,7 +273,7 @@ def _is_object_fact(fact: Any) -> bool:
 
 
 def require_plain(value: Any, what: str, url: str | None) -> None:
-    """Refuse all but text, numbers, None, and lists and dictionaries of them, which may occur in several places."""
+    """Raise MetadataError for values other than text, numbers, booleans, None, and lists and dictionaries of these."""
     try:
         for content, depth in nested_values(value, _parts):
             _require_plain_value(content, depth, what, url)

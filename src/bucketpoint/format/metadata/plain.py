@@ -24,15 +24,14 @@ _NUMBERED = re.compile(r"(complex|float|int|uint)(16|32|64|128)")
 
 @dataclass(frozen=True)
 class Dtype:
-    """A data type by its name."""
+    """Name of a data type."""
 
     name: str
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         numbered = _NUMBERED.fullmatch(self.name)
-        # Dtypes that match neither take one byte.
+        # All other dtypes take one byte.
         return _BYTES.get(self.name, int(numbered[2]) // 8 if numbered else 1)
 
     def __str__(self) -> str:
@@ -41,7 +40,7 @@ class Dtype:
 
 @dataclass(frozen=True)
 class LayoutName:
-    """A layout by its name."""
+    """Name of a layout."""
 
     name: str
 
@@ -62,7 +61,7 @@ class MemoryFormat(enum.Enum):
 
 @dataclass(frozen=True)
 class MetadataIndex:
-    """Index of an item. Compared without its number, as DCP's own is."""
+    """Index of an item. Comparisons ignore `index`, as in DCP's class."""
 
     fqn: str
     offset: Any = None
@@ -82,7 +81,7 @@ _FIELDS: Mapping[str, str] = {
 
 
 def read_metadata(data: bytes, *, url: str | None = None) -> Any:
-    """Interpret an untrusted `.metadata` object, in the plain classes.
+    """Interpret an untrusted `.metadata` object with the plain classes.
 
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
@@ -91,7 +90,7 @@ def read_metadata(data: bytes, *, url: str | None = None) -> Any:
 
 
 def read_record(data: bytes, *, metadata_etag: str | None = None) -> CommitRecord:
-    """Make the record of a committed checkpoint from nothing but the bytes of its `.metadata`.
+    """Make the record of a committed checkpoint from the bytes of its `.metadata` alone.
 
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.

@@ -1,8 +1,8 @@
 """Template of a `.metadata` pickle: only object names and checksums differ between saves of one structure.
 
-To pickle an index object by object costs some 20 microseconds an item. Here the pickle's opcodes are put together from
-parts, and if the same items lie in the same places, numbers of fixed width are set into a copy of the earlier bytes.
-Any unpickler reads the result.
+Pickling object by object would cost some 20 microseconds per item. This module joins the pickle's opcodes instead. The
+next save with items at the same positions only sets its names and checksums in a copy of the bytes. Any unpickler reads
+the result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MADE = pickle.EMPTY_TUPLE + pickle.NEWOBJ
 _BEGUN = _MADE + pickle.EMPTY_DICT + pickle.MARK
 _DONE = pickle.SETITEMS + pickle.BUILD
 _CHECKSUM = (pickle.LONG1 + b"\x05", b"\0")
-"""Opcode bytes before and after a checksum's four bytes: any checksum fits, and none is read as negative."""
+"""Bytes of an opcode before and after the four bytes of a checksum. The last byte, 0, prevents a negative number."""
 
 _NO_NAME = "~" * TEXT_LENGTH
 
@@ -50,14 +50,14 @@ _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
 @dataclass(frozen=True)
 class MetadataTemplate:
-    """A pickle with gaps, complete but for the attributes added at its end.
+    """A pickle with gaps for names and checksums, complete except for its last attributes.
 
     Attributes:
         body: opcodes without frames.
         words: position in `body` of each four-byte checksum, rank by rank in the order of `Columns.checksums`.
         counts: number of checksums of each rank.
         paths: for each rank and object, position and length of its path.
-        name: position of the reference to the index; None if there is none.
+        name: position of the reference to the index; None if the metadata has no index.
     """
 
     body: bytes
@@ -67,12 +67,12 @@ class MetadataTemplate:
     name: int | None = None
 
     def fill(self, reported: Sequence[Columns], end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
-        """Encode the metadata of a save. None if something does not fit the gaps.
+        """Encode the metadata of a save; None if something does not fit the gaps.
 
         Args:
             reported: columns of each rank, with the layouts from which the template was made.
             end: the attributes that come last, two or more: plain values and `StorageMeta`.
-            index: reference to the index; needed if the template has a gap for one.
+            index: reference to the index, if the template has a gap for it.
         """
         if (index is None) != (self.name is None):
             return None
@@ -112,11 +112,11 @@ class _UnusualError(Exception):
 def make_template(
     metadata: Metadata, items: IndexColumns, reported: Sequence[Columns], *, indexed: bool = False
 ) -> MetadataTemplate | None:
-    """Make a template for items at the positions in `reported`. None if any content is not of DCP's own types.
+    """Make a template for items at the positions in `reported`; None if any content is not of DCP's own types.
 
     Args:
-        metadata: without storage data.
-        items: those of each rank in `reported`, each of them once.
+        metadata: metadata without storage data.
+        items: items of all ranks in `reported`, each once.
         indexed: leave a gap for the reference to an index.
     """
     try:
@@ -127,10 +127,7 @@ def make_template(
 
 
 class _Maker:
-    """Assembler of a pickle.
-
-    Shared parts are pushed first and popped again: they stay in the memo under their numbers.
-    """
+    """Assembler of a pickle. It first pushes the shared values and pops them again, so that they are in the memo."""
 
     def __init__(self, metadata: Metadata, items: IndexColumns, reported: Sequence[Columns], *, indexed: bool) -> None:
         self._metadata, self._items, self._reported = metadata, items, reported
@@ -141,7 +138,7 @@ class _Maker:
             planner_data = {sharing.share(name): value for name, value in planner_data.items()}
         entries = list(self._state.values())
         transforms = {name for columns in reported for name in columns.layout.transforms or ()}
-        # The reference goes first: a reader searches only the first bytes.
+        # The reference to the index comes first, because readers search only the first bytes.
         shared: list[Any] = [INDEX_ATTRIBUTE, _NO_NAME] if indexed else []
         shared += [Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, torch.Size]
         shared += [MetadataIndex, _StorageInfo, "state_dict_metadata", "planner_data", "storage_data", "properties"]
@@ -158,7 +155,7 @@ class _Maker:
             raise _UnusualError
         self._body = bytearray(head + pickle.POP)
         self._name = head.index(_NO_NAME.encode()) if indexed else None
-        # The pickler memoizes by identity, and equal strings here may be several objects.
+        # The pickler memoizes by identity. Equal strings may be different objects, so `_texts` is a table by value.
         memo = pickler.memo.copy()
         self._known = {id(one): recall(memo[id(one)][0]) for one in shared if id(one) in memo}
         self._texts = {one: self._known[id(one)] for one in shared if type(one) is str and id(one) in self._known}
@@ -280,7 +277,7 @@ class _Maker:
         return tuple(places), crcs
 
     def _kind(self, fact: tuple[int, ...], transforms: tuple[str, ...] | None) -> tuple[bytes, bytes]:
-        """Encode the fields after an item's offset: up to the checksum, and from there on."""
+        """Encode the fields after an item's offset: those before the checksum, and the checksum with the rest."""
         length, payload_offset, payload_nbytes, block_nbytes = fact
         texts = self._texts
         between = texts["length"] + number_opcode(length)

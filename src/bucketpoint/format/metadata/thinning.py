@@ -1,7 +1,7 @@
-"""Thinning of a `.metadata` pickle to the weights, by a pass over its opcodes instead of an object for each item.
+"""Thinning of a `.metadata` pickle to the weights, in one pass over its opcodes.
 
-The pickle must have the form in which bucketpoint writes it. Entries of the optimizer are left out, and the rest is
-copied as it is. Memory holds the bytes before and after, and the names. 100,000 items take 14 MB, as objects 220 MB.
+Entries of the optimizer are left out, and all other opcodes are copied. The pickle must have the form that bucketpoint
+writes. 100,000 items take 14 MB of memory; with an object for each item they would take 220 MB.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _NAME, _PATH, _CHUNKS = "fqn", "relative_path", "chunks"
 _FIELDS = {_NAME, _PATH, _CHUNKS}
 
 _Keep = Callable[[str, Any, Any], bool]
-"""Decision on a pair of a dictionary, by the dictionary's name, the key, and the value."""
+"""Function that decides whether a dictionary keeps a pair, by the dictionary's name, the key, and the value."""
 
 
 class Outline:
-    """Content of a `.metadata` pickle, except the items themselves.
+    """Content of a `.metadata` pickle, except the items.
 
     Attributes:
-        facts: that bucketpoint wrote beside DCP's fields.
-        paths: paths of the objects that hold the items.
+        facts: facts that bucketpoint wrote beside DCP's fields.
+        paths: paths of the objects that contain the items.
         items: number of items.
 
     Raises:
@@ -67,7 +67,7 @@ class Outline:
         return dictionary == _ROOT
 
     def record(self, *, metadata_etag: str | None) -> CommitRecord:
-        """Make the record of the checkpoint, without `covers`: it cannot be found without the items."""
+        """Make the record of the checkpoint, without `covers`, which cannot be computed without the items."""
         sizes = {path: int(fact["size"]) for path, fact in self.facts.get("objects", {}).items()}
         made = make_record(
             self._metadata, self.facts, self._data, sizes, items=self.items, metadata_etag=metadata_etag, covers=None
@@ -75,15 +75,15 @@ class Outline:
         return replace(made, tensors=len(self._tensors))
 
     def thinned(self, etag: str | None = None) -> bytes:
-        """Return the bytes of metadata that names everything but the optimizer.
+        """Return the bytes of the metadata without the optimizer's entries.
 
         Args:
-            etag: ETag of the metadata that it is to replace. A save that has read that metadata may still
-                overwrite the checkpoint.
+            etag: ETag of the metadata to be replaced. It is stored, so that a save that has read the old metadata may
+                still overwrite the checkpoint.
 
         Raises:
             MetadataError: weights and optimizer share objects, as other writers store them; or there are no weights; or
-                no object holds the optimizer alone.
+                no object contains only optimizer state.
         """
         names, optimizer = self._names[False], self._names[True]
         goes = {path for path in self.paths if holds_optimizer(path)}
@@ -99,7 +99,7 @@ class Outline:
 
         objects = {path: fact for path, fact in self.facts.get("objects", {}).items() if path not in goes}
         token = self.facts.get("token")
-        # The index repeats the metadata before thinning. It is no longer named, so it is deleted too.
+        # The index has the metadata before thinning. The new metadata does not refer to it, so delete it too.
         index = {index_path(token)} if isinstance(token, str) and keys.is_token(token) else set()
         # The paths are stored because another pruner may have to finish the thinning.
         facts = {"kind": WEIGHTS, "objects": objects, "thinned_from": etag, "thinned_paths": sorted(goes | index)}
@@ -110,7 +110,7 @@ class Outline:
 
 @functools.lru_cache(maxsize=1 << 12)
 def holds_optimizer(path: str) -> bool:
-    """Return True if an object holds optimizer state, by its path."""
+    """Return True if the object at a data path contains optimizer state."""
     named = keys.parse_data_path(path)
     return named is not None and named[2] == OPTIM
 
@@ -120,9 +120,10 @@ def filtered(data: bytes, recalled: set[int], keep: _Keep, *, added: bytes = b""
 
     Args:
         recalled: memo entries to which the pickle refers.
-        keep: is asked for each pair of the metadata's attributes (`metadata`), and of those that are large.
+        keep: called for each pair of the metadata's attributes (dictionary `metadata`), and of the dictionaries
+            `state_dict_metadata`, `planner_data` and `storage_data`.
         added: opcodes of one more attribute.
-        hidden: text that is not copied.
+        hidden: text that is replaced by an empty one.
 
     Raises:
         MetadataError: the pickle has another form than bucketpoint's.
@@ -160,10 +161,10 @@ _SIZES: dict[int, int] = {
     **dict.fromkeys(b"\x8c\x8a", -1),
     **dict.fromkeys(b"X", -4),
 }
-"""Bytes of an opcode's argument; if negative, of the length before it."""
+"""Size of an opcode's argument in bytes; if negative, size of the length field before the argument."""
 
 _MAX_MARKS = 64
-_MAX_BATCH = 4096  # pickle takes at most 2,001 values to a dictionary at once
+_MAX_BATCH = 4096  # Python's pickler pushes at most 2,001 values before it sets them in a dictionary
 
 _TEXTS = set(b"\x8cX")
 _RECALLS, _BATCHES = set(b"hj"), set(b"ue")
@@ -173,7 +174,7 @@ _POPPED: dict[int, int] = {
     **dict.fromkeys(b"\x86\x81Rb\x93a", 2),  # TUPLE2, NEWOBJ, REDUCE, BUILD, STACK_GLOBAL, APPEND
     **dict.fromkeys(b"\x87", 3),  # TUPLE3
 }
-"""Values that an opcode replaces by one."""
+"""Number of values on the stack that an opcode replaces by one."""
 
 
 def _after(data: bytes, first: int, size: int) -> int:
@@ -182,32 +183,32 @@ def _after(data: bytes, first: int, size: int) -> int:
 
 
 class _Filter:
-    """One pass over a pickle. Values are known only if they are text, or fields by which an object is judged.
+    """One pass over a pickle, which decodes only texts and the fields by which `keep` decides.
 
-    A pair that is left out may hold the first occurrence of a value to which the rest refers. Such values stay: they
-    are pushed, numbered, and popped again.
+    A pair that is left out may contain the first occurrence of a value to which later opcodes refer. Such a value is
+    kept: it is pushed, memoized, and popped again.
     """
 
     def __init__(self, data: bytes, recalled: set[int], keep: _Keep, added: bytes, hidden: str | None) -> None:
         self._data, self._recalled, self._keep = data, recalled, keep
         self._added, self._hidden = added, hidden
         self._out = bytearray()
-        # For each value on the stack: the position where its opcodes begin, and its known value.
+        # For each value on the stack: the position of its first opcode in the output, and its decoded value.
         self._places: list[int] = []
         self._values: list[Any] = []
-        # For each mark: height of the stack, position, and the name of the dictionary whose pairs follow.
+        # For each mark: height of the stack, position in the output, and name of the dictionary whose pairs follow.
         self._marks: list[tuple[int, int, str | None]] = []
-        # Begin and end of the numbered values in the pair.
+        # Begin and end, in the output, of the memoized values in the pairs.
         self._numbered: list[tuple[int, int]] = []
 
     def run(self) -> bytearray:
-        """Return the opcodes that are left."""
+        """Return the opcodes that are kept."""
         data, out, places, values = self._data, self._out, self._places, self._values
         marks, recalled = self._marks, self._recalled
         memo: dict[int, Any] = {}
         numbers: dict[int, int] = {}
         position = count = 0
-        # A name that is shared takes four bytes or more before it is taken from the stack.
+        # Shared names may all lie on the stack at once. Each takes four bytes or more of the pickle.
         most = _MAX_BATCH + len(data) // 4
         while True:
             begin, code, place = position, data[position], len(out)
@@ -280,7 +281,7 @@ class _Filter:
                     self._set(height, marks[-1][2])
 
     def _dictionary(self, at: int) -> str | None:
-        """Return the name of the dictionary at this place of the stack, if its pairs are judged."""
+        """Return the name of the dictionary at this position of the stack, if `keep` decides on its pairs."""
         if at < 0 or type(self._values[at]) is not dict:
             return None
         marks = self._marks
@@ -291,18 +292,18 @@ class _Filter:
         if marks[0][2] == _ROOT:
             name = self._values[at - 1]
             return name if at % 2 and name in (_STATE, _PLANNER, _STORAGE) else None
-        # The planner's data may come before the metadata, among the values that it shares.
+        # `planner_data` may precede the metadata, among the shared values.
         return _PLANNER if marks[0][0] == 0 else None
 
     def _number(self) -> None:
-        """Record that the value on the stack has a number."""
+        """Record that the top value of the stack is memoized."""
         place, numbered = self._places[-1], self._numbered
         while numbered and numbered[-1][0] >= place:
             numbered.pop()
         numbered.append((place, len(self._out)))
 
     def _set(self, height: int, name: str | None) -> bool:
-        """Take the pairs above this height from the stack, and return True if all of them stay."""
+        """Pop the pairs above this height of the stack. Returns True if all of them are kept."""
         places, values, out = self._places, self._values, self._out
         pairs = list(zip(values[height::2], values[height + 1 :: 2], strict=name is not None))
         stays = True

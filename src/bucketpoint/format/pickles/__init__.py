@@ -1,1 +1,1 @@
-"""Safe reader of untrusted pickles: they are interpreted into a closed set of values, never unpickled."""
+"""Safe reader of untrusted pickles, which are interpreted as values of an allow-list and never unpickled."""

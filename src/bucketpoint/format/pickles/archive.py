@@ -1,4 +1,4 @@
-"""Files of torch.save in its zip format: position of pickle and storages, and a check by their checksums."""
+"""Zip archives of torch.save: positions of their records, and a check of the records' checksums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from bucketpoint.format.pickles.vocabulary import ObjectionError, UnreadableError
 
-MAGIC = b"PK\x03\x04"  # torch.load itself recognises an archive by it
+MAGIC = b"PK\x03\x04"  # torch.load recognises an archive by these bytes
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END, _END_BYTES = b"PK\x05\x06", 22
 _LOCATOR, _LOCATOR_BYTES, _END64_BYTES = b"PK\x06\x07", 20, 56
@@ -24,8 +24,8 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
     """Return start and stop of each record of an archive, by the record's name without the folder.
 
     Raises:
-        ObjectionError: a record is compressed, as torch never does and as a small one could expand to any memory; or
-            two readers of zip files may find different records, so that other records may be loaded than are checked.
+        ObjectionError: a record is compressed, which torch never does, and which could expand to any size; or two zip
+            readers may find different records, so that torch may load records that were not checked.
         UnreadableError: the directory of the archive is malformed.
     """
     found = {}
@@ -48,9 +48,9 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _stated_directory(data: bytes) -> int:
-    """Return the position of the central directory that the end record states. Torch reads the directory there.
+    """Return the position of the central directory that the end record states, at which torch reads the directory.
 
-    `zipfile` reads right before the end record, whatever position that states.
+    `zipfile` reads it directly before the end record instead.
     """
     end = data.rfind(_END, 0, len(data) - _END_BYTES + len(_END))
     (start,) = struct.unpack_from("<I", data, end + 16)
@@ -64,7 +64,7 @@ def _stated_directory(data: bytes) -> int:
 
 
 def _told_apart(entries: Sequence[zipfile.ZipInfo]) -> bool:
-    """Return True if all records lie in one folder under different names. torch ignores the case of a name."""
+    """Return True if all records are in one folder, with different names. torch ignores the case of a name."""
     names = {entry.filename.lower() for entry in entries}
     folders = {entry.filename.partition("/")[0] for entry in entries}
     raw = all(entry.orig_filename == entry.filename for entry in entries)
@@ -72,17 +72,17 @@ def _told_apart(entries: Sequence[zipfile.ZipInfo]) -> bool:
 
 
 def may_be_archive(data: bytes) -> bool:
-    """Return True if any zip reader could find the pickle of a torch.save file in these bytes."""
+    """Return True if a zip reader could find the pickle of a torch.save file in these bytes."""
     return data[: len(MAGIC)] == MAGIC and b"data.pkl" in data
 
 
 def check_archive(file: BinaryIO) -> str | None:
-    """Read every record of a file and compare it with its CRC32. Holds 1 MiB at a time, and unpickles nothing.
+    """Compare every record of a file with its CRC32. Reads 1 MiB at a time, and unpickles nothing.
 
-    torch writes a zero for the CRC32 of every record once `torch.serialization.set_crc32_options(False)` was called.
+    After `torch.serialization.set_crc32_options(False)`, torch writes 0 as the CRC32 of every record.
 
     Returns:
-        The damage; an empty text if there is none. None if the file is no archive, or has no checksums.
+        Description of the damage, or an empty text; None if the file is not an archive, or has no checksums.
     """
     if file.read(len(MAGIC)) != MAGIC:
         return None
@@ -90,7 +90,7 @@ def check_archive(file: BinaryIO) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            # Only if all are zero: a single zero may be the damage.
+            # A single zero may be damage, so only an archive of zeros has no checksums.
             if not any(entry.CRC for entry in entries):
                 return None
             for entry in entries:
@@ -98,6 +98,6 @@ def check_archive(file: BinaryIO) -> str | None:
                     while content.read(_PIECE):
                         pass
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, ValueError, RuntimeError) as error:
-        # Damaged headers make zipfile raise all of these; a wrong checksum is a BadZipFile.
+        # zipfile raises BadZipFile for a wrong checksum, and any of these errors for damaged headers.
         return str(error) or type(error).__name__
     return ""

@@ -1,6 +1,6 @@
 """Functions that make numpy's arrays, scalars and data types from pickled values, after checks.
 
-numpy never gets the pickle's state unchecked: an array would trust the shape in it.
+numpy gets no unchecked state of a pickle, because an array would trust the shape in the state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_DIMS, _MAX_DTYPE = 64, 16
 _MAX_NUMBER = 1 << 62
 
 VALUES = Vocabulary()
-"""numpy's names, under the modules of numpy 1 and 2."""
+"""Vocabulary of numpy, with the module names of numpy 1 and 2."""
 
 VALUES.add(np.ndarray)
 VALUES.parts |= dict.fromkeys({np.dtype(code).type for code in "?bhilqBHILQefdgFDGmMSU"}, whole)
@@ -35,7 +35,7 @@ def _dtype(machine: Machine, text: Any, *flags: Any) -> Shell:
         or any(type(flag) not in (bool, int) for flag in flags)
     ):
         raise ObjectionError("a numpy.dtype with fields, or of a kind that is not read")
-    # A state always follows. It has the byte order, the length of text, and the unit of time.
+    # A state always follows, with the byte order, the length of text, and the unit of time.
     return Shell(_build_dtype, np.dtype(text))
 
 
@@ -76,7 +76,7 @@ def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, cop
     count = _numel(shape)
     if dtype.hasobject or type(raw) not in (bytes, bytearray, str) or count * dtype.itemsize != len(raw):
         raise ObjectionError("an array whose bytes do not fit its shape and dtype")
-    # The cost counts even without a copy: an array that shares its bytes is written in full at each pickling.
+    # Charged even without a copy: an array that shares its bytes with others is written in full at each pickling.
     machine.pay(len(raw))
     raw = raw.encode("latin-1") if type(raw) is str else raw
     if not raw:

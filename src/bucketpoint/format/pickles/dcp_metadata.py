@@ -1,4 +1,4 @@
-"""DCP's own classes and torch's values, for the names in a `.metadata` pickle."""
+"""DCP's own classes and torch's values, as the vocabulary of a `.metadata` pickle."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def vocabulary() -> MetadataVocabulary:
 
 
 def _set_properties(machine: Machine, target: Any, state: Any) -> Any:
-    # torch before 2.15 cannot take the six fields that 2.15 writes, so drop the sixth there.
+    # torch 2.15 writes a sixth field, the strides. Drop it for older versions, whose `__setstate__` takes five.
     dtype, layout, requires_grad, memory_format, pin_memory, *later = state
     if type(dtype) is not torch.dtype or type(layout) is not torch.layout:
         raise ObjectionError("tensor properties without a dtype and a layout")

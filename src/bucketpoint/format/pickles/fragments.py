@@ -1,4 +1,4 @@
-"""Parts of pickles of protocol 4, from which others are put together."""
+"""Fragments of pickles of protocol 4, from which other pickles are assembled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import pickle
 from typing import Any
 
 PROTOCOL = 4
-"""Every supported Python reads it, and it is the lowest that has frames and MEMOIZE."""
+"""Lowest pickle protocol with frames and MEMOIZE. Every supported Python reads it."""
 
 PROTO = pickle.PROTO + bytes([PROTOCOL])
 
 
 def framed(body: bytes | bytearray) -> bytes:
-    """Return the pickle of these opcodes, the last of them STOP."""
+    """Return the pickle of these opcodes, which end with STOP."""
     return b"".join((PROTO, pickle.FRAME, len(body).to_bytes(8, "little"), body))
 
 
 def unframed(data: bytes) -> bytes | None:
-    """Return the opcodes of a pickle but for the first and the last; None if some of them are outside of frames."""
+    """Return the opcodes of a pickle without PROTO and STOP; None if some of them are outside of frames."""
     if not data.startswith(PROTO):
         return None
     position, parts = len(PROTO), []
@@ -30,7 +30,7 @@ def unframed(data: bytes) -> bytes | None:
 
 
 def unshared(value: Any) -> bytes:
-    """Pickle without memo entries: the result follows another pickle, whose entries are numbered."""
+    """Pickle `value` without memo entries, so that its opcodes can follow those of a pickle that has memo entries."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=PROTOCOL)
     pickler.fast = True
@@ -44,7 +44,7 @@ def recall(number: int) -> bytes:
 
 
 def text_header(size: int) -> bytes:
-    """Return the opcode and the length for a text of `size` bytes."""
+    """Return the opcode and the length that precede a text of `size` bytes."""
     if size < 256:
         return pickle.SHORT_BINUNICODE + bytes((size,))
     return pickle.BINUNICODE + size.to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Reader of untrusted items into a closed set of values."""
+"""Reader of untrusted items: files of torch.save, and bare pickles."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Item:
     """The values of an item.
 
     Attributes:
-        values: one for each pickle in the item; one for a file of torch.save.
+        values: the value of each pickle in the item; a file of torch.save has one.
         saved: True for a file of torch.save, False for bare pickles.
         locations: name of the device of each storage in `values`, by the storage's `_cdata`.
-        deferred: True if calls are left to the final load.
+        deferred: True if `values` contain a `Deferred` call.
     """
 
     values: list[Any]
@@ -49,24 +49,20 @@ class Item:
 
 
 def read_item(data: bytes) -> Item:
-    """Interpret an item: torch.save's output since torch 1.6, or a bare pickle of protocol 2 or later.
+    """Interpret an item: torch.save's output since torch 1.6, or bare pickles of protocol 2 or later.
 
-    Tensors lie on the CPU. Functions that the user registered with `torch.serialization.add_safe_globals` are not
-    called yet.
+    Tensors are on the CPU. Calls of functions that the user registered with `torch.serialization.add_safe_globals` are
+    deferred.
 
     Raises:
         RefusedError: the item names something outside the allow-list, or contains a construct that no writer makes.
-        UnreadableError: the data is neither format, so loading it runs nothing.
+        UnreadableError: the data has neither format, so loading it would execute nothing.
     """
     return _read_zip(data) if data[: len(archive.MAGIC)] == archive.MAGIC else _read_stream(data)
 
 
 def vocabulary(*, distributed: bool = True) -> Vocabulary:
-    """Return the vocabulary of items, including the names that the user has registered.
-
-    Args:
-        distributed: include the names of DTensors.
-    """
+    """Return the vocabulary of items with the names that the user has registered; `distributed` adds DTensor names."""
     found = Vocabulary(_known(distributed))
     for item in torch.serialization.get_safe_globals():
         value, full = item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
@@ -116,8 +112,8 @@ def interpreter(
     """Return the interpreter of one pickle of an item.
 
     Args:
-        paid: length of the item that contains the pickle, by which work is limited.
-        storage: returns a storage by key, length in bytes and name of the device.
+        paid: length of the item that contains the pickle, by which time and memory are limited.
+        storage: function that returns a storage by key, length in bytes and name of the device.
         distributed: allow DTensors.
     """
     persistent = storage and functools.partial(tensors.storage, find=storage)
@@ -188,7 +184,7 @@ def _read_stream(data: bytes) -> Item:
         position, deferred = machine.position, deferred or machine.deferred
         if len(values) == _MAX_PICKLES:
             raise ObjectionError(f"more than {_MAX_PICKLES} pickles in one item")
-        # The type is compared first: an array or a tensor compares its elements, and the result has no truth value.
+        # Compare the type first: `==` of an array or tensor compares its elements, and the result has no truth value.
         if not values and type(value) is int and value == _MAGIC_BEFORE_TORCH_1_6:
             raise ObjectionError("a file of torch.save before torch 1.6: save it again with torch 1.6 or later")
         values.append(value)

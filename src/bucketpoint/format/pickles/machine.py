@@ -1,10 +1,9 @@
-"""Interpreter of pickle opcodes that builds values of a closed set, and stops at the first content that it refuses.
+"""Interpreter of pickle opcodes that makes only values of a vocabulary, and stops at the first content that it refuses.
 
-A `Vocabulary` defines the names, and makes or changes the objects that the pickle asks for; nothing is imported or
-called because a pickle names it. Every opcode takes at least one byte and makes at most 16 bytes for each; what an
-opcode makes beyond that counts against an allowance of memory, and work such as copies and hashes against an allowance
-of work. So time and memory stay below a multiple of the pickle's length, and memory below an absolute bound. Opcodes
-that no writer of protocol 2 or later uses are refused.
+A `Vocabulary` defines the allowed names, and makes and changes the objects: nothing is imported or called because a
+pickle names it. Each byte of the pickle may take 16 bytes of memory. Memory beyond that is charged to an allowance of
+memory, and copies and hashes to an allowance of work, so that time and memory stay below a multiple of the pickle's
+length. Memory has an absolute bound too. Opcodes that no writer of protocol 2 or later uses are refused.
 """
 
 from __future__ import annotations
@@ -37,35 +36,35 @@ _FREE_MEMORY, _MEMORY_MULTIPLE, _UNCOUNTED_MULTIPLE = 16 << 20, 48, 16
 _INSTANCE_BYTES, _PAIR_BYTES, _MEMO_BYTES, _STACK_BYTES, _MARK_BYTES = 160, 40, 100, 8, 40
 
 MOST_BYTES = 16 << 30
-"""Default bound on the memory that one pickle may take. An item of `.metadata` takes some 3 kB: 115 to 160 bytes, and
-22 to 25 times as much while they are interpreted."""
+"""Default bound on the memory for one pickle. An item of `.metadata` has 115 to 160 bytes and takes some 3 kB (22 to 25
+times as much) while it is interpreted."""
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _APPENDABLE = frozenset({list, deque, Deferred})
 _LEAVES = frozenset({str, bytes, float, bool, complex, type(None), type(Ellipsis), type})
 
 MAX_INTEGER_BYTES = 2048
-"""Limit on the bytes of an integer. Divisions, comparisons and hashes of longer ones cost far more than is charged."""
+"""Limit on the bytes of an integer. Division, comparison and hashing of longer ones cost far more than is charged."""
 
 _SLICE = range(4096)
 _LONGEST_NAME = 1024
 _OLD = "a pickle of protocol 0 or 1, or of Python 2: save it again with protocol 2 or later"
 
-# Memory that a container takes beside its members, on 64-bit CPython.
+# Memory of a container without its members, on 64-bit CPython.
 TUPLE_BYTES, LIST_BYTES, DICT_BYTES, SET_BYTES = 64, 72, 80, 232
 
 
 class Machine:
-    """Interprets one pickle.
+    """Interpreter of one pickle.
 
     Args:
-        paid: length of the item that contains the pickle, by which work is limited.
-        most: limit on the memory of the value in bytes, whatever the pickle's length.
-        persistent: returns the object for a persistent id. None: there can be no such ids.
+        paid: length of the item that contains the pickle, from which both allowances are computed.
+        most: absolute bound on memory, in bytes.
+        persistent: function that returns the object of a persistent id; None refuses such ids.
 
     Attributes:
         named: True once the pickle has used any name.
-        deferred: True once a call was left to the final load.
-        position: first byte after the pickle, once it has been run.
+        deferred: True once a call was deferred, see `Deferred`.
+        position: first byte after the pickle, once `run` has returned.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class Machine:
         self._hashes: dict[int, tuple[Any, Counter[int]]] = {}
 
     def run(self) -> Any:
-        """Run the pickle and return the value of it.
+        """Interpret the pickle and return its value.
 
         Raises:
-            RefusedError: the pickle has content that is read only if it is trusted.
-            UnreadableError: the data is not a pickle, or it breaks off.
+            RefusedError: the pickle has content that is read only with `trusted=True`.
+            UnreadableError: the data is not a pickle, or ends early.
         """
         try:
             while not self._ran_slice():
@@ -111,19 +110,19 @@ class Machine:
     # -- for the functions of a vocabulary ----------------------------------------------------------------------------
 
     def pay(self, cost: int) -> None:
-        """Take from the allowance of work. Raises ObjectionError if nothing is left."""
+        """Charge the allowance of work. Raises ObjectionError once it is spent."""
         self._left -= cost
         if self._left < 0:
             raise _overspent()
 
     def hold(self, nbytes: int) -> None:
-        """Count memory that an opcode takes beyond 16 bytes for each of its own. Raises as `pay` does."""
+        """Charge the allowance of memory. Raises ObjectionError once it is spent."""
         self._memory -= nbytes
         if self._memory < 0:
             raise _overspent()
 
     def pay_for(self, values: Any, *, hashed: bool = False) -> None:
-        """Take the cost of a copy of a list, or of a set, from the allowance."""
+        """Charge the copying of a list, or if `hashed` of a set or dictionary."""
         self.pay(len(values) * (_HASHED_BYTES if hashed else _LISTED_BYTES))
 
     def check_key(self, key: Any, container: Any) -> None:
@@ -155,7 +154,7 @@ class Machine:
         self.pay(parts)
         if len(container) < _MAX_SAME_HASH:
             return
-        # The container is kept alive, so that no other one gets its id.
+        # Keep the container alive, so that no other container gets its id.
         _, same = self._hashes.setdefault(id(container), (container, Counter()))
         digest = hash(key)
         same[digest] += 1
@@ -176,7 +175,7 @@ class Machine:
         raise ObjectionError(f"a {kind.__name__} as a dictionary key")
 
     def defer(self, function: Any, arguments: tuple[Any, ...], *, new: bool = False) -> Deferred:
-        """Leave a call to the final load."""
+        """Return the call as a `Deferred`, and record that the pickle has one."""
         self.deferred = True
         return Deferred(function, arguments, new=new)
 
@@ -214,7 +213,7 @@ class Machine:
         return self.marks.pop()
 
     def make(self, value: Any, nbytes: int) -> None:
-        """Push a new container, which takes `nbytes` beside what is in it."""
+        """Push a new container, which takes `nbytes` without its members."""
         self.hold(nbytes)
         self.stack.append(value)
 
@@ -227,7 +226,7 @@ class Machine:
     def memoize(self, place: int) -> None:
         value = self.stack[-1]
         if place > len(self.data):
-            # The C unpickler keeps its memo in an array of that length, so such a number could exhaust memory.
+            # The C unpickler's memo is an array as long as its largest number, which could exhaust memory.
             raise ObjectionError(f"memo number {place}, which is larger than the pickle")
         if type(value) is Shell:
             value.places.append(place)
@@ -251,7 +250,7 @@ class Machine:
         raise RefusedError(f"{renamed[0][:MOST_TEXT]}.{renamed[1]}"[:MOST_TEXT])
 
     def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
-        """Make the object that a call returns."""
+        """Return the object that a call makes, after checks, or the deferred call."""
         if type(arguments) is not tuple:
             raise ObjectionError("a call whose arguments are not a tuple")
         self.pay(1 + len(arguments))
@@ -264,7 +263,7 @@ class Machine:
         raise ObjectionError(f"a call of {name_of(function)}")
 
     def change(self, target: Any, state: Any) -> Any:
-        """Give an object its state. Returns the object itself, or the one that replaces it."""
+        """Set the state of an object. Returns the object, or the object that replaces it."""
         kind = type(target)
         self.pay(1 + (len(state) if isinstance(state, (tuple, list, dict)) else 0))
         changer = target.build if kind is Shell else self.vocabulary.changers.get(kind)
@@ -281,7 +280,7 @@ class Machine:
         return target
 
     def set_items(self, target: Any, items: list[Any]) -> None:
-        """Set items of a dictionary: keys and values by turns."""
+        """Set items of a dictionary. In `items`, keys and values alternate."""
         if len(items) % 2:
             raise UnreadableError("a key has no value")
         self.hold(_PAIR_BYTES * (len(items) >> 1))
@@ -310,7 +309,7 @@ class Machine:
         return target
 
     def _attempt(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `act` with this machine. Any error that it raises is an objection."""
+        """Call `act` with this machine. Any error that `act` raises becomes an ObjectionError."""
         try:
             return act(self, *arguments)
         except (RefusedError, MemoryError):
@@ -324,7 +323,7 @@ class Machine:
         return self._persistent(pid)
 
     def _ran_slice(self) -> bool:
-        """Run some thousand opcodes. Return True if the last one was STOP, which leaves the value on the stack."""
+        """Run up to 4,096 opcodes. Returns True after STOP, which leaves the value on the stack."""
         # The frequent opcodes are inlined in one loop: metadata of 100,000 items has six million opcodes.
         data, stack, marks, memo, steps = self.data, self.stack, self.marks, self.memo, STEPS
         push, pop = stack.append, stack.pop
@@ -433,7 +432,7 @@ def _global(machine: Machine) -> Any:
     module = machine.line().decode("utf-8", "replace")
     ahead = machine.data[machine.position : machine.position + _LONGEST_NAME]
     if b"\n" not in ahead:
-        # A name that is cut off by the end of the file still counts as named.
+        # A name that is too long, or that the end of the data cuts off, is refused as a name.
         raise RefusedError(f"{module}.{ahead.decode('utf-8', 'replace')}"[:MOST_TEXT])
     return machine.find(module, machine.line().decode("utf-8", "replace"))
 
@@ -462,7 +461,7 @@ def _set_item(machine: Machine) -> None:
 
 
 def _pushing(value: Step) -> Step:
-    """Return the step that pushes what `value` returns."""
+    """Return the step that pushes the result of `value`."""
     return lambda machine: machine.stack.append(value(machine))
 
 
@@ -482,7 +481,7 @@ def _integer(raw: bytes) -> int:
 
 def _old(check: Step) -> Step:
     def step(machine: Machine) -> None:
-        check(machine)  # where it fails, so does Python's unpickler
+        check(machine)  # fails for data that Python's unpickler cannot read either
         raise ObjectionError(_OLD)
 
     return step

@@ -1,4 +1,4 @@
-"""Names in a `.metadata` pickle: DCP's dataclasses and their contents, as classes of DCP's or plain ones."""
+"""Vocabulary of a `.metadata` pickle: DCP's dataclasses, or plain classes in their place, and the values in them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _VALUES = {
     *((f"pathlib{private}", f"{kind}Path") for private in ("", "._local") for kind in ("Posix", "PurePosix")),
     *((f"pathlib{private}", f"{kind}Path") for private in ("", "._local") for kind in ("Windows", "PureWindows")),
 }
-"""Names beside those of DCP's own classes."""
+"""Allowed names besides those of DCP's classes."""
 
 
 class ForeignPath(os.PathLike[str]):
-    """Stand-in for multi-storage-client's path class, which would look for its own configuration when unpickled."""
+    """Stand-in for multi-storage-client's path class, which searches for a configuration when it is unpickled."""
 
     _text: str
 
@@ -42,10 +42,10 @@ class MetadataVocabulary(Vocabulary):
     """The vocabulary of a `.metadata` pickle.
 
     Args:
-        kinds: classes that stand for DCP's dataclasses, by their names.
-        set_properties: gives a `TensorProperties` its state.
+        kinds: classes of the objects that are made for DCP's dataclasses, by the dataclasses' names.
+        set_properties: function that sets the state of a `TensorProperties`.
         encoding: enumeration of memory formats.
-        values: torch's own names: data types, layouts and sizes.
+        values: vocabulary of torch's data types, layouts and sizes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MetadataVocabulary(Vocabulary):
 
         @self.function("builtins.getattr", "__builtin__.getattr")
         def named_member(machine: Machine, kind: Any, name: Any) -> Any:
-            # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr. No other getattr is made.
+            # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr. Any other getattr is refused.
             if kind is not known_encoding or type(name) is not str or len(name) > _MAX_NAME:
                 raise ObjectionError("a getattr of something else than a memory format")
             return encoding[name]
@@ -93,7 +93,7 @@ def _set_fields(machine: Machine, target: Any, state: Any) -> Any:
     if type(state) is not dict:
         raise unfit(f"a state of {name_of(type(target))}")
     machine.pay(_FIELD_BYTES * len(state))
-    # Most of these classes are frozen, and none has a `__setstate__`.
+    # Most of these classes are frozen, so setattr would fail; none has a `__setstate__`.
     target.__dict__.update(state)
     return target
 

@@ -1,4 +1,4 @@
-"""Python's own values in pickles: their names, and checks of the calls and states that make them."""
+"""Vocabulary of Python's own types, with checks of the calls and states that make their instances."""
 
 from __future__ import annotations
 
@@ -23,15 +23,11 @@ _FACTORIES = (
 )
 
 VALUES = Vocabulary()
-"""Containers, numbers, text, times and paths. Nothing in it calls, imports or loads."""
+"""Containers, numbers, text, times and paths. None of them can execute code, import modules or read files."""
 
 
 def _typed(kind: Any, *allowed: type, most: int = 4096, names: tuple[str, ...] = (), made: Any = None) -> None:
-    """Add a class that is called with at most `most` arguments, all of them of the allowed types.
-
-    Args:
-        made: makes the object, if not the class itself does.
-    """
+    """Add a class, called with at most `most` arguments of the allowed types. `made`, if given, makes the object."""
 
     def make(machine: Machine, *arguments: Any) -> Any:
         if len(arguments) > most or any(type(value) not in allowed for value in arguments):
@@ -56,10 +52,10 @@ _typed(argparse.Namespace, most=0)
 _typed(io.BytesIO, most=0, names=("_io.BytesIO", "io.BytesIO"))
 VALUES.add(Ellipsis, names=["builtins.Ellipsis"])
 
-# Concrete paths of the other system cannot be made here, so pure ones stand for them.
+# Concrete paths of another operating system cannot be made, so pure paths replace them.
 _FOREIGN = {"WindowsPath": pathlib.PureWindowsPath} if os.name == "posix" else {"PosixPath": pathlib.PurePosixPath}
 for _name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"):
-    # Python 3.13 pickles paths by the private module.
+    # Python 3.13 pickles paths under the name of their private module.
     _names = (f"pathlib.{_name}", f"pathlib._local.{_name}")
     _typed(getattr(pathlib, _name), str, names=_names, made=_FOREIGN.get(_name))
 
@@ -136,7 +132,7 @@ def _deque(machine: Machine, given: Any = (), most: Any = None) -> Any:
 
 @VALUES.changes(OrderedDict, Counter, types.SimpleNamespace, argparse.Namespace)
 def set_attributes(machine: Machine, target: Any, state: Any) -> Any:
-    """Give an object plain attributes. Dunder names are refused, and those that would hide a method."""
+    """Set attributes of an object. Dunder names are refused, as are names that would hide a method."""
     if type(state) is tuple and len(state) == 2 and not state[1]:
         state = state[0]
     if not state:
@@ -195,7 +191,7 @@ def _datetime(machine: Machine, *arguments: Any) -> Any:
         return datetime.datetime(*arguments)  # noqa: DTZ001 - as it was saved
     packed, zone = (*arguments, None) if len(arguments) == 1 else arguments
     raw = _packed(packed, 10)
-    # The first bit of the month is the fold.
+    # The first bit of the month's byte is `fold`.
     year, month, (day, hour, minute, second) = raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3:7]
     micro = int.from_bytes(raw[7:], "big")
     return datetime.datetime(year, month, day, hour, minute, second, micro, _zone(zone), fold=raw[2] >> 7)

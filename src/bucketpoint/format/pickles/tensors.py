@@ -36,7 +36,7 @@ _QSCHEMES = (
 )
 
 VALUES = Vocabulary()
-"""Tensors over the storages of the item, after checks of their bounds, and torch's constants."""
+"""Vocabulary of tensors, which are checked to lie within the storages of the item, and of torch's constants."""
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def _quantised(
 
 
 def _check_owned(machine: Machine, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that repeats elements of its storage: checks and copies could take any time and memory."""
+    """Refuse a tensor that repeats elements of its storage: checking or copying it could take any time and memory."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > tensor.untyped_storage().nbytes():
         raise ObjectionError("a tensor that repeats its elements")
@@ -193,7 +193,7 @@ def _sparse(machine: Machine, layout: Any, data: Any) -> torch.Tensor:
         if _plain(part).layout is not torch.strided or part.is_quantized or part.is_nested:
             raise unfit("a sparse tensor")
         _check_owned(machine, part)
-    # Tensors on the meta device have no values to check: only the shape is read.
+    # Tensors on the meta device have no values that could be checked.
     check = not any(part.is_meta for part in parts)
     try:
         if layout is torch.sparse_coo:
@@ -240,7 +240,7 @@ def _meta(machine: Machine, dtype: Any, shape: Any, strides: Any, requires_grad:
 @VALUES.function("torch._utils._rebuild_device_tensor_from_numpy")
 @VALUES.function("torch._utils._rebuild_device_tensor_from_cpu_tensor")
 def _on_device(machine: Machine, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
-    """Defer a tensor of a device without storages (XLA and the like), saved as a tensor or array of the host."""
+    """Defer the making of a tensor on a device without storages, such as XLA, saved as a CPU tensor or an array."""
     if type(device) is str:
         device = torch.device(device)
     if type(device) is not torch.device or not isinstance(_dtype(dtype), torch.dtype):
@@ -276,7 +276,6 @@ def _device(machine: Machine, name: Any, *index: Any) -> torch.device:
 
 @functools.cache
 def _layouts() -> dict[str, torch.layout]:
-    """Map layouts by their names."""
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -305,7 +304,7 @@ def _set_generator(machine: Machine, target: torch.Generator, state: Any) -> tor
 
 
 class StorageType(Function):
-    """The class of a storage in a pickle, of which only the data type matters."""
+    """Stand-in for a storage class in a pickle: only the data type matters."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__(name)
@@ -313,11 +312,7 @@ class StorageType(Function):
 
 
 def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> TypedStorage:
-    """Return the storage for a persistent id of torch.save.
-
-    Args:
-        find: returns the storage by key, length in bytes and name of the device.
-    """
+    """Return the storage for a persistent id of torch.save; `find` takes key, length in bytes and device name."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise ObjectionError("a reference that torch.save does not write")
     _, kind, key, location, numel = pid
@@ -332,7 +327,7 @@ def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> 
 VALUES.add(torch.Tensor)
 VALUES.add(torch.nn.Parameter)
 for _name in (*DTYPE_NAMES, *_QSCHEMES):
-    # Not every torch has all of them.
+    # Some versions of torch lack some of these names.
     if hasattr(torch, _name):
         VALUES.add(getattr(torch, _name), names=[f"torch.{_name}"])
 for _name, _dtype_name in STORAGE_TYPE_NAMES.items():

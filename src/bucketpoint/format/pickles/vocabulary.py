@@ -1,4 +1,4 @@
-"""Meaning of the names in a pickle, refusals, and stand-ins for objects while a pickle is interpreted."""
+"""Vocabulary of the names in a pickle, errors for refused content, and stand-ins for objects during interpretation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 class UnreadableError(Exception):
-    """Raised for bytes that are neither a pickle nor a file of torch.save, or that break off: loading runs nothing."""
+    """Raised for bytes that are not a complete pickle or file of torch.save. Loading them would execute nothing."""
 
 
 class RefusedError(Exception):
-    """Raised at the first content that is read only if it is trusted. Its text is the name of a class or function."""
+    """Raised at the first content that is read only with `trusted=True`. The text is a class's or function's name."""
 
 
 class ObjectionError(RefusedError):
     """Raised for a call, a change or a value that no writer makes, and that could do harm.
 
-    Its text is in angle brackets, which no name has.
+    The text is in angle brackets, which no name has.
     """
 
     def __init__(self, what: str) -> None:
@@ -29,12 +29,12 @@ MOST_TEXT = 300
 
 
 def unfit(what: str) -> ObjectionError:
-    """Return the objection to a value that no writer produces."""
+    """Return the error for a value that no writer makes."""
     return ObjectionError(f"{what} that no writer makes")
 
 
 def only(what: str, *kinds: type) -> Callable[[Any], Any]:
-    """Return a function that returns its argument if it is of one of these classes, and objects otherwise."""
+    """Return a function that returns its argument if its class is in `kinds`, and raises ObjectionError otherwise."""
 
     def checked(value: Any) -> Any:
         if type(value) not in kinds:
@@ -45,12 +45,12 @@ def only(what: str, *kinds: type) -> Callable[[Any], Any]:
 
 
 class Shell:
-    """A value that still lacks its state: an array, a data type or an identifier, none of which can be changed later.
+    """Stand-in for an object that is made only when its state is read: an array, a data type or an identifier.
 
     Attributes:
-        build: makes the object from its state.
+        build: function that makes the object from the shell and the state.
         value: result of the call, for `build`.
-        places: memo numbers of the shell, at which the object will replace it.
+        places: memo numbers of the shell, under which the object will replace the shell.
     """
 
     def __init__(self, build: Change, value: Any = None) -> None:
@@ -60,11 +60,13 @@ class Shell:
 
 
 class Deferred:
-    """A call that only the final load makes: of a class or function that the user registered, or of DTensor's.
+    """A call that is checked now and executed later, by `settled` or by the loader of the rewritten item.
+
+    It calls a class or function that the user registered, or one of DTensor's.
 
     Attributes:
-        new: True if `function` is a class of which `__new__` makes an instance.
-        change: the state for the instance, as a tuple of one.
+        new: True if `function` is a class whose `__new__` is called.
+        change: the instance's state, in a tuple; None without a state.
     """
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], *, new: bool) -> None:
@@ -78,27 +80,27 @@ class Deferred:
 
 
 Make = Callable[..., Any]
-"""Checks the arguments of a call, given as `(machine, *arguments)`, and returns the object that the call makes."""
+"""Function of `(machine, *arguments)` that checks the arguments of a call, and returns the object that it makes."""
 
 Change = Callable[..., Any]
-"""Checks a state, given as `(machine, target, state)`. Returns the target, or the object that replaces it."""
+"""Function of `(machine, target, state)` that checks a state, and returns the target or the object that replaces it."""
 
 Parts = Callable[[Any], Any]
-"""Returns the parts of a dictionary key that are hashed with it."""
+"""Function that returns the parts of a dictionary key that are hashed with the key."""
 
 
 class Function:
-    """A function of the vocabulary. It can be called by a pickle, but is refused as a value."""
+    """A function that a pickle may call. As a value, it is refused."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
 
 class Registered:
-    """A class or function that only the final load calls.
+    """A class or function whose calls are deferred, see `Deferred`.
 
     Attributes:
-        called: False for a class whose instances only `__new__` makes.
+        called: False for a class of which a pickle may make instances by `__new__` only.
     """
 
     def __init__(self, value: Any, *, called: bool) -> None:
@@ -106,11 +108,11 @@ class Registered:
 
 
 class Vocabulary:
-    """Meaning of the names that a pickle may use: the union of other vocabularies, and what is added to it.
+    """Names that a pickle may use, with the functions that make and change their objects.
 
     Attributes:
-        names: object for each (module, name). Real classes only if a pickle cannot change their instances.
-        makers: function that checks and makes a call, by the `id` of the called object.
+        names: object by (module, name).
+        makers: function that checks and executes a call, by the `id` of the called object.
         changers: function that checks and applies a state (BUILD), by the type of the object to change.
         parts: function that returns the hashed parts of a dictionary key, by the type of the key.
     """
@@ -127,11 +129,7 @@ class Vocabulary:
             self.parts |= other.parts
 
     def add(self, value: Any, make: Make | None = None, names: Iterable[str] = ()) -> None:
-        """Add a value, and the function that makes calls of it.
-
-        Args:
-            names: full names of the value. Empty: its one name in Python.
-        """
+        """Add a value under its full names (if none are given, its name in Python), and the function that calls it."""
         for name in names or (name_of(value),):
             module, _, last = name.rpartition(".")
             self.names[module, last] = value
@@ -139,7 +137,7 @@ class Vocabulary:
             self.makers[id(value)] = make
 
     def makes(self, *kinds: type) -> Callable[[Make], Make]:
-        """Decorate the function that makes calls of these classes."""
+        """Decorate the function that makes instances of these classes."""
 
         def decorate(make: Make) -> Make:
             for kind in kinds:
@@ -149,7 +147,7 @@ class Vocabulary:
         return decorate
 
     def function(self, *names: str) -> Callable[[Make], Make]:
-        """Decorate the maker for calls of a function with these full names."""
+        """Decorate the function that executes calls of a function with these full names."""
 
         def decorate(make: Make) -> Make:
             self.add(Function(names[0]), make, names)
@@ -158,7 +156,7 @@ class Vocabulary:
         return decorate
 
     def changes(self, *kinds: type) -> Callable[[Change], Change]:
-        """Decorate the function that gives instances of these classes their state."""
+        """Decorate the function that sets the state of instances of these classes."""
 
         def decorate(change: Change) -> Change:
             self.changers |= dict.fromkeys(kinds, change)
@@ -168,7 +166,7 @@ class Vocabulary:
 
 
 def whole(key: Any) -> tuple[Any, ...]:
-    """Return no parts: the hash of the key takes no longer than that of a number."""
+    """Return no parts, for keys that are hashed as fast as a number."""
     return ()
 
 

@@ -11,14 +11,14 @@ import torch
 from bucketpoint.format.pickles.items import Item
 from bucketpoint.format.pickles.vocabulary import Deferred, Function, ObjectionError, Registered, Shell
 
-_PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the latter is torch.save's, which torch's restricted unpickler reads
+_PROTOCOL, _SAVED_PROTOCOL = 4, 2  # 2 is that of torch.save, which torch's restricted unpickler reads
 
 
 def rewritten(item: Item) -> bytes:
-    """Encode the item anew, in bytes from which every unpickler makes the same values and nothing else.
+    """Encode a checked item as bytes from which any unpickler makes the same values and nothing else.
 
     Raises:
-        ObjectionError: a value cannot be written, because it nests too deeply or holds a function.
+        ObjectionError: a value cannot be written, because it nests too deeply or contains a function.
     """
     try:
         if not item.saved:
@@ -29,7 +29,7 @@ def rewritten(item: Item) -> bytes:
 
 
 def settled(value: Any) -> Any:
-    """Return the value with all deferred calls made. Tensors in it are the same objects.
+    """Execute the deferred calls in a value, and return the value. Tensors in it stay the same objects.
 
     Raises:
         ObjectionError: the value nests too deeply, or a call fails.
@@ -64,7 +64,7 @@ def _archive(value: Any, locations: dict[int, str]) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes values as torch.save does. Deferred calls become calls."""
+    """Pickler that writes values as torch.save does, and each `Deferred` as its call."""
 
     def __init__(self, locations: dict[int, str], protocol: int = _PROTOCOL) -> None:
         self._stream = io.BytesIO()
@@ -106,7 +106,7 @@ def _new(kind: Any, *arguments: Any) -> Any:
 
 
 class _Keeping(_Pickler):
-    """Pickler that keeps tensors and storages as objects, outside of the pickle."""
+    """Pickler that puts tensors and storages in a list, so that `_Kept` returns the same objects."""
 
     def __init__(self, kept: list[Any]) -> None:
         super().__init__({})
