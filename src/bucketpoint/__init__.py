@@ -1,6 +1,6 @@
 """PyTorch Distributed Checkpoint on object stores, with atomic commits, checksums and parallel transfers.
 
-Each public name is imported on first use, so that the command line can list a bucket without waiting for torch.
+Except for the errors, public names are imported on first use: the command line lists a bucket without loading torch.
 """
 
 from importlib import import_module

@@ -29,8 +29,7 @@ LISTED = (
 )
 """The end of a remedy: the ways to find a checkpoint, from a shell and from Python."""
 
-# The command names the package, not `bucketpoint[extra]`, which could replace a bucketpoint from a checkout by the
-# index's.
+# Not `pip install bucketpoint[gcs]`, which could replace an installed checkout by a release from the package index.
 INSTALL_GCS = "pip install 'google-cloud-storage>=3', or install bucketpoint with its extra gcs"
 
 
@@ -58,7 +57,7 @@ class BucketpointError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
-        # A catalog's own object is nothing that the user has named: its run is.
+        # The user has named the run, and not an object of its catalog, so the URL is cut after the run.
         self.url = _OWN_OBJECT.sub("", url) if url is not None else None
         self.key = key
         self.rank = rank
@@ -105,8 +104,8 @@ class StoreError(BucketpointError):
 
     Attributes:
         action: the reaction to the failure; FATAL after the last attempt.
-        wait_s: least number of seconds that the service asked to wait before another attempt.
-        limit_s: most seconds for all attempts of the request, by the options of the store.
+        wait_s: minimum wait before another attempt, in seconds, as the service asked.
+        limit_s: limit on the time for all attempts of the request, in seconds, from the options of the store.
     """
 
     action: Action = Action.FATAL
@@ -238,10 +237,10 @@ class UnsafeDataError(BucketpointError):
 
 
 DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
-"""Errors that the checkpoint causes, and not the store, the state or the network: another checkpoint may load."""
+"""Errors caused by the checkpoint, and not by the store, the state or the network: another checkpoint may load."""
 
 NOT_UNDERSTOOD = (UnsafeDataError, NewerFormatError)
-"""Those of `DAMAGE` that a checkpoint may cause that is what was saved: it is not passed over for an older one."""
+"""Errors of `DAMAGE` that an undamaged checkpoint may cause, too: loads do not skip it for an older checkpoint."""
 
 
 class MismatchError(BucketpointError):
@@ -256,7 +255,7 @@ UNSAVEABLE = (
 
 
 def at_key(error: Exception, key: str, what: str, kind: type[BucketpointError] = BucketpointError) -> BucketpointError:
-    """Return the error for a failure at one value, with its key in the state. One of ours keeps its class and text."""
+    """Return the error for a failure at the value of `key`. A `BucketpointError` keeps its class and text."""
     if isinstance(error, BucketpointError):
         error.key = error.key or key
         return error
@@ -270,9 +269,9 @@ def first_fault(
     act: Callable[[str, T], object],
     kind: type[BucketpointError] = BucketpointError,
 ) -> Exception:
-    """Return the error for a failure at many values that were saved at once: that of the first key that fails alone.
+    """Return the error of the first value for which `act` fails, after `error` was raised for all values together.
 
-    Returns `error` if none fails alone. So success costs nothing, and callers need not know which values fail.
+    Returns `error` if `act` fails for no value. Values are tried one by one only after a failure, so success is cheap.
     """
     for key, value in values:
         try:
@@ -297,7 +296,7 @@ class CheckpointProcessError(BucketpointError):
 
 
 class HelperProcessError(BucketpointError):
-    """The process that uploads for a trainer died, twice during one save, or could not be started."""
+    """The process that uploads for a trainer failed, died twice during one save, or could not be started."""
 
 
 class HelperUnavailableError(HelperProcessError):
@@ -317,7 +316,7 @@ class PolicyFault:
     Attributes:
         message: what is wrong.
         remedy: what to write instead.
-        path: the keys and list indices that lead from the top of the policy to the fault.
+        path: keys and list indices from the top of the policy to the fault.
         line, column: position of the fault in the file, counted from 1; None for Python objects.
     """
 
@@ -328,7 +327,7 @@ class PolicyFault:
     column: int | None = None
 
     def under(self, *path: str | int) -> PolicyFault:
-        """Return the same fault with `path` put before the path that it has."""
+        """Return the fault with `path` put before its path."""
         return replace(self, path=(*path, *self.path))
 
     def __str__(self) -> str:
@@ -363,11 +362,7 @@ class PolicyError(BucketpointError):
 
     @classmethod
     def of(cls, *faults: PolicyFault, file: str | None = None) -> PolicyError:
-        """Return an error that lists these faults.
-
-        Args:
-            file: the policy's file, or None.
-        """
+        """Return an error that lists `faults` of the policy in `file`, or of a Python object (None)."""
         name = file or "The policy"
         message = f"{name} has {len(faults)} faults" if len(faults) > 1 else f"{name} has a fault"
         if len(faults) > _MAX_FAULTS:

@@ -1,4 +1,4 @@
-"""Renewal of what a forked process inherits: its memory, locks, threads, sockets and handlers belong to its parent.
+"""Renewal of the objects that a forked process inherits: locks, threads, connections and memory of its parent.
 
 A fork copies objects, but none of the threads that work on them. A lock that another thread held is never released in
 the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So the owner
@@ -48,7 +48,7 @@ def renew_in_child(
 
     Args:
         in_child: called in the child, whose only thread is the one that forked. It must not wait for anything, nor use
-            what belongs to the parent.
+            objects that belong to the parent.
         before: called in the parent before the fork, on the thread that forks.
         in_parent: called in the parent after the fork, on the same thread.
     """
@@ -63,7 +63,7 @@ class ProcessLock:
     """Lock that is free in each forked child, whichever thread holds it at the fork.
 
     Args:
-        forget: called in a child, to drop what the lock guards and a child must not use.
+        forget: called in a child, to drop the objects that the lock guards, which belong to the parent.
     """
 
     def __init__(self, forget: Callable[[], None] | None = None) -> None:
@@ -73,7 +73,7 @@ class ProcessLock:
 
     def acquire(self, *, blocking: bool = True) -> bool:
         if not self._used:
-            # Here and not in the constructor: some of these locks are created at import.
+            # On first use, because some of these locks are created at import, which must have no effect on forks.
             self._used = True
             renew_in_child(self, ProcessLock._renew)
         return self._lock.acquire(blocking)
@@ -93,7 +93,7 @@ class ProcessLock:
 
 
 def _register() -> None:
-    """Register with the interpreter, at the first use: importing bucketpoint has no effect on forks."""
+    """Register with the interpreter on first use, so that importing bucketpoint has no effect on forks."""
     global _registered
     with no_fork:
         if not _registered and hasattr(os, "register_at_fork"):
@@ -116,18 +116,18 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    # Also if another thread held it, because the wait was interrupted.
+    # Also free if another thread held the lock, because the wait in `_before` was interrupted.
     no_fork._at_fork_reinit()  # type: ignore[attr-defined]
     _call("in_child")
 
 
 def _call(moment: str) -> None:
-    # All owners live until the last is renewed: the finalizer of a dropped one would act on the parent's objects.
+    # `owners` keeps all owners alive until the last is renewed: a finalizer would act on the parent's objects.
     owners = [(renewal.owner(), getattr(renewal, moment)) for renewal in list(_renewals.values())]
     for owner, function in owners:
         if owner is not None and function is not None:
             try:
                 function(owner)
             except Exception:
-                # The others are still renewed.
+                # The other owners are still renewed.
                 logger.exception("a %s of the parent was not renewed in a fork", type(owner).__qualname__)

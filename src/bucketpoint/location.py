@@ -13,7 +13,7 @@ from bucketpoint.stores import Store, as_url, open_store
 
 @dataclass(frozen=True)
 class Location:
-    """A URL with the options of its store. Its store is made at the first use, without a request.
+    """A URL with the options of its store, which is opened on first use, without a request.
 
     The options may hold credentials, so the `repr` shows the URL alone, and a `Location` cannot be pickled.
 
@@ -28,13 +28,13 @@ class Location:
 
     @classmethod
     def of(cls, place: Place | None, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> Location:
-        """Return the location of a URL, or a location that the caller has made."""
+        """Return the location of a URL; `place` itself if it is a location."""
         if isinstance(place, Location):
             return place
         return cls(as_url(place) or "", dict(storage_options or {}), fs)
 
     def at(self, url: str | os.PathLike[str]) -> Location:
-        """Return the location of another URL that the same options serve."""
+        """Return the location of another URL, with the same options."""
         return replace(self, url=as_url(url) or "")
 
     @cached_property
@@ -51,9 +51,9 @@ Place = str | os.PathLike[str] | Location
 
 
 def parent_and_name(url: str) -> tuple[str, str] | None:
-    """Split a checkpoint's URL into root and folder; None if nothing above the folder could be a root."""
+    """Split a checkpoint's URL into root and folder; None if the URL has no folder above the checkpoint's."""
     above, slash, name = (as_url(url) or "").rpartition("/")
     if not name or name in (".", "..") or above.endswith((":", "/")) or (slash and not above):
         return None
-    # A bucket is not a folder: `s3://bucket` is refused too, as `above` ends with the scheme's slash.
+    # A bucket is not a folder: `s3://bucket` gave None above, because its `above` ends with the scheme's slash.
     return above or ".", name

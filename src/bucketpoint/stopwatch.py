@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 
 def boottime() -> float:
-    """Return seconds since the machine started, including those for which it slept."""
-    # CLOCK_MONOTONIC stops while a laptop sleeps, and CLOCK_BOOTTIME does not. Only Linux has it.
+    """Return the seconds since the machine started, including the time of a suspension (Linux only)."""
+    # CLOCK_MONOTONIC stops while a laptop sleeps. CLOCK_BOOTTIME does not, but only Linux has CLOCK_BOOTTIME.
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
@@ -21,9 +21,9 @@ class Stopwatch:
     awake: float = field(default_factory=boottime)
 
     def seconds(self) -> float:
-        """Return the seconds since the start by the larger of two clocks: either may stop or be set back."""
+        """Return the seconds since the start by the faster of two clocks, because each may stop or be set back."""
         return max(time.time() - self.wall, boottime() - self.awake)
 
 
 LONG_AGO = Stopwatch(float("-inf"), float("-inf"))
-"""Start of an attempt that reuses data of an earlier one, of any age."""
+"""Start of an attempt that may reuse data of an earlier attempt, however old."""

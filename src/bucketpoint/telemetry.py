@@ -1,7 +1,7 @@
-"""OpenTelemetry: the spans and metrics of bucketpoint, for programs that have configured it.
+"""Spans and metrics of bucketpoint, for programs that have configured OpenTelemetry.
 
-A program that exports spans or metrics has imported OpenTelemetry. So this module looks for it among the modules that
-are loaded, and imports nothing: without OpenTelemetry each function returns at once.
+Such a program has imported OpenTelemetry. So this module looks for OpenTelemetry in `sys.modules` and never imports it:
+without OpenTelemetry each function returns at once.
 """
 
 from __future__ import annotations
@@ -54,18 +54,17 @@ METRICS: Mapping[str, Metric] = {
     "bucketpoint.prune.deleted": Metric("counter", "{checkpoint}", "Checkpoints that pruning deleted"),
     "bucketpoint.prune.failures": Metric("counter", "{round}", "Rounds of pruning that failed"),
 }
-"""All metrics by name."""
 
 
 _BOUNDS: Mapping[str, tuple[float, ...]] = {
     "s": tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)),
     "By": tuple(4.0**power for power in range(5, 22)),
 }
-"""Bounds of histograms by unit: OpenTelemetry's own, for milliseconds, would put all saves into one bucket."""
+"""Bounds of histograms by unit. OpenTelemetry's defaults are for milliseconds, and put all saves into one bucket."""
 
 
 def is_loaded() -> bool:
-    """Return True if the program has imported OpenTelemetry. Otherwise spans and figures need not be made."""
+    """Return True if the program has imported OpenTelemetry. Otherwise callers need not compute values."""
     return "opentelemetry" in sys.modules
 
 
@@ -85,7 +84,7 @@ def record(name: str, value: float, attributes: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _instrument(name: str) -> Callable[[float, Mapping[str, Any]], None]:
-    # Kept for the process: the SDK warns of a second instrument of the same name.
+    # Cached, because the SDK warns of a second instrument of the same name.
     metric, meter = METRICS[name], _loaded("metrics").get_meter(_NAME, __version__)
     about = name, metric.unit, metric.description
     if metric.kind == "counter":
@@ -101,7 +100,7 @@ def _instrument(name: str) -> Callable[[float, Mapping[str, Any]], None]:
 
 
 def current_context() -> Any:
-    """Return the context of the caller's span, the parent of spans that begin later on other threads; None without."""
+    """Return the context of the caller's span, as the parent of spans on other threads; None without OpenTelemetry."""
     loaded = _loaded("context")
     if loaded is None:
         return None
@@ -142,7 +141,7 @@ def begin_span(
 def end_span(
     span: Any, ended: float, error: BaseException | None = None, attributes: Mapping[str, Any] | None = None
 ) -> None:
-    """End a span of `begin_span`; with an error, as one that failed.
+    """End a span of `begin_span`, as failed if `error` is given.
 
     Args:
         ended: end of the span, `time.monotonic` seconds.
@@ -163,7 +162,7 @@ def end_span(
 
 
 def reference(span: Any) -> str | None:
-    """Return a name of the span for other processes, as in the header `traceparent` (W3C Trace Context, level 1).
+    """Return the span's `traceparent` (W3C Trace Context, level 1), by which other processes refer to the span.
 
     None without OpenTelemetry, and for a span that is not recorded.
     """
@@ -183,5 +182,5 @@ def _span_context(trace: Any, text: str) -> Any:
 
 
 def _epoch_ns(moment: float) -> int:
-    """Return the time since the epoch, in nanoseconds, of a time of the monotonic clock."""
+    """Convert a time of the monotonic clock to nanoseconds since the epoch."""
     return time.time_ns() - int((time.monotonic() - moment) * 1e9)

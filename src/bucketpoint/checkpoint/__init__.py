@@ -1,1 +1,1 @@
-"""Committed checkpoints in a store: opened, inspected, verified and summed up, without torch where possible."""
+"""Committed checkpoints in a store: functions that open, summarise and verify them, without torch where possible."""

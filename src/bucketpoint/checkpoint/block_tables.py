@@ -1,7 +1,6 @@
-"""Tables of block checksums, which lie behind the items of a data object: reading and checking them.
+"""Reads and checks of the tables of block checksums, which follow the items of a data object.
 
-They are needed only if part of an item is read. The checksum of the whole item is in the metadata, and verifies its
-table.
+A table is needed only to read a part of an item. The checksum of the whole item, in the metadata, verifies the table.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from bucketpoint.transfer.checksum import fold_blocks
 
 
 def with_blocks(info: ItemInfo, table: bytes | memoryview) -> ItemInfo | None:
-    """Return the item with the checksums of its blocks; None if `table` is not the one that was written."""
+    """Return the item with the checksums of its blocks; None if `table` is damaged."""
     crcs = struct.unpack(f"<{len(table) // 4}I", table)
     if fold_blocks(crcs, info.checked_nbytes, info.block_nbytes or 1) != info.crc32c:
         return None
@@ -32,12 +31,12 @@ def read_tables(
 ) -> tuple[dict[int, memoryview], list[tuple[MetadataIndex, ItemInfo]], list[int]]:
     """Read the tables of the items of one object.
 
-    Neighbouring tables are read by one request; all tables of a save are neighbours. Tables that do not lie within the
-    object are left out.
+    Adjacent tables are read by one request; all tables of a save are adjacent. Tables beyond the end of the object are
+    left out.
 
     Returns:
         The tables by the position of their item in `items`; the items, with the checksums of their blocks; and the
-        positions of those whose table is not the one that was written.
+        positions of the items with a damaged table.
 
     Raises:
         StoreError: the store fails.
@@ -67,5 +66,5 @@ def read_tables(
 
 
 def condition(store: Store, info: ObjectInfo) -> str | None:
-    """Return the ETag that pins all reads to the object that was looked at; None if the store cannot pin."""
+    """Return the ETag that pins all reads to the object of `info`; None if the store cannot pin reads."""
     return info.etag if store.capabilities.pinned_reads else None

@@ -1,8 +1,8 @@
-"""The table of item digests at the very end of a data object, which a restarted process reads.
+"""The table of item digests at the end of a data object, which the first save of a restarted process reads.
 
     digests of n items (16 bytes each) | their offsets in the object (8 bytes each) | n (8 bytes) | magic (16 bytes)
 
-Numbers are little-endian. Readers of checkpoints never need the table.
+Numbers are little-endian. Loads do not need the table.
 """
 
 from __future__ import annotations
@@ -16,26 +16,21 @@ from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.digest import DIGEST_BYTES
 
 _MAGIC = b"b\xbe\x1a\xb1\x00F\xc6\x9c\x02u\xc2G\xc2\x85\xd9\x1c"
-"""Random bytes, which no item ends with by chance."""
+"""Random bytes, with which no item ends by chance."""
 
 _END = struct.Struct("<Q16s")
 
 _ENTRY_BYTES = DIGEST_BYTES + 8
 
 _MOST_ITEMS = 1 << 22
-"""More items than an object of a save has. A table that claims more would make its reader allocate without limit."""
-
+"""Limit on the items of a table, so that a damaged table cannot claim unlimited memory. Objects of saves have fewer."""
 
 FIRST_READ_BYTES = 64 << 10
-"""Bytes of the first read: the tables of about 2,700 items, which need no second read."""
+"""Bytes of the first read: a table of up to about 2,700 items needs no second read."""
 
 
 def table_tail(offsets: Sequence[int]) -> bytes:
-    """Return the bytes of a table that follow its digests.
-
-    Args:
-        offsets: offset in the object of each item, in the order of the digests.
-    """
+    """Return the bytes of a table that follow its digests. `offsets` are those of the items, in the same order."""
     return struct.pack(f"<{len(offsets)}Q", *offsets) + _END.pack(len(offsets), _MAGIC)
 
 
@@ -45,11 +40,7 @@ def table_nbytes(count: int) -> int:
 
 
 def stored_table_nbytes(ending: memoryview, size: int) -> int | None:
-    """Return the size of the table of which `ending` has the last bytes; None if the object ends with no valid table.
-
-    Args:
-        size: size of the object.
-    """
+    """Return the size of the table that ends an object of `size` bytes, from its last bytes; None without a table."""
     if len(ending) < _END.size:
         return None
     count, magic = _END.unpack(ending[-_END.size :])
@@ -59,12 +50,7 @@ def stored_table_nbytes(ending: memoryview, size: int) -> int | None:
 
 
 def parse_table(table: memoryview, size: int) -> dict[int, bytes]:
-    """Return the digest of each item by its offset in the object. Empty if the offsets cannot be those of items.
-
-    Args:
-        table: the bytes of a whole table, of the size that `stored_table_nbytes` returned.
-        size: size of the object.
-    """
+    """Return the digest of each item by its offset in the object of `size` bytes. Empty if an offset is invalid."""
     count = (len(table) - _END.size) // _ENTRY_BYTES
     offsets = struct.unpack_from(f"<{count}Q", table, DIGEST_BYTES * count)
     digests = {
@@ -77,13 +63,10 @@ def parse_table(table: memoryview, size: int) -> dict[int, bytes]:
 
 
 def read_digests(store: Store, key: str, *, size: int, etag: str | None) -> dict[int, bytes]:
-    """Return the digests that an object of a save holds, by the offset of their item. Empty if it has no table.
+    """Return the digests in an object of `size` bytes, by the offset of their item. Empty if the object has no table.
 
-    The table is untrusted: whoever uses an offset checks that an item of this size begins there.
-
-    Args:
-        size: size of the object.
-        etag: the object is read only if it has this ETag, where the store pins reads.
+    The table is untrusted: callers must check that an item of the expected size begins at an offset. The object must
+    have the ETag `etag`, if the store pins reads.
 
     Raises:
         StoreError: the store fails.
@@ -104,6 +87,6 @@ def read_digests(store: Store, key: str, *, size: int, etag: str | None) -> dict
     if nbytes > len(ending):
         ending = last(nbytes)
         if stored_table_nbytes(ending, size) != nbytes:
-            # Replaced between both reads, in a store that does not pin them.
+            # The object was replaced between the reads, in a store that does not pin reads.
             return {}
     return parse_table(ending[-nbytes:], size)

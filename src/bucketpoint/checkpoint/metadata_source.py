@@ -1,6 +1,6 @@
-"""The source of a load's metadata: `.metadata`, or the index that it names; or the reason why there is none.
+"""Reads of a checkpoint's metadata, from `.metadata`, its index, or the headers of a folder of safetensors.
 
-One or two small requests. A folder of safetensors has metadata too: it is made from the headers of its files.
+`.metadata` and its index need one or two small requests. If there is no checkpoint, the error explains why.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 @dataclass(frozen=True)
 class MetadataSource:
-    """The store and the URL of a checkpoint, from which its metadata is read.
-
-    Attributes:
-        dequantize: as for `SafetensorsFolder`.
-    """
+    """Reader of the metadata of one checkpoint. `dequantize` is as for `SafetensorsFolder`."""
 
     store: Store
     prefix: str
@@ -53,15 +49,15 @@ class MetadataSource:
     dequantize: bool = False
 
     def read(self, *, indexed: bool) -> bytes:
-        """Read `.metadata`; or, instead of a large one, the index that it names, with the same content in fewer bytes.
+        """Read `.metadata`, or in place of a large `.metadata` its index, with the same content in fewer bytes.
 
         Args:
             indexed: True if the caller accepts an index.
 
         Raises:
-            CheckpointNotFoundError: nothing is committed here, and there are no safetensors.
+            CheckpointNotFoundError: there is neither a committed checkpoint nor a folder of safetensors.
             CheckpointDeletedError: the checkpoint was deleted.
-            BucketpointError: the safetensors here cannot be read: see `SafetensorsFolder.read`.
+            BucketpointError: the safetensors cannot be read: see `SafetensorsFolder.read`.
         """
         head, info = self._or_safetensors(index_ref.HEAD_BYTES if indexed else None)
         whole = info.size <= len(head)
@@ -94,7 +90,7 @@ class MetadataSource:
             except (ObjectNotFoundError, AccessDeniedError):
                 raise error from None
             if any(map(_is_data, self._names())):
-                # A save that did not commit would otherwise load as other weights.
+                # A save here was not committed: the safetensors must not be loaded in its place.
                 raise error from None
             return data, replace(info, size=len(data))
 
@@ -102,7 +98,7 @@ class MetadataSource:
         """Read a metadata object, and the store's description of it.
 
         Raises:
-            CheckpointNotFoundError: the object is not there.
+            CheckpointNotFoundError: the object does not exist.
             CheckpointDeletedError: the checkpoint was deleted.
             MetadataError: the object is larger than `max_bytes`.
         """
@@ -133,15 +129,15 @@ class MetadataSource:
         return data, info
 
     def _index(self, ref: IndexRef) -> bytes | None:
-        """Read the index. None if it is missing, too large or not the one named: `.metadata` has the same content."""
+        """Read the index. None if it is missing, too large or does not fit `ref`: `.metadata` has the same content."""
         key = keys.join(self.prefix, ref.path)
         if ref.size > self.max_bytes:
             return None
         try:
             data, _ = retry_transient(lambda: self.store.get(key, max_bytes=ref.size), attempts=self.attempts)
         except (ObjectNotFoundError, AccessDeniedError, CorruptDataError) as error:
-            # An overwrite between the two reads looks like this too: the metadata that is there now is then read as a
-            # whole. S3 answers 403 instead of 404 to callers that may not list.
+            # The checkpoint may have been overwritten between the two reads: then the new `.metadata` is read. S3
+            # answers 403 instead of 404 to callers that may not list.
             logger.info("the index of %s cannot be read, so all of .metadata is read: %s", self.url, error)
             return None
         if not ref.fits(data):
@@ -150,9 +146,9 @@ class MetadataSource:
         return data
 
     def nothing_here(self) -> CheckpointNotFoundError:
-        """Return the error that explains why there is no checkpoint, by the first 1,000 objects here.
+        """Return the error that explains why there is no checkpoint, from a LIST of the first 1,000 objects.
 
-        Without the right to list, the error is the one for no objects. A successful load lists only beside safetensors.
+        Without permission to list, the error is that for an empty folder.
         """
         from bucketpoint.catalog.survey import LOOKED_AT, other_files
 
@@ -194,7 +190,7 @@ class MetadataSource:
         )
 
     def _names(self) -> list[str]:
-        """Return the names of the first 1,000 objects here; none without the right to list."""
+        """Return the names of the first 1,000 objects; none without permission to list."""
         from bucketpoint.catalog.survey import names_below
 
         try:
@@ -204,15 +200,15 @@ class MetadataSource:
             return []
 
     def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:
-        """Return the folder of the newest checkpoint below, and the folders of all that were found.
+        """Return the folder of the newest checkpoint below the URL, and the folders of all checkpoints found.
 
-        The newest has the highest number, or else it is the last by name.
+        The newest checkpoint has the highest number in its name; without numbers, it is the last by name.
         """
         from bucketpoint.catalog.catalog import newest_folder
 
         inside = {name.removesuffix("/" + keys.METADATA) for name in names if name.endswith("/" + keys.METADATA)}
         try:
-            # The names that were listed may all be of the oldest checkpoint.
+            # All of `names` may belong to the oldest checkpoint.
             newest = newest_folder(self.store, self.prefix) if any("/" in name for name in names) else None
         except StoreError as error:
             logger.debug("could not look below %s: %s", self.url, error)
@@ -222,7 +218,7 @@ class MetadataSource:
 
 
 def _is_data(path: str) -> bool:
-    """Return True for an object of a save at this place, by any writer. Folders below may be other checkpoints."""
+    """Return True for an object of a save, by any writer. Folders below may be other checkpoints and do not count."""
     saved = path.endswith(".distcp") or keys.is_rank_metadata(path)
     return path == keys.METADATA or keys.parse_data_path(path) is not None or ("/" not in path and saved)
 
@@ -233,7 +229,7 @@ def _by_number(folder: str) -> list[tuple[int, str]]:
 
 
 def committed_etags(metadata: Any, store: Store, url: str | None) -> dict[str, str]:
-    """Return the ETags that a load requires. Empty if the checkpoint was copied elsewhere: copies have their own."""
+    """Return the ETags that a load requires. Empty for a copy of the checkpoint, whose objects have other ETags."""
     facts = extra(metadata)
     if not store.capabilities.pinned_reads or facts.get("url") != url or facts.get("endpoint") != store.identity:
         return {}

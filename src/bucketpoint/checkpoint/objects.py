@@ -1,4 +1,4 @@
-"""The objects of a checkpoint that is to be written elsewhere: checks that they are those that were committed."""
+"""Checks of a checkpoint's objects against its metadata, and the choice of a folder for a copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def look_at_objects(
     """Return the store's description of each object, by its path, after a check against the metadata.
 
     Args:
-        look: asks the store about a key. Raises ObjectNotFoundError.
+        look: returns the store's description of a key, or raises ObjectNotFoundError.
 
     Raises:
         CorruptDataError: an object is missing, has another size, does not hold all of its items, or was replaced.
@@ -64,15 +64,14 @@ def faults(saved: SavedCheckpoint, path: str, info: ObjectInfo) -> Iterator[tupl
 
 
 def damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
-    """Return the error for a checkpoint that is not what was saved."""
     return CorruptDataError(f"The checkpoint is damaged: {reason}", url=saved.url, key=path, remedy=REMEDY)
 
 
 def copy_target(place: Location, saved: SavedCheckpoint, into: bool) -> Location:
-    """Return the folder of the copy: the place itself, or a folder below. One LIST.
+    """Return the folder for a copy: `place`, or a folder below it. Sends one LIST.
 
     Raises:
-        CheckpointExistsError: something else lies there.
+        CheckpointExistsError: the folder has other content.
     """
     (store, prefix), source = place.opened, parent_and_name(saved.url)
     try:

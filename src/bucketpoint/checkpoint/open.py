@@ -44,7 +44,7 @@ class SavedCheckpoint:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The facts that bucketpoint wrote beside DCP's own fields; empty for the checkpoints of other writers."""
+        """The facts that bucketpoint adds to DCP's fields of the metadata; empty for checkpoints of other writers."""
         return extra(self.metadata)
 
     @cached_property
@@ -55,7 +55,7 @@ class SavedCheckpoint:
 
     @cached_property
     def by_object(self) -> dict[str, list[tuple[MetadataIndex, ItemInfo]]]:
-        """The items of each object, by its path within the checkpoint, in the order in which they lie in the object."""
+        """The items of each object, by its path within the checkpoint, in the order of their offsets."""
         objects: dict[str, list[tuple[MetadataIndex, ItemInfo]]] = {path: [] for path in self.facts.get("objects", {})}
         for index, info in self.items:
             objects.setdefault(info.path, []).append((index, info))
@@ -65,7 +65,7 @@ class SavedCheckpoint:
 
     @cached_property
     def shapes(self) -> ChunkShapes:
-        # Imported here: the metadata may be of plain classes, without torch.
+        # Imported here: metadata of plain classes is used without torch.
         from bucketpoint.format.index.view import ChunkShapes
 
         return ChunkShapes(self.metadata)
@@ -81,12 +81,12 @@ class SavedCheckpoint:
 
     @cached_property
     def index(self) -> IndexRef | None:
-        """The reference to the index that the metadata names; None if it names none."""
+        """The metadata's reference to its index, or None."""
         return ref_of(self.metadata)
 
     @property
     def is_safetensors(self) -> bool:
-        """True if there is no `.metadata`, but safetensors, whose headers the metadata was made from."""
+        """True if the metadata was made from the headers of safetensors."""
         return self.facts.get(FILES) == SAFETENSORS
 
     def key(self, path: str) -> str:
@@ -106,15 +106,15 @@ class SavedCheckpoint:
 def open_checkpoint(
     place: Place, *, trusted: bool = False, plain: bool = False, safetensors: bool = True
 ) -> SavedCheckpoint:
-    """Read and decode the metadata of a checkpoint, whoever wrote it.
+    """Read and decode the metadata of a checkpoint of any writer.
 
     Args:
         trusted: unpickle without the allow-list.
-        plain: for inspection only: the metadata is made of plain classes, without torch, unless it is trusted.
+        plain: decode to plain classes without torch, for inspection only. No effect with `trusted`.
         safetensors: a folder of safetensors counts as a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: nothing is committed here. IncompleteCheckpointError if there is data,
+        CheckpointNotFoundError: no checkpoint is committed here. IncompleteCheckpointError if there is data,
             CheckpointDeletedError if a checkpoint was deleted.
         MetadataError, UnsafeDataError: the metadata cannot or must not be read.
     """
@@ -137,7 +137,7 @@ def open_checkpoint(
 
 
 def open_safetensors(url: str, store: Store, prefix: str, file: str | None = None) -> SavedCheckpoint:
-    """Read the headers of a folder's safetensors, also if it has a `.metadata`, or of one file in it.
+    """Read the headers of all safetensors in a folder, or of one `file`. A `.metadata` in the folder is ignored.
 
     Raises:
         BucketpointError: as `SafetensorsFolder.read`.
@@ -150,9 +150,9 @@ def open_safetensors(url: str, store: Store, prefix: str, file: str | None = Non
 
 
 def named_below(place: Location) -> Iterator[tuple[str, str | None]]:
-    """Yield the URLs of all checkpoints at and below a URL, and those of which there is a record, with its key.
+    """Yield the URL of each checkpoint and of each catalog record at and below a URL, with the record's key or None.
 
-    In key order, so that records come first. One LIST per 1,000 objects.
+    The order is that of the keys, so records come first. Sends one LIST per 1,000 objects.
     """
     (store, prefix), text = place.opened, place.url
     above = prefix + "/" if prefix else ""
@@ -171,7 +171,7 @@ def named_below(place: Location) -> Iterator[tuple[str, str | None]]:
 
 
 def recorded_best(run: Location, catalog: Catalog) -> Best | None:
-    """Return the first `best` rule of the job that saved the newest checkpoint that can be read; None without one."""
+    """Return the first `best` rule of the job that saved the newest readable checkpoint; None without a rule."""
     from bucketpoint.retention import Best
 
     for newest in catalog.candidates():

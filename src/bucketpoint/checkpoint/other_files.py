@@ -1,4 +1,4 @@
-"""Errors for a source that is no checkpoint: pointers, web pages, and files that are missing."""
+"""Errors for files that are not those of a checkpoint (Git LFS pointers, web pages), and for missing files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, first_of
 
 HEAD_BYTES = 64
-"""Number of first bytes of a file in which `explain` recognises it."""
+"""Number of bytes at the start of a file from which `explain` recognises its kind."""
 
 _NAMED_AT_MOST = 5
 
@@ -19,7 +19,7 @@ _BEGINNINGS = (
 
 
 def explain(head: bytes, url: str, key: str, error: BucketpointError) -> BucketpointError:
-    """Return an error that names the kind of a file that its reader did not expect, by its first bytes; or `error`."""
+    """Return an error that names the kind of an unexpected file, from its first bytes; `error` for other kinds."""
     for beginning, what, remedy in _BEGINNINGS:
         if head.lstrip().startswith(beginning):
             return MetadataError(f"The file is {what}, not its data", url=url, key=key, remedy=remedy)
@@ -29,7 +29,7 @@ def explain(head: bytes, url: str, key: str, error: BucketpointError) -> Bucketp
 
 
 def missing_files(gone: Collection[str], url: str) -> CorruptDataError:
-    """Return the error for files that a safetensors index names, and that are not there."""
+    """Return the error for missing files that a safetensors index names."""
     named = first_of(sorted(gone), _NAMED_AT_MOST)
     return CorruptDataError(
         f"Files that the safetensors index names are missing: {named}",

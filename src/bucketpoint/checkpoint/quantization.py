@@ -18,7 +18,7 @@ from bucketpoint.format.safetensors_header import TensorEntry
 FP8, MXFP4 = "fp8", "mxfp4"
 
 QUANTIZATION = "quantization"
-"""The fact in metadata of a folder of safetensors that names its quantized tensors."""
+"""Name of the fact that lists the quantized tensors in the metadata of a folder of safetensors."""
 
 _REMEDY = "Download config.json and the files again, or pass dequantize=False to the reader for what is stored"
 
@@ -33,8 +33,8 @@ class Quantization:
     """The quantized tensors of a folder.
 
     Attributes:
-        block: sizes of a block in the last dimensions; it is 1 in the others.
-        scales: by the name of each quantized tensor, that of its scales.
+        block: sizes of a block in the last dimensions; in all other dimensions the size is 1.
+        scales: names of the scales, by the name of their quantized tensor.
     """
 
     method: str
@@ -64,26 +64,26 @@ class Quantization:
         return entry.shape if self.method == FP8 else (*entry.shape[:-2], 2 * math.prod(entry.shape[-2:]))
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of a tensor that has this shape in elements."""
+        """Return the shape of the scales of a tensor of `shape`, which is in elements."""
         return tuple(-(-size // step) for size, step in zip(shape, self.block_in(shape), strict=True))
 
     def scales_dtype(self, itemsize: int) -> torch.dtype:
-        """Return the dtype of scales of this size. The bytes of `mxfp4` are exponents of 2."""
+        """Return the dtype of the scales from the size of one scale. Scales of `mxfp4` are exponents of 2."""
         if self.method == MXFP4:
             return torch.float8_e8m0fnu
         return torch.bfloat16 if itemsize == torch.bfloat16.itemsize else torch.float32
 
 
 def may_be_quantized(entry: TensorEntry) -> bool:
-    """Return True for a tensor of a layout that config.json may declare, or its scales."""
+    """Return True if config.json may declare the tensor as quantized, or as scales."""
     return _is_fp8(entry) or entry.name.endswith(_SCALE_INV) or _is_fp4(entry)
 
 
 def declared(config: Any, entries: Mapping[str, TensorEntry], *, key: str) -> Quantization | None:
-    """Return the tensors of a folder that are quantized by `quantization_config`; None for a method that is not known.
+    """Return the tensors that `quantization_config` declares as quantized; None for an unknown method.
 
     Raises:
-        MetadataError: a tensor has no scales, or they have another shape or dtype than the layout requires.
+        MetadataError: a tensor has no scales, or scales of a wrong shape or dtype.
     """
     config = config if type(config) is dict else {}
     method, block = config.get("quant_method"), config.get("weight_block_size")
@@ -92,7 +92,7 @@ def declared(config: Any, entries: Mapping[str, TensorEntry], *, key: str) -> Qu
             text = f"weight_block_size in config.json is no pair of sizes: {str(block)[:50]}"
             raise MetadataError(text, key=key, remedy=_REMEDY)
         scales = {name: name + _SCALE_INV for name in entries}
-        # A tensor with scales that is not FP8 has lost its dtype, and is refused below.
+        # A tensor with scales must be FP8. Other dtypes are refused below.
         names = {name: scales[name] for name, entry in entries.items() if _is_fp8(entry) or scales[name] in entries}
     elif method == MXFP4:
         block = [2 * _GROUP_BYTES]

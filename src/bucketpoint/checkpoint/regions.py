@@ -1,4 +1,4 @@
-"""The bytes that a data object must have: regions with their checksums, checked in pieces of any size."""
+"""Check of a data object's bytes, in pieces of any size, against regions with known checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bucketpoint.transfer.checksum import CrcAccumulator, crc32c
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes `[start, stop)` of an object, the CRC32C that they must have, and the state-dict key that they belong to.
+    """Bytes `[start, stop)` of an object, with their expected CRC32C and their state-dict key.
 
     `part` is `"header"`, `"payload"` or `"trailer"` of a framed tensor, `"item"` for an item that is checked as a
     whole, or `"table"` for the checksums of its blocks.
@@ -37,7 +37,7 @@ class Region:
 
 
 def item_regions(index: MetadataIndex, info: ItemInfo, shapes: ChunkShapes) -> Iterator[Region]:
-    """Yield the regions of one item whose bytes are known, in order. Empty if its writer recorded nothing."""
+    """Yield the regions of one item that have a known checksum, in order."""
     if info.crc32c is None:
         return
     if info.payload_offset is None or info.payload_nbytes is None:
@@ -54,9 +54,9 @@ def item_regions(index: MetadataIndex, info: ItemInfo, shapes: ChunkShapes) -> I
 
 
 def _frame(index: MetadataIndex, info: ItemInfo, shapes: ChunkShapes) -> tuple[bytes, bytes] | None:
-    """Return the header and trailer that this version would write around the payload.
+    """Return the header and trailer that this version writes around the payload; None if they do not fit the item.
 
-    None if the item has no room for exactly them. Frames have no checksum, but their contents follow from the metadata.
+    Frames have no recorded checksum, but their bytes follow from the metadata.
     """
     entry, shape = shapes.metadata.state_dict_metadata.get(index.fqn), shapes.of(index)
     if not isinstance(entry, TensorStorageMetadata) or shape is None:
@@ -84,10 +84,7 @@ def _blocks(fqn: str, info: ItemInfo, start: int, part: str) -> Iterator[Region]
 def table_regions(
     items: Sequence[tuple[MetadataIndex, ItemInfo]], tables: Mapping[int, memoryview], after: int
 ) -> Iterator[Region]:
-    """Yield the regions of an object's tables, in order: the tables that were read, and that begin at `after` or later.
-
-    `tables` maps positions in `items` to tables.
-    """
+    """Yield the regions of the `tables` (by position in `items`) that begin at offset `after` or later, in order."""
     places = sorted((items[number][1].table_offset or 0, number) for number in tables)
     for start, number in places:
         if start < after:
@@ -97,12 +94,9 @@ def table_regions(
 
 
 class ObjectCheck:
-    """Check of the bytes of one object as they arrive: once each, in pieces of any size and order, from any thread.
+    """Check of the bytes of one object, which arrive once each, in pieces of any size and order, from any thread.
 
-    A region is judged as soon as all of it has arrived. Once every byte has arrived, `wrong` is final.
-
-    Args:
-        regions: in order, without overlap.
+    The regions must be in order and must not overlap.
     """
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -113,7 +107,7 @@ class ObjectCheck:
         self._wrong: set[int] = set()
 
     def note(self, start: int, view: memoryview) -> None:
-        """Take in the bytes of `view`, which begin at `start` in the object."""
+        """Check the bytes in `view`, from offset `start` of the object on. Complete regions are compared at once."""
         stop = start + len(view)
         index = bisect_right(self._stops, start)
         while index < len(self._regions) and self._regions[index].start < stop:
@@ -129,6 +123,6 @@ class ObjectCheck:
             index += 1
 
     def wrong(self) -> list[Region]:
-        """Return the regions that were found to be wrong."""
+        """Return the regions with a wrong checksum. The result is final once every byte has arrived."""
         with self._lock:
             return [self._regions[index] for index in sorted(self._wrong)]

@@ -1,6 +1,6 @@
-"""A folder of safetensors as a checkpoint: the metadata that a save of the same tensors would have.
+"""Metadata for a folder of safetensors in Hugging Face's layout, as a save of the same tensors would have.
 
-It is made from the headers of the files, in Hugging Face's layout, so that no reader needs to know the format.
+The metadata is made from the headers of the files, so that readers do not depend on the format of the files.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
 _HEAD_BYTES = 128 << 10
-"""Bytes of the first request for a file, in which the header of most files lies."""
+"""Bytes of the first request for a file. Most headers are smaller."""
 
 _MEMORY_FACTOR = 4
-"""A byte of JSON takes up to 64 bytes of memory, four times as many as are reckoned for a byte of `.metadata`."""
+"""A byte of JSON takes up to 64 bytes of memory, four times the estimate for a byte of `.metadata`."""
 
 _AGAIN = "Index and files are not from one save: download all of them again, or save the model with its index again"
 
 _File = tuple[ObjectInfo, list[tuple[TensorEntry, int]]]
-"""A file, and its tensors with their offsets in it."""
+"""The store's description of a file, and the file's tensors with their offsets."""
 
 
 class SafetensorsFolder:
@@ -66,7 +66,7 @@ class SafetensorsFolder:
 
     Args:
         max_bytes: limit on the bytes of `.metadata`, as for `MetadataSource`.
-        dequantize: describe tensors that config.json declares to be quantized as bfloat16, without their scales.
+        dequantize: describe quantized tensors, which config.json declares, as bfloat16 tensors without scales.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class SafetensorsFolder:
     def read(self, file: str | None = None) -> tuple[bytes, ObjectInfo]:
         """Return the metadata, encoded as `.metadata`, and the store's description of the index or the single file.
 
-        Costs a GET for the index, and one for each file, whose ETag a load then requires; and one for config.json, if
-        tensors that may be quantized are to be dequantized.
+        Sends a GET for the index, one for each file (two if the header is long), and one for config.json if there may
+        be tensors to dequantize. A load requires the ETags of the files.
 
         Args:
             file: name of the one file to read; by default the files that the index names, else `model.safetensors`.
 
         Raises:
-            ObjectNotFoundError: neither index nor file is here.
-            MetadataError: the index or a file is malformed, or they do not fit each other.
-            CorruptDataError: files that the index names are missing, or one was replaced meanwhile.
+            ObjectNotFoundError: neither the index nor the file exists.
+            MetadataError: the index or a file is malformed, or the index does not fit the files.
+            CorruptDataError: files that the index names are missing, or a file was replaced during the read.
             UnsafeDataError: the index names a file outside the folder.
         """
         named = info = None

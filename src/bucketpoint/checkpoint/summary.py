@@ -1,4 +1,4 @@
-"""The summary of a checkpoint, and the differences between two, from their metadata alone."""
+"""Summary of a checkpoint, and comparison of two checkpoints, from metadata alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SummaryEntry:
     """One key of the saved state.
 
     Attributes:
-        dtype, shape: None if the entry is no tensor.
-        nbytes: bytes of a tensor's elements; of other entries, the bytes as they are stored.
-        chunks: number of pieces in which it was saved.
-        group: the object group of its bytes.
-        crc32c: CRC32C of all its elements in row-major order, however it was cut; None if that is not known.
+        dtype, shape: None if the entry is not a tensor.
+        nbytes: bytes of the elements of a tensor; stored bytes of another entry.
+        chunks: number of pieces in which the entry was saved.
+        group: object group of the entry's bytes.
+        crc32c: CRC32C of all elements in row-major order, independent of the chunks; None if unknown.
     """
 
     fqn: str
@@ -80,8 +80,7 @@ def summarise(saved: SavedCheckpoint) -> Summary:
         saved.facts.get("copied_from"),
         bool(saved.facts) and not saved.is_safetensors,
         dict(sorted(entries.items())),
-        # Sizes of objects, if their names tell the group: this counts the frames too. For other writers, sizes of
-        # entries.
+        # Sizes of objects, frames included. Objects of other writers have no group, so entries are counted instead.
         record.groups or dict(sorted(groups.items())),
     )
 
@@ -113,10 +112,9 @@ def _group(fqn: str, info: ItemInfo | None, *, tensor: bool) -> str:
 def _whole_crc(
     shape: tuple[int, ...], items: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemInfo | None]]
 ) -> int | None:
-    """Combine the CRC32C of a tensor from those of its chunks, if they follow each other in its row-major order.
+    """Combine the CRC32C of a tensor's chunks, if the chunks are consecutive in row-major order; else return None.
 
-    The result does not depend on how many ranks saved the tensor, as long as they cut it along the first dimension
-    alone.
+    The result does not depend on the number of ranks that saved the tensor, cut along the first dimension.
     """
     at, crc = 0, 0
     for offsets, sizes, info in sorted(items, key=lambda item: item[0]):
@@ -131,7 +129,7 @@ def _whole_crc(
 
 @dataclass
 class GroupDifference:
-    """The keys of one object group that were compared, and those of them that differ, with the bytes of each."""
+    """Numbers of the compared and of the differing keys of one object group, and of their bytes."""
 
     keys: int = 0
     bytes: int = 0

@@ -43,7 +43,7 @@ from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import RangeFile, Read, for_each, piece_bytes
 
 VERIFY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
-"""Nothing that is read is kept, so all of the budget goes into larger reads: about 10 MiB for each connection."""
+"""The bytes are not kept, so the whole memory budget serves larger reads: about 10 MiB for each connection."""
 
 _CHANGED = (CorruptDataError, ObjectNotFoundError, PreconditionFailedError)
 
@@ -129,7 +129,7 @@ _Items = Sequence[tuple[MetadataIndex, ItemInfo]]
 
 @dataclass
 class _ObjectPlan:
-    """One object that exists, and the check of its bytes. Other writers' objects have none."""
+    """One existing object, and the check of its bytes; None for objects of other writers."""
 
     path: str
     info: ObjectInfo
@@ -138,7 +138,7 @@ class _ObjectPlan:
 
 
 class _Run:
-    """One verification under way. Its results are only ever appended to, from any thread."""
+    """State and results of one verification. Any thread may add results."""
 
     def __init__(self, saved: SavedCheckpoint, options: TransferOptions) -> None:
         self.saved = saved
@@ -150,12 +150,10 @@ class _Run:
         self._lock = threading.Lock()
         self._pool = BufferPool(options.max_inflight_bytes)
 
-    # -- the metadata -------------------------------------------------------------------------------------------------
-
     def check_metadata(self) -> None:
-        """Compare the metadata with its record, which holds a checksum of the metadata and one of itself.
+        """Compare the metadata with its commit record, which holds a checksum of the metadata and one of itself.
 
-        The record is a cache: a missing one is not damage.
+        The record is a cache: a missing record is not damage.
         """
         if self.saved.is_safetensors:
             self.notes.append("safetensors have no checksums: their headers, sizes and ETags were checked")
@@ -191,7 +189,7 @@ class _Run:
         return CommitRecord.from_json(data, url=self.saved.url)
 
     def _is_of_this_save(self, record: CommitRecord) -> bool:
-        # The damaged part of the metadata may be its token; the names of its objects hold the token as well.
+        # The token in the metadata may be damaged; the names of the objects contain the token, too.
         parsed = [keys.parse_data_path(path) for path in self.saved.by_object]
         tokens = {self.saved.facts.get("token"), *(path[0] for path in parsed if path is not None)} - {None}
         if tokens:
@@ -201,7 +199,7 @@ class _Run:
         return record.metadata_etag is not None and record.metadata_etag == self.saved.info.etag
 
     def check_index(self, meter: Meter) -> None:
-        """Check that the index, which loads read in place of the metadata, is the one that the metadata names."""
+        """Compare the index, which loads read in place of the metadata, with the metadata's reference to it."""
         ref, saved = self.saved.index, self.saved
         if ref is None:
             return
@@ -234,7 +232,7 @@ class _Run:
             self._add("checksum", ref.path, text)
 
     def check_items_are_named(self) -> None:
-        """Check that every tensor's chunks, and everything else in the state, have data."""
+        """Check that the metadata names data for every chunk of a tensor and for every other entry."""
         stored = self.saved.metadata.storage_data or {}
         for fqn, entry in self.saved.metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
@@ -247,16 +245,14 @@ class _Run:
                 self._add("missing-item", keys.METADATA, text, item=fqn)
 
     def check_coverage(self) -> None:
-        """Check that the chunks make up the tensors."""
+        """Check that the chunks cover the tensors."""
         for fqn, text in uncovered(self.saved.metadata, self.saved.facts):
             self._add("missing-item", keys.METADATA, text, item=fqn)
         ranks = self.saved.facts.get("world_size") or 1
         self.notes += [f"{name} {text}" for name, text in lacking_ranks(self.saved.metadata.state_dict_metadata, ranks)]
 
-    # -- the objects --------------------------------------------------------------------------------------------------
-
     def plan(self) -> list[_ObjectPlan]:
-        """Look at every object, and plan those that can be read."""
+        """Check that every object exists and has the right size and ETag, and plan the reads of its bytes."""
         plans: list[_ObjectPlan | None] = []
         for_each(self.saved.by_object, lambda path: plans.append(self._plan_object(path)), self.options)
         return sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.path)
@@ -270,7 +266,7 @@ class _Run:
             named = first_of(list(dict.fromkeys(index.fqn for index, _ in items)), 3) or "nothing"
             self._add("missing-object", path, f"the object is missing, and with it {named}")
             return None
-        # The bytes of an object of another size are compared anyway, to find out which items are lost.
+        # The bytes of an object of the wrong size are compared anyway, to find the lost items.
         for kind, text in faults(saved, path, info):
             self._add(kind, path, text)
         if not any(item.crc32c is not None for _, item in items):
@@ -278,7 +274,7 @@ class _Run:
         return _ObjectPlan(path, info, items, ObjectCheck(self._regions(path, items, info)))
 
     def _tables(self, path: str, items: _Items, info: ObjectInfo) -> tuple[dict[int, memoryview], _Items]:
-        """Return the checksum tables of an object's items, and the items with the blocks of those that are sound."""
+        """Return the checksum tables of an object's items, and the items with the checksums of undamaged tables."""
         try:
             tables, known, wrong = read_tables(self.saved.store, items, info)
         except _CHANGED as error:
@@ -347,10 +343,8 @@ class _Run:
             plan.check.note(start, view)
         meter.add(stop - start)
 
-    # -- what other writers wrote -------------------------------------------------------------------------------------
-
     def _read_foreign(self, plan: _ObjectPlan, index: MetadataIndex, info: ItemInfo, meter: Meter) -> None:
-        """Read an item that has no bucketpoint checksum: torch.save's archives carry their own."""
+        """Read an item without a checksum of bucketpoint. An archive of torch.save contains checksums to compare."""
         stop = info.offset + info.length
         place: dict[str, Any] = {"item": index.fqn, "start": info.offset, "stop": stop}
         if stop > plan.info.size:
@@ -377,10 +371,8 @@ class _Run:
             self._add("checksum", plan.path, f"its archive is damaged: {damage}", **place)
         self._count(_NO_CHECKSUM if damage is None else None, info.length)
 
-    # -- gathering ----------------------------------------------------------------------------------------------------
-
     def _read_of(self, info: ObjectInfo) -> Read:
-        """Return the function that reads bytes of the object that was looked at."""
+        """Return a function that reads bytes of the object of `info`, pinned by its ETag if the store can pin reads."""
         store, etag = self.saved.store, condition(self.saved.store, info)
         return lambda key, start, out: retry_transient(lambda: store.read_into(key, start, [out], if_match=etag))
 
@@ -391,7 +383,7 @@ class _Run:
         self._add("replaced-object", path, f"the object changed while it was read: {error.message}", **where)
 
     def _count(self, reason: str | None, nbytes: int) -> None:
-        """Count bytes that could not be compared for this reason, or that were compared (None)."""
+        """Count bytes that could not be compared for `reason`, or bytes that were compared (None)."""
         if not nbytes:
             return
         with self._lock:

@@ -1,7 +1,4 @@
-"""Arenas: host memory for staged states, one allocation of exactly the needed size, registered with the driver once.
-
-`pool.py` assigns arenas to states; `copying.py` makes the copies.
-"""
+"""Arenas: host memory for staged states. Each is one allocation, registered with the CUDA driver once."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from bucketpoint.forks import renew_in_child
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes. Tensors keep their sources' offset modulo a cache line, which keeps every dtype aligned."""
+"""Bytes of a cache line. Staged tensors keep the address of their source modulo this size, so that they are aligned."""
 
 Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
 """A strided view of an arena: dtype, shape, strides in elements, offset in bytes."""
@@ -32,13 +29,7 @@ _REGISTER_PORTABLE = 1
 
 
 class SharedMemory:
-    """Memory of this process with a descriptor, by which another process can map it too.
-
-    Args:
-        address: first byte, in this process.
-        nbytes: size in bytes.
-        descriptor: a descriptor of the memory. This object owns it, and closes it when it is collected.
-    """
+    """Memory of this process with a file descriptor, by which another process can map it. Closes the descriptor."""
 
     def __init__(self, address: int, nbytes: int, descriptor: int) -> None:
         self.address = address
@@ -48,11 +39,11 @@ class SharedMemory:
 
 
 class Arena:
-    """Anonymous memory, private or shared, that lives until the last tensor over it is gone.
+    """Anonymous memory, private or shared, that is freed with the last tensor over it.
 
     Args:
         nbytes: size in bytes, rounded up to a cache line.
-        shared: allow passing it to other processes as a file descriptor, without a copy.
+        shared: True if other processes can map the memory by a file descriptor, without a copy.
 
     Raises:
         StagingError: the memory cannot be allocated.
@@ -71,7 +62,7 @@ class Arena:
                 f"{self.nbytes} bytes of host memory for staging could not be allocated: {error}",
                 remedy="Stage less per rank, or give the machine more memory",
             ) from error
-        # For a process that only uploads. A checkpoint process gets the memory through torch.
+        # For the upload helper. DCP's checkpoint process gets the memory by torch's pickler.
         self.shared_memory = (
             SharedMemory(self.memory.data_ptr(), self.nbytes, descriptor) if descriptor is not None else None
         )
@@ -81,7 +72,7 @@ class Arena:
 
     @staticmethod
     def size_of(nbytes: int) -> int:
-        """Return the size of an arena for `nbytes`: whole cache lines, so that a view of any dtype divides it."""
+        """Round `nbytes` up to whole cache lines, so that the arena can be viewed as any dtype."""
         return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
     def view(self, place: Place) -> torch.Tensor:
@@ -97,23 +88,20 @@ class Arena:
         return self._registration is not None
 
     def pin(self) -> bool:
-        """Register the memory with the CUDA driver, if that is not yet done.
-
-        False if the driver refuses or refused before.
-        """
+        """Register the memory with the CUDA driver, once. Return False if the driver refuses or has refused before."""
         if self._registration is None and not self._refused:
             pointer = self.memory.data_ptr()
-            # The driver would back the pages one by one, under a lock that kernels wait for: 0.35 s a GB.
+            # Otherwise the driver would back the pages one by one, under a lock that kernels wait for: 0.35 s per GB.
             self.populate()
             self._refused = not _accepted("cudaHostRegister", pointer, self.nbytes, _REGISTER_PORTABLE)
             if not self._refused:
-                # Registered memory must not be unmapped before this: the driver's registration would be dangling.
+                # Unregistered before the memory is unmapped: otherwise the driver's registration would dangle.
                 self._registration = weakref.finalize(self, _accepted, "cudaHostUnregister", pointer)
                 self._registration.atexit = False
         return self.pinned
 
     def unpin(self) -> None:
-        """Undo the registration with the driver. The memory and every tensor over it stay."""
+        """Undo the registration with the driver. Tensors over the memory stay valid."""
         if self._registration is not None:
             self._registration()
             self._registration = None
@@ -132,12 +120,12 @@ class Arena:
 
 
 _HUGEPAGE, _DONTDUMP, _WIPEONFORK = 14, 16, 18
-"""Advice of Linux (madvise(2)), some of which Python does not name.
+"""Advice for madvise(2) of Linux. Python does not define all of the names.
 
-DONTDUMP: a core dump would be larger by the state, which the program holds already.
-WIPEONFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device does not
-see. A child gets zeros. With DONTFORK the fork would have no memory at this address. It may map other memory there,
-which is lost when inherited tensors are collected."""
+DONTDUMP: a core dump must not contain a second copy of the state.
+WIPEONFORK: if a forked data loader shared pinned pages, the parent would later write to pages that the device does not
+see. So the child gets zeroed pages. With DONTFORK the child could map other memory at this address, and would lose that
+memory when an inherited tensor is collected."""
 
 
 def _advise(memory: torch.Tensor, *advices: int) -> torch.Tensor:
@@ -155,7 +143,7 @@ def _private_bytes(nbytes: int) -> torch.Tensor:
 
 
 def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
-    """Allocate in torch's own shared mapping, so that torch's pickler passes the descriptor instead of a copy.
+    """Allocate memory as a shared storage of torch, so that torch's pickler passes the descriptor instead of a copy.
 
     Returns:
         The memory and, where the system has `memfd_create`, a descriptor of it, which the caller must close.
@@ -167,7 +155,7 @@ def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
         descriptor = os.memfd_create("bucketpoint-staging")
         try:
             os.ftruncate(descriptor, nbytes)
-            # Try the mapping first: torch would raise too if it fails, but leave a descriptor open.
+            # Map the memory here first: if the mapping failed in torch, a descriptor would stay open.
             mmap.mmap(descriptor, nbytes).close()
             storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
         except BaseException:
@@ -180,7 +168,7 @@ def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
 
 
 def _accepted(call: str, *arguments: int) -> bool:
-    """Make a call of the CUDA Runtime API, by torch's binding. Return True if the driver accepts."""
+    """Call the CUDA Runtime API through torch. Return True if the driver accepts."""
     result = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
     if result != 0:
         logger.debug("%s%s answered %d", call, arguments, result)

@@ -1,7 +1,4 @@
-"""Copies from the state into an arena: ordered after the caller's streams, in few calls, without holding the GIL.
-
-`layout.py` has decided which bytes go where; `pool.py` decides when the memory may be used again.
-"""
+"""Copies from the state into an arena: ordered after the caller's streams, in few calls, without holding the GIL."""
 
 from __future__ import annotations
 
@@ -20,17 +17,15 @@ from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.layout import ArenaLayout, Region
 
 _PIECE = 16 << 20
-"""Least bytes that one thread copies at a time."""
-
+"""Minimum number of bytes that a thread copies at a time."""
 
 _QUEUED = 64
-"""Copies that are queued at a time beside training. The driver's queue holds some hundreds: a thread that finds it full
-waits with the driver's lock, and no kernel starts meanwhile. On an H100, 1,000 copies at once delayed a step by 130
-ms."""
+"""Maximum number of queued copies during training. A thread that finds the driver's queue full (some hundreds) waits
+with the driver's lock held, so that no kernel starts. On an H100, 1,000 copies at once delayed a step by 130 ms."""
 
 
 class SideStreams(dict[torch.device, torch.Stream]):
-    """One stream for each device, for the copies out of it. Made on first use and kept."""
+    """One stream per device for copies from that device, created on first use."""
 
     def __missing__(self, device: torch.device) -> torch.Stream:
         self[device] = stream = torch.Stream(device=device)
@@ -41,11 +36,11 @@ class SideStreams(dict[torch.device, torch.Stream]):
 class Ordering:
     """Events at the end of the caller's streams when `stage()` was called: the copies wait for them.
 
-    Without this a side stream would read tensors that the optimizer's kernels are still writing.
+    Without the events a side stream would read tensors that the optimizer's kernels are still writing.
 
     Attributes:
-        caller: index of the caller's current device. A worker thread starts on device 0, and creating a context there
-            costs half a GiB a rank.
+        caller: index of the caller's current device. A worker thread starts on device 0, where a context costs half a
+            GiB per rank.
     """
 
     events: dict[torch.device, torch.Event]
@@ -69,14 +64,14 @@ class Ordering:
 
 
 _VIEWS = 16
-"""Tensor views that are made between two pieces: about 50 us, for which other threads wait."""
+"""Number of tensor views made between two pieces. They take about 50 us, during which other threads wait."""
 
 
 class Movers:
-    """Threads that copy memory within this process, as many as torch computes with. Made on first use, and kept.
+    """Threads that copy memory within this process, as many as torch computes with. Created on first use.
 
-    torch's own copy waits, for each tensor, until all of its threads have had the processor. Here a late thread leaves
-    its pieces to the others. Each piece takes the interpreter's lock once, so do not use this beside training.
+    A copy of torch waits, for each tensor, for the slowest of torch's threads. Here the other threads take over the
+    pieces of a slow thread. Each piece acquires the GIL once, so do not use `Movers` during training.
     """
 
     def __init__(self) -> None:
@@ -84,18 +79,13 @@ class Movers:
         renew_in_child(self, lambda movers: vars(movers).update(_helpers=None))
 
     def move(self, regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
-        """Copy regions to the memory at address `base`, and return when no thread writes any more.
-
-        Args:
-            meanwhile: work for this thread, one step after each piece: between pieces, the other threads get the
-                interpreter.
-        """
+        """Copy regions to the address `base`, and wait for all threads. This thread also iterates over `meanwhile`."""
         threads = torch.get_num_threads()
         pieces = deque(_pieces(regions, base, threads))
         helpers = self._helpers = self._helpers or ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
         begun: list[Future[None]] = []
         try:
-            # At the system's limit of threads this one works with those that there are.
+            # If the system allows no more threads, fewer threads do the work.
             with contextlib.suppress(RuntimeError):
                 for _ in range(min(threads, len(pieces)) - 1):
                     begun.append(helpers.submit(_move, pieces, iter(())))
@@ -108,7 +98,7 @@ class Movers:
             helper.result()
 
     def close(self) -> None:
-        """End the threads. They are started again if needed."""
+        """End the threads. A later `move` starts new ones."""
         helpers, self._helpers = self._helpers, None
         if helpers is not None:
             helpers.shutdown(wait=True)
@@ -120,8 +110,7 @@ _Piece: TypeAlias = tuple[int, int, int]
 
 def _pieces(regions: Sequence[Region], base: int, threads: int) -> Iterator[_Piece]:
     for start, end, offset in regions:
-        # Large pieces, but at least one a thread: beyond a certain size, memmove bypasses the caches and takes a third
-        # less time.
+        # One large piece per thread: beyond a certain size, memmove bypasses the caches and takes a third less time.
         size = max(_PIECE, -(-(end - start) // threads))
         for begin in range(start, end, size):
             yield base + offset + begin - start, begin, min(size, end - begin)
@@ -133,7 +122,7 @@ def _move(pieces: deque[_Piece], between: Iterator[object]) -> None:
             target, source, size = pieces.popleft()
         except IndexError:
             return
-        # A foreign call, so the interpreter's lock is released meanwhile.
+        # ctypes releases the GIL during the call.
         ctypes.memmove(target, source, size)
         next(between, None)
 
@@ -148,11 +137,11 @@ def run_copies(
     non_blocking: bool,
     beside: bool,
 ) -> list[torch.Tensor]:
-    """Copy everything that the layout names to an arena, and wait for the copies.
+    """Copy to an arena as the layout describes, and wait for the copies.
 
     Args:
         non_blocking: issue a device's copies without waiting for each.
-        beside: training continues meanwhile, so leave room in the driver's queue for its kernels.
+        beside: True if training continues during the copies, so that the driver's queue needs room for its kernels.
 
     Returns:
         A tensor over the arena for each place of the layout.
@@ -168,7 +157,7 @@ def run_copies(
         sources.append(source)
     begun: list[torch.Stream] = []
     try:
-        # Devices first: they copy while the processor copies host tensors.
+        # Devices first: they copy while the CPU copies host tensors.
         for device, (targets, sources) in sorted(by_device.items(), key=lambda item: item[0].type == "cpu"):
             if device.type == "cpu":
                 torch._foreach_copy_(targets, sources)
@@ -188,7 +177,7 @@ def run_copies(
             movers.move(layout.moves, arena.memory.data_ptr(), making)
     finally:
         # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
-        # After an error too: a copy still under way would write to the state that gets the arena next.
+        # Also after an error: a copy that still runs would write to the next state in this arena.
         for stream in begun:
             stream.synchronize()
     deque(making, maxlen=0)

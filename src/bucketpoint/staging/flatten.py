@@ -1,7 +1,7 @@
-"""Split of a state into its tensors and a skeleton of everything else, and assembly around the tensors' copies.
+"""Split of a state into its tensors and a skeleton of everything else, and assembly with copies of the tensors.
 
-Values other than tensors are copied here, at once. No memory is allocated for tensors, except for those that strides
-over a storage cannot describe (sparse, quantised, on unusual devices): they are copied here too.
+The split copies values that are not tensors, and tensors that cannot be described by strides over a storage (sparse,
+quantized, on unusual devices).
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ _IMMUTABLE = frozenset(
 )
 
 SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes that mark a plain tensor as a shard to DCP (`CheckpointableTensor`, torch 2.15). Others are not saved."""
+"""Attributes by which DCP recognises a plain tensor as a shard (`CheckpointableTensor`, torch 2.15). Other attributes
+of plain tensors are not saved."""
 
 
 class FlatState:
     """A state dict without its tensors.
 
     Attributes:
-        sources: the tensors to copy: strided, not of a subclass, in the order of the visit, each once per Python
-            object and leaf. They still share memory with the caller's state.
+        sources: the tensors to copy, which share memory with the caller's state. They are strided, not of a subclass,
+            and in the order of the visit. A tensor object occurs once, and once more in each value (leaf) that DCP
+            pickles as a whole.
     """
 
     def __init__(self, state_dict: dict[Any, Any]) -> None:
         self.sources: list[torch.Tensor] = []
         self._memo: dict[int, Any] = {}
         self._alive: list[Any] = []
-        # For each value that DCP pickles as one, the indices of its tensors in `sources`.
+        # For each value that DCP pickles as a whole (a leaf), the indices of its tensors in `sources`.
         self._leaves: list[list[int]] = []
         self._leaf: list[int] | None = None
         self._fills: list[tuple[Any, Any, _Node]] = []
         self._path: list[Any] = []
-        # The last device that was found usable. Reading a tensor's device type is the slowest step here, so skip
-        # repeats.
+        # The last device that was checked. A check reads the device's type, which is the slowest step here.
         self._device: torch.device | None = None
         try:
             with torch.no_grad():
@@ -67,10 +68,10 @@ class FlatState:
     def assemble(self, copies: list[torch.Tensor], memory: torch.Tensor | None = None) -> dict[Any, Any]:
         """Rebuild the state, with `copies[i]` for `sources[i]`.
 
-        Call it once only: the skeleton itself becomes the result.
+        Can be called only once: the skeleton itself becomes the result.
 
         Args:
-            memory: the staging memory in which the copies lie, as bytes; None if each has a storage.
+            memory: the staging memory that holds the copies, as bytes; None if each copy has a separate storage.
         """
         if memory is not None:
             for leaf in self._leaves:
@@ -78,8 +79,6 @@ class FlatState:
         for container, key, node in self._fills:
             container[key] = node.build(copies)
         return self._root  # type: ignore[no-any-return]
-
-    # -- one visit per kind of value ----------------------------------------------------------------------------------
 
     def _visit(self, value: Any) -> Any:
         kind = type(value)
@@ -95,13 +94,13 @@ class FlatState:
             plain = self._leaf is None or (kind in (dict, OrderedDict) and not getattr(value, "__dict__", None))
             entry = self._mapping(value) if plain else self._object(value)
         elif kind is list:
-            # DCP pickles such a list as one, and saves the entries of any other one by one.
+            # DCP pickles such a list as a whole, and saves the entries of any other list separately.
             whole = not any(isinstance(item, (torch.Tensor, dict, list)) for item in value)
             entry = self._as_leaf(self._list, value) if whole else self._list(value)
         elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
             entry = self._as_leaf(self._tuple, value)
         elif isinstance(value, ShardedTensor):
-            # Checked before torch.Tensor, of which ShardedTensor is a subclass in name only.
+            # Checked before torch.Tensor: ShardedTensor is a subclass of it, but does not behave like a tensor.
             entry = self._sharded(value)
         elif isinstance(value, (DTensor, AsyncCollectiveTensor)):
             entry = self._subclass(value)
@@ -117,7 +116,7 @@ class FlatState:
     def _as_leaf(self, visit: Callable[[Any], Any], value: Any) -> Any:
         if self._leaf is not None:
             return visit(value)
-        # With a separate memo: a tensor that also occurs elsewhere in the state needs separate memory here.
+        # A separate memo, because a tensor that also occurs elsewhere in the state needs separate memory here.
         memo, self._memo, self._leaf = self._memo, {}, []
         try:
             return visit(value)
@@ -133,7 +132,7 @@ class FlatState:
         try:
             for key, item in value.items():
                 if type(item) is torch.Tensor:
-                    # Plain tensors are nearly all of a large state, so they skip the call of `visit`.
+                    # Nearly all values of a large state are plain tensors, so they skip the call of `visit`.
                     entry = memo.get(id(item))
                     if entry is None:
                         entry = memo[id(item)] = self._tensor(item)
@@ -180,7 +179,7 @@ class FlatState:
         if self._leaf is not None:
             self._leaf.append(index)
         elif value.dtype not in FRAMEABLE:
-            # Pickled too.
+            # DCP pickles a tensor of this dtype, too.
             self._leaves.append([index])
         kind, requires_grad = type(value), value.requires_grad
         if kind is torch.Tensor and not requires_grad and "global_shape" not in value.__dict__:
@@ -205,7 +204,7 @@ class FlatState:
                 "A tensor on the meta device has no data to save",
                 remedy="Materialise it (module.to_empty, then initialise) or leave it out of the state",
             )
-        # `sources` keeps the other tensors alive. While the memo has this one's id, no other object may get that id.
+        # Kept alive, as other tensors are by `sources`: while the memo has its id, no other object may get the id.
         self._alive.append(value)
         try:
             return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
@@ -264,7 +263,7 @@ class FlatState:
 
         def build(copies: Sequence[torch.Tensor]) -> Any:
             shards = [Shard(tensor, meta) for tensor, meta in zip(parts, metadata, strict=True)]
-            # The base class's method, since ShardedTensor's own refuses shards that left the device of their placement.
+            # The base class's method: that of ShardedTensor refuses shards that left the device of their placement.
             rebuilt: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
             rebuilt._prepare_init(process_group=group, init_rrefs=False)
             return rebuilt
@@ -290,9 +289,9 @@ def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
 
 
 class _Node:
-    """A value of the skeleton that is built once, when the tensors are copied, so that one object stays one object.
+    """A value of the skeleton that contains copied tensors. It is built only once, so that its identity is preserved.
 
-    Values are built in the order of the visits, so the parts of a value come before it.
+    Values are built in the order of the visits, so the parts of a value come before the value.
     """
 
     __slots__ = ("_make", "_value")
@@ -302,7 +301,7 @@ class _Node:
         self._value: Any = None
 
     def build(self, copies: Sequence[torch.Tensor]) -> Any:
-        # Not an exception for the first call: raising one for each of thousands of tensors takes a millisecond.
+        # No `try` instead: an exception for each of thousands of tensors takes a millisecond.
         if self._make is not None:
             self._value = self._make(copies)
             self._make = None
@@ -310,22 +309,17 @@ class _Node:
 
 
 def _set_apart(copies: list[torch.Tensor], leaf: Sequence[int], memory: torch.Tensor) -> None:
-    """Replace the tensors of a leaf by tensors over the same bytes, with separate storages.
+    """Replace the tensors of a leaf (indices in `copies`) by tensors over the same bytes, with separate storages.
 
-    A pickle of a tensor holds its whole storage, and all staged tensors lie in one. Tensors of the leaf that overlap
-    share a storage, as long as that is smaller than copies of them.
-
-    Args:
-        copies: tensors over the staging memory.
-        leaf: the indices of the leaf's tensors in `copies`.
-        memory: the staging memory, as bytes.
+    The pickle of a tensor holds its whole storage, and all staged tensors have a common storage, `memory`. Overlapping
+    tensors of the leaf share a new storage, unless copies of them are smaller.
     """
     members: list[tuple[int, int]] = []
     start = end = 0
     for index in sorted(leaf, key=lambda index: copies[index].data_ptr()):
         copied = copies[index]
         if not copied.nbytes:
-            # Another dtype at the address of a tensor that has bytes would be refused by the pickler.
+            # An empty tensor gets another address, because the pickler refuses two dtypes at one address.
             copies[index] = torch.empty_strided(copied.shape, copied.stride(), dtype=copied.dtype, device="cpu")
             continue
         address = copied.data_ptr()
@@ -345,18 +339,18 @@ def _share(
     if not members:
         return
     offset = start - memory.data_ptr()
-    # Through NumPy: a slice of a tensor has the storage of the whole.
+    # Sliced with NumPy: a slice made by torch would have the storage of the whole.
     shared = torch.from_numpy(memory.numpy()[offset : offset + end - start])
     dtype = copies[members[0][0]].dtype
     gaps = end - start > sum(copies[index].nbytes for index, _ in members)
     for index, address in members:
         copied = copies[index]
         if gaps or copied.dtype != dtype:
-            # The pickler refuses two dtypes at one address. As bytes, because torch cannot copy all dtypes of one byte.
+            # The pickler refuses two dtypes at one address. Cloned as bytes: torch cannot clone every one-byte dtype.
             bits = copied.view(torch.uint8) if copied.element_size() == 1 else copied
             copies[index] = bits.clone().view(copied.dtype)
         else:
-            # Not as a view of `shared`, whose length need not be a multiple of the dtype's.
+            # Not a view of `shared`, whose length may not be a multiple of the dtype's size.
             offset = (address - start) // dtype.itemsize
             own = torch.empty(0, dtype=dtype, device="cpu")
             copies[index] = own.set_(shared.untyped_storage(), offset, copied.shape, copied.stride())

@@ -1,7 +1,4 @@
-"""Layout of an arena: position of each tensor. Views that overlap at the source overlap there, and are copied once.
-
-The layout is computed from addresses and strides, anew for each save.
-"""
+"""Layout of an arena: the position of each tensor, computed for each save from addresses and strides."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.staging.arena import ALIGNMENT, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
-"""Tensor to read, and index of the place that it goes to: both of the same shape."""
+"""Tensor to read, and index of the place to copy it to, which has the same shape."""
 
 Region: TypeAlias = tuple[int, int, int]
 """Start and end address of bytes in a device's memory that are copied unchanged, and their offset in the arena."""
@@ -31,10 +28,10 @@ class ArenaLayout:
 
     Attributes:
         nbytes: size of the arena: the bytes of the sources, and less than a cache line for each.
-        places: position of each source's copy; after those, places that are only copied to.
+        places: the place of each source's copy, followed by places that occur only in `copies`.
         copies: tensor copies; fewer than sources if sources share memory.
-        moves: memory of this process to be copied byte by byte, besides `copies`.
-        devices: the devices on which the sources lie.
+        moves: memory of this process to copy as bytes, in addition to `copies`.
+        devices: the devices of the sources.
     """
 
     nbytes: int = 0
@@ -51,7 +48,7 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Arena
     their bytes are copied once. The gaps of a strided view are copied only if another tensor needs them.
 
     Args:
-        by_bytes: dense memory of this process becomes `moves`, not `copies`.
+        by_bytes: plan dense memory of this process as `moves`, not as `copies`.
     """
     layout = ArenaLayout(places=[_NOWHERE] * len(sources))
     dense: dict[torch.device, list[_Span]] = {}
@@ -104,13 +101,13 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
     for address, minus_size, index in spans:
         source = sources[index]
         dtype = source.dtype
-        # A byte copy may run across tensors that touch; a tensor copy may not, as it cannot cross storages.
+        # A byte copy may cover adjacent tensors; a tensor copy may not, because it cannot cross storages.
         if address > end or (address == end and not moved):
             if members:
                 _copy_whole(sources, members, start, end, layout)
                 members.clear()
             start, end = address, address - minus_size
-            # At the source's distance from a cache line, so that every view in the region stays aligned.
+            # The offset equals the source's address modulo a cache line, so that every view in the region is aligned.
             offset = cursor + (address - cursor) % ALIGNMENT
             cursor = offset - minus_size
             place = (dtype, source.shape, source.stride(), offset)
@@ -137,10 +134,10 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
 def _copy_whole(
     sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: ArenaLayout
 ) -> None:
-    """Copy the storage's bytes for the last region, because it reaches beyond the first tensor in it."""
+    """Plan the last region as one copy of its storage's bytes, because its first tensor does not cover it."""
     storage, size = sources[members[-1]].untyped_storage(), end - start
     if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
-        # No storage holds all of it (two NumPy slices of one array): copy each tensor that reaches further.
+        # No storage holds the whole region (two NumPy slices of one array): copy each tensor that extends it.
         for index in members:
             place = layout.places[index]
             layout.copies.append((sources[index], index))
@@ -176,7 +173,7 @@ def _place_gappy(
 
 
 def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
-    """Find a view with gaps inside a region that is copied anyway. None if no region holds it."""
+    """Return the place of a view with gaps inside a region that is copied anyway; None if no region contains it."""
     address = source.data_ptr()
     reach = sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True)) + 1
     at = bisect_right(regions, address, key=lambda region: region[0]) - 1
@@ -189,7 +186,7 @@ def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
 def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
     """Place a tensor densely, outside the copied regions.
 
-    A dimension that repeats one element (`expand`) is copied once and repeats in the view.
+    An expanded dimension (stride 0) is copied once, and is expanded in the view, too.
     """
     unique = source
     for dim, (size, step) in enumerate(zip(source.shape, source.stride(), strict=True)):
@@ -211,7 +208,7 @@ def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
 
 
 def _is_plain(tensor: torch.Tensor, address: int) -> bool:
-    """True if the stored bytes are the values: neither conjugated nor negated lazily, and aligned to the elements."""
+    """Return True if the stored bytes are the values (no lazy conjugation or negation) and are aligned."""
     return not (tensor.is_neg() or tensor.is_conj() or address % tensor.element_size())
 
 

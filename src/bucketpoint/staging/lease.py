@@ -1,9 +1,8 @@
-"""Staged states, and leases on their memory: the save that reads it, until when, and in which order.
+"""Staged states, the leases on their memory, and the order of their saves.
 
-A lease belongs to one staged state. It ends when that state is dropped, when the thread that saves it has ended, or
-when that thread begins another save, whichever comes first. Saves take their turns in the order in which one thread
-staged them: every rank runs the same program, so every rank has the same order, and the collectives of two saves cannot
-interleave.
+The lease of a staged state ends when the state is dropped, when the thread that saves it has ended, or when that thread
+begins another save, whichever comes first. Saves run in the order in which one thread staged their states. All ranks
+run the same program, so they have the same order, and the collectives of two saves cannot interleave.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _LET_GO_S = 0.005
 
 @dataclass(frozen=True)
 class SavingRanks:
-    """The ranks that a state is staged for: by the time of its save, the program may have destroyed the process group.
+    """The ranks for which a state is staged, recorded because the process group may be destroyed before the save.
 
     Attributes:
-        job: number of ranks that the default process group joins; None if it does not matter.
+        job: number of ranks in the default process group; None if it does not matter.
         together: number of ranks that save together; None if only DCP knows the group.
         alone: the caller passed `no_dist`: this rank saves its part alone.
         rank: number of this rank in the job.
@@ -50,13 +49,13 @@ class SavingRanks:
 
     @staticmethod
     def of_job() -> SavingRanks:
-        """Return the ranks as known without the group of a call."""
+        """Return the ranks of the default process group; a single rank without one."""
         if dist.is_available() and dist.is_initialized():
             return SavingRanks(dist.get_world_size(), rank=dist.get_rank())
         return SavingRanks(1)
 
     def in_checkpoint_process(self) -> SavingRanks:
-        """Return the same for a process whose default group joins the ranks that save together."""
+        """Return the ranks for the checkpoint process, whose default group joins the ranks that save together."""
         return replace(self, job=None if self.alone else self.together)
 
 
@@ -64,19 +63,16 @@ class Lease:
     """Claim of one staged state on its memory, and its place in the order of saves.
 
     Args:
-        unread_timeout_s: seconds after the copy until a state that no save has begun to read stops blocking others.
+        unread_timeout_s: seconds from the copy until a state that no save has begun to read stops blocking others.
 
     Attributes:
         label: name of the save: the checkpoint's URL once the save has begun.
         started: time of the staging, `time.monotonic` seconds.
-        progress: progress of the save, set by the code that runs it.
-        times: times and counts of the save, set by the code that runs it.
-        blocked_s: seconds of the call that had the state staged; None until it returns, and in a checkpoint process.
-        nbytes: bytes of the staged state.
+        progress, times: progress of the save, and its times and counts, set by the code that runs the save.
+        blocked_s: seconds for which the staging call lasted; None until it returns, and in a checkpoint process.
         context: OpenTelemetry's context at the staging of the state.
         memory: the staging memory, if another process can map it.
-        beside_training: the save runs in the process that trains, and not in a checkpoint process.
-        ranks: the ranks for which the state was staged.
+        beside_training: True if the save runs in the trainer, False in a checkpoint process.
     """
 
     def __init__(self, unread_timeout_s: float) -> None:
@@ -91,8 +87,8 @@ class Lease:
         self.beside_training = True
         self.ranks = _here.ranks or SavingRanks.of_job()
         self._unread_timeout_s = unread_timeout_s
-        # Locked until the end. A raw lock and not an Event: a finaliser may run at any point of any thread, and would
-        # deadlock if it interrupted Event.set() on the same one.
+        # Locked until the lease ends. Not an Event: a finalizer may interrupt any thread at any point, and would
+        # deadlock if it interrupted `set()` of the same Event.
         self._held = threading.Lock()
         self._held.acquire()
         self.ended = False
@@ -114,7 +110,7 @@ class Lease:
 
     @property
     def abandoned(self) -> bool:
-        """True if no save has begun to read in time. The holder of the staged state keeps its memory."""
+        """True if no save has begun to read in time. The memory then stays with the holder of the staged state."""
         return self._unread_for_s() > self._unread_timeout_s
 
     def _unread_for_s(self) -> float:
@@ -124,7 +120,7 @@ class Lease:
     def end(self) -> None:
         """End the lease: the memory is no longer read."""
         self.memory = None
-        # A handle that the program keeps would keep the spans of the program, and all else that it put into a context.
+        # A handle that the program keeps must not keep the program's spans and other contents of the context alive.
         self.context = None
         self.ended = True
         self._let_in()
@@ -141,7 +137,7 @@ class Lease:
 
     @property
     def copy_s(self) -> float:
-        """Seconds from the call to the end of the copy; 0 before it."""
+        """Seconds from the staging call to the end of the copy; 0 until then."""
         return max((self._copied_at or 0.0) - self.started, 0.0)
 
     def copied(self) -> None:
@@ -149,12 +145,12 @@ class Lease:
         self._copied_at = time.monotonic()
 
     def enter(self) -> None:
-        """Make the current thread read the staged state: the lease ends with the thread, or with its next save.
+        """Make the current thread the reader of the staged state: the lease ends with the thread, or its next save.
 
-        On a thread other than the one that staged the state, also wait for this save's turn.
+        If another thread staged the state, also wait for this save's turn.
 
         Raises:
-            StagingError: the lease has ended, so that the memory may hold another state by now.
+            StagingError: the lease has ended, so the memory may hold another state.
         """
         if self._inherited:
             raise StagingError(
@@ -167,18 +163,18 @@ class Lease:
                 remedy="Stage the state again for another save",
             )
         if current_lease() is not self:
-            # Replacing `_here.saving` must drop the last hold: the thread's earlier save ends now, and this one may
-            # have to wait for that.
+            # Drops the last reference to the thread's previous hold, which ends the thread's earlier save: this save
+            # may have to wait for that end.
             _here.saving = _ThreadHold(self)
             if threading.get_ident() != self._stager_thread:
                 let_caller_go()
         _here.entered = True
         if threading.get_ident() != self._stager_thread:
-            # A thread of DCP's. Writers of other packages never call `take_turn`, so wait here.
+            # A thread of DCP. Writers of other packages never call `take_turn`, so the thread waits here.
             self.wait_for_turn()
 
     def wait_for_turn(self) -> None:
-        """Wait for the saves that the same thread staged earlier, so that this one's collectives are alone."""
+        """Wait for the saves that the same thread staged earlier, so that no other save's collectives interleave."""
         _let_pass(self._before, self.label)
         self._before = None
 
@@ -188,7 +184,7 @@ class Lease:
         return self.ended
 
     def wait(self, who: str, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the lease has ended. False if no save began to read in time and the wait was given up.
+        """Wait until the lease has ended. Return False if no save began to read in time.
 
         Raises:
             StagingError: `stopped` returned True.
@@ -214,7 +210,7 @@ class Lease:
         return True
 
     def wait_if_read(self, grace_s: float) -> bool:
-        """Wait until the lease has ended: True. False if no save has begun to read for `grace_s` since the copy."""
+        """Wait until the lease has ended. Return False if no save begins to read within `grace_s` after the copy."""
         while not self.ended_within(min(_POLL_S, grace_s)):
             if self._unread_for_s() > grace_s:
                 return False
@@ -232,9 +228,9 @@ def staged_for(ranks: SavingRanks) -> Iterator[None]:
 
 
 def let_caller_go() -> None:
-    """Yield the interpreter to the caller for a moment, on a thread that begins to work for it.
+    """Sleep for a moment on a thread that begins to work for a caller, so that the caller gets the GIL.
 
-    The caller must finish its calls of DCP. Beside a thread that plans in Python each of them would take milliseconds.
+    The caller still has calls of DCP to finish. Each would take milliseconds while this thread plans in Python.
     """
     time.sleep(_LET_GO_S)
 
@@ -245,7 +241,7 @@ def current_lease() -> Lease | None:
 
 
 def last_staged() -> Lease | None:
-    """Return the lease that the current thread staged last, if it may still be read. Earlier ones may be read too."""
+    """Return the latest lease of the current thread's staged states that has not ended, or None."""
     _here.staged = _unfinished(_here.staged)
     return _here.staged
 
@@ -254,15 +250,15 @@ def take_turn(label: str, stopped: Callable[[], bool] = lambda: False) -> None:
     """Begin a save on the current thread, before its first collective: wait for the saves that were staged before it.
 
     Args:
-        label: name of the save, for the log lines of those that wait for it.
-        stopped: returns True once a save that was never staged must not wait any longer.
+        label: name of the save, for the log lines of saves that wait for it.
+        stopped: returns True once the wait must end. Used only if the state was never staged.
     """
     if _here.entered and _here.saving is not None:
         lease = _here.saving.lease
         lease.label = label
         lease.wait_for_turn()
     else:
-        # A state that was never staged: this thread saves it directly, after everything that it staged before.
+        # The state was never staged: this thread saves it directly, after all states that it staged before.
         end_own_save()
         _let_pass(last_staged(), label, stopped)
     _here.entered = False
@@ -275,10 +271,10 @@ def end_own_save() -> None:
 
 
 class StagedState(dict[Any, Any]):
-    """A state dict in staging memory, which no other state gets until this one is dropped or its save has ended.
+    """A state dict in staging memory, which is not reused until the state is dropped or its save has ended.
 
-    DCP reads the top level once, on the saving thread, before the first collective of that save. At this point the
-    thread enters the state's lease. In a checkpoint process the state arrives over the same memory, with a new lease.
+    DCP calls `items()` once, on the saving thread, before the first collective of the save. This call enters the lease.
+    In a checkpoint process the state arrives in the same memory, with a new lease.
     """
 
     def __init__(self, state: dict[Any, Any], lease: Lease, on_pickle: Callable[[], None] | None = None) -> None:
@@ -304,7 +300,7 @@ class StagedState(dict[Any, Any]):
         return {copy.deepcopy(key, memo): copy.deepcopy(self[key], memo) for key in self}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the state for DCP's checkpoint process. The save takes its turn before that process sees it."""
+        """Pickle the state for DCP's checkpoint process, after a wait for the turn of its save."""
         from bucketpoint.staging.process import crossing, dead_checkpoint_process
 
         self._lease.enter()
@@ -319,7 +315,7 @@ class StagedState(dict[Any, Any]):
 
 
 def _arrived(state: dict[Any, Any], label: str, ranks: SavingRanks) -> StagedState:
-    """Rebuild the state in the checkpoint process, with a lease for the thread that unpickles it and saves it next."""
+    """Rebuild the state in the checkpoint process, with a lease for the thread that unpickles and then saves it."""
     lease = Lease(unread_timeout_s=math.inf)
     lease.label = label
     lease.beside_training = False
@@ -328,20 +324,23 @@ def _arrived(state: dict[Any, Any], label: str, ranks: SavingRanks) -> StagedSta
 
 
 class _ThreadHold:
-    """Held by the saving thread. Thread-locals die with their thread, even if something keeps its traceback alive."""
+    """Thread-local mark of the saving thread, whose finalizer ends the lease.
+
+    Thread-locals are freed with their thread, even if a traceback of the thread is kept alive.
+    """
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         lease._reader = id(self)
 
     def __del__(self) -> None:
-        # Another thread may have become the reader since: then this thread must not end the lease.
+        # If another thread has become the reader, this thread must not end the lease.
         if self.lease._reader == id(self):
             self.lease.end()
 
 
 class _Here(threading.local):
-    """Per thread: the save under way, a mark that its turn is still to be taken, the lease staged last, its ranks."""
+    """State of a thread: its running save, whether that save must still take its turn, its last lease, its ranks."""
 
     ranks: SavingRanks | None = None
     saving: _ThreadHold | None = None
@@ -353,7 +352,7 @@ _here = _Here()
 
 
 def _unfinished(lease: Lease | None) -> Lease | None:
-    """Return the lease, or the nearest earlier one that has not ended: a state may be dropped before older ones."""
+    """Return the lease, or the latest earlier lease that has not ended: a state may be dropped before older ones."""
     while lease is not None and lease.ended:
         lease = lease._before
     return lease

@@ -1,4 +1,4 @@
-"""Options of staging: a frozen dataclass, into which torch's own options are translated."""
+"""Options of staging, and their translation from torch's options."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ TORCH_FIELDS = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """Options of staging. Each works independently; those that need an accelerator have no effect without one.
+    """Options of staging, independent of each other. Options for accelerators have no effect without one.
 
     The first four have the names, the meaning and the order of `torch.distributed.checkpoint.staging.StagingOptions`.
 
     Attributes:
         use_pinned_memory: register the memory with the driver, once, so that device copies run at full speed.
         use_shared_memory: stage into memory that a checkpoint process reads without a second copy.
-        use_async_staging: `stage()` returns a future, and the copy runs beside training, which must not change the
-            state until that future is done. Off here and on in torch, so that `async_save` returns a plain future.
+        use_async_staging: `stage()` returns a future, and the copy runs during training, which must not change the
+            state until the future is done. False by default, unlike in torch, so that `async_save` returns a plain
+            future.
         use_non_blocking_copy: issue all device copies before waiting for any.
-        when_busy: reaction of a new save to an earlier one that still reads its memory: `"wait"` until that has ended,
+        when_busy: reaction of a new save to an earlier save that still reads its memory: `"wait"` waits for its end,
             `"double_buffer"` copies at once into separate memory (twice the bytes), `"error"` raises
             `StagingOverlapError`.
         max_bytes: limit on the host memory held for staging, in bytes; None for as much as the state needs.
@@ -32,7 +33,7 @@ class StagingOptions:
             memory is never overwritten: the next save gets other memory.
 
     Raises:
-        BucketpointError: `when_busy` is not known, or a limit is not above 0.
+        BucketpointError: `when_busy` is unknown, or a limit is not above 0.
     """
 
     use_pinned_memory: bool = True
@@ -55,10 +56,10 @@ class StagingOptions:
 
 
 def as_staging_options(config: Any) -> StagingOptions:
-    """Return our options unchanged, torch's translated, and the defaults for None.
+    """Return `config` as `StagingOptions`: torch's options are translated, and None becomes the defaults.
 
     Raises:
-        BucketpointError: `config` is something else.
+        BucketpointError: `config` is of another type.
     """
     if config is None:
         return StagingOptions()

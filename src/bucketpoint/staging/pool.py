@@ -14,7 +14,7 @@ from bucketpoint.staging.lease import Lease
 from bucketpoint.staging.options import StagingOptions
 
 GRACE_S = 1.0
-"""Seconds. The future of a save is done a moment before DCP drops the staged state."""
+"""Seconds to wait for the end of a lease. The future of a save is done shortly before DCP drops the staged state."""
 
 _REMEMBERED_SIZES = 4
 
@@ -27,8 +27,7 @@ def overlap(lease: Lease) -> StagingOverlapError:
 class ArenaPool:
     """The arenas of one stager.
 
-    An arena serves any state that needs exactly its size: training makes new dicts for each save, and they get the
-    same arena again, without a stored plan.
+    An arena serves any state of exactly its size: training makes new dicts for each save, which get the same arena.
     """
 
     def __init__(self, options: StagingOptions) -> None:
@@ -38,11 +37,11 @@ class ArenaPool:
         renew_in_child(self, ArenaPool._begin)
 
     def _begin(self) -> None:
-        # A fork needs other arenas: it shares these, also the private ones, with the parent's saves.
+        # A forked child needs other arenas: saves of the parent use these.
         self._lock = threading.Lock()
         # The newest lease is the last, so that a waiting save waits for the oldest.
         self._arenas: dict[Arena, Lease | None] = {}
-        # Memory that was given up: not leased again, but the cap counts it while a state lies in it.
+        # Sizes of surrendered arenas: not leased again, but counted by the cap until the lease ends.
         self._given_up: list[tuple[int, Lease]] = []
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED_SIZES)
 
@@ -68,7 +67,7 @@ class ArenaPool:
                 leased: list[tuple[Arena | None, Lease]] = list(self._leased())
                 leased += [(None, lease) for _, lease in self._given_up if lease.begun]
                 if not leased:
-                    # The end of a lease would not make room.
+                    # No lease is left whose end would make room.
                     unsaved = sum(nbytes for nbytes, _ in self._given_up)
                     raise StagingError(
                         f"Staging this state needs {needed} bytes, and states that were staged and never saved hold "
@@ -79,13 +78,13 @@ class ArenaPool:
             self._wait(*leased[0])
 
     def prepare(self, nbytes: int, make_ready: Callable[[Arena], None]) -> None:
-        """Allocate the arenas that the next saves of this size will get, and let the caller write to the idle ones.
+        """Allocate the arenas that the next saves of this size will get, and call `make_ready` for the idle ones.
 
         Raises:
             StagingError: the cap is too small, or the memory cannot be allocated.
         """
         needed = self._size_under_cap(nbytes)
-        # Under the lock no arena is leased: one that is being written to must stay idle.
+        # With the lock held, so that no arena is leased while `make_ready` writes to it.
         with self._lock:
             self._settle()
             while (
@@ -111,7 +110,7 @@ class ArenaPool:
         arena.unpin()
 
     def close(self) -> None:
-        """Wait for the saves under way and free the memory. A state that no save reads keeps its memory."""
+        """Wait for running saves and free the memory. A state that no save reads keeps its memory."""
         while True:
             with self._lock:
                 self._settle()
@@ -151,7 +150,7 @@ class ArenaPool:
         return ((arena, lease) for arena, lease in self._arenas.items() if lease is not None)
 
     def _make(self, needed: int) -> Arena | None:
-        """Make a new arena. None if the cap leaves no room until a lease has ended."""
+        """Make a new arena. Return None if the cap leaves no room until a lease has ended."""
         # If this size recurs (a model and an optimizer saved in turn), keep the arenas of all recent sizes.
         self._drop_idle(keep={needed, *self._sizes} if needed in self._sizes else {needed})
         if not self._fits(needed):
@@ -176,7 +175,7 @@ class ArenaPool:
                 del self._arenas[arena]
 
     def _wait(self, arena: Arena | None, lease: Lease) -> None:
-        """Wait for a lease, or raise as `when_busy` says. `arena` is None if the memory has been given up already."""
+        """Wait for the end of a lease, or raise if `when_busy="error"`. `arena` is None if already surrendered."""
         if self._options.when_busy == "error":
             if lease.ended_within(GRACE_S):
                 return

@@ -15,12 +15,12 @@ _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
 def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | None:
-    """Return the error that names DCP's checkpoint process, if that was started and has died.
+    """Return an error if DCP's checkpoint process was started and has died, else None.
 
     DCP starts one such process for each rank, keeps it until the job ends and never replaces it.
 
     Args:
-        grace_s: seconds to wait for its end: a dying process closes its pipe before it can be waited for.
+        grace_s: seconds to wait for the process to end: a dying process closes its pipe some time before its end.
     """
     daemon = getattr(sys.modules.get(_EXECUTOR), "_CHECKPOINT_PROCESS", None)
     process = getattr(daemon, "_save_process", None)
@@ -36,15 +36,14 @@ def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | No
 
 
 def crossing(value: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Convert a staged value to a form that the pickler takes, and that unpickles as the value itself.
+    """Convert a staged value to a form that can be pickled, and that unpickles as the value itself.
 
-    Torch recognises a wrapper (a DTensor) by its null `data_ptr()`. The `data_ptr()` of a wrapper around a view into a
-    larger storage is the view's offset instead: the pickler would then treat the wrapper's storage, which does not
+    torch's pickler recognises a wrapper (a DTensor) by its null `data_ptr()`. But a wrapper around a view into a larger
+    storage has the view's offset as its `data_ptr()`. The pickler would treat the wrapper's storage, which does not
     exist, as shared memory, and the process would die.
 
     Raises:
-        CheckpointProcessError: a value cannot be pickled. It has the value's key, which the pickler's own message
-            lacks.
+        CheckpointProcessError: a value cannot be pickled. The error has the value's key, unlike the pickler's error.
     """
     if isinstance(value, torch.Tensor):
         return _Wrapper(value) if hasattr(value, "__tensor_flatten__") else value
@@ -67,7 +66,7 @@ def crossing(value: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 class _Wrapper:
-    """Pickles a wrapper as the tensors that it wraps, which lie in shared memory."""
+    """Picklable form of a wrapper: the wrapped tensors, which lie in shared memory."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor

@@ -1,7 +1,4 @@
-"""The `Stager`, which DCP asks for a copy of the state. It connects layout, memory, copies and leases.
-
-Errors in a user's state are raised by `stage()` on the caller's thread, with asynchronous staging too.
-"""
+"""`Stager`, which copies states for DCP. It connects layout, memory, copies and leases."""
 
 from __future__ import annotations
 
@@ -34,18 +31,18 @@ from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
 logger = logging.getLogger(__name__)
 
 _EARLIEST_FAILURE_S = 0.05
-"""DCP, in every version to 2.15, reports a staging as completed if it failed before DCP's first check. Failures are
-therefore raised no earlier than this many seconds after the start."""
+"""Least seconds from the start of a copy to the report of its failure. DCP, in every version up to torch 2.15, reports
+a copy as completed if it fails before DCP's first check."""
 
 
 class Stager:
-    """Copies states to host memory that is allocated once, kept between saves and never overwritten while it is read.
+    """An `AsyncStager` that copies states to host memory, which is kept between saves and not overwritten while in use.
 
-    An `AsyncStager`: pass it as `async_stager=` to `dcp.async_save`, for any number of saves through any writers. A
-    `BucketWriter` has its own stager. Buffers live until `close()`.
+    Pass it as `async_stager=` to `dcp.async_save`, for any number of saves through any writers. A `BucketWriter` needs
+    no other stager. The memory is held until `close()`.
 
     Args:
-        config: `bucketpoint.StagingOptions`, or torch's own of the same name.
+        config: `bucketpoint.StagingOptions`, or torch's class of that name.
 
     Raises:
         BucketpointError: `config` is of neither type.
@@ -84,7 +81,7 @@ class Stager:
             state_dict: nested state of tensors (any shape, dtype and device) and Python objects.
 
         Returns:
-            The copy; or, with `use_async_staging`, a future of it: the state must not change until that is done.
+            The copy, or with `use_async_staging` a future of it. Until the copy is complete, the state must not change.
 
         Raises:
             StagingOverlapError: an earlier save still reads the memory, and `when_busy="error"`.
@@ -122,7 +119,7 @@ class Stager:
         return future
 
     def synchronize_staging(self) -> None:
-        """Wait until the copy that was begun last is complete. From then on the state may change.
+        """Wait until the latest copy is complete. Then the state may change.
 
         Raises:
             StagingError: the copy failed.
@@ -132,9 +129,7 @@ class Stager:
             future.result()
 
     def prefault(self, state_dict: dict[str, Any]) -> None:
-        """Allocate, register and touch the memory that saves of this state will need, so that the first is not slow.
-
-        Nothing is copied.
+        """Allocate and pin the memory that saves of this state will need, so that the first save is not slow.
 
         Args:
             state_dict: any state of the same shapes and dtypes.
@@ -151,7 +146,7 @@ class Stager:
         self._pool.prepare(layout.nbytes, make_ready)
 
     def close(self) -> None:
-        """Wait for the copies and the saves under way, and free all memory. Closing twice is allowed."""
+        """Wait for running copies and saves, and free all memory. Closing twice is allowed."""
         with self._lock:
             self._closed = True
             worker, self._worker = self._worker, None
@@ -174,8 +169,7 @@ class Stager:
             raise StagingError("The stager is closed", remedy="Make a new stager")
         flat = FlatState(state_dict)
         try:
-            # With asynchronous staging, one torch call that releases the GIL is better for training than the faster
-            # copy.
+            # With asynchronous staging, one torch call without the GIL delays training less than the faster byte copy.
             return flat, lay_out(flat.sources, by_bytes=not self.options.use_async_staging)
         except (RuntimeError, StagingError) as error:
             # Nested tensors and wrappers report a strided layout but have no strides.
@@ -206,12 +200,12 @@ class Stager:
             raise _fault(error, state_dict) from error
         lease.memory = arena.shared_memory
         lease.copied()
-        # The copy must not keep any of the caller's state alive.
+        # The staged state must not keep any of the caller's state alive, so it gets no reference to `flat`.
         on_pickle = None if arena.shared else functools.partial(self._pool.surrender, arena)
         return StagedState(state, lease, on_pickle)
 
     def _pin_if_useful(self, arena: Arena, layout: ArenaLayout) -> None:
-        """Pin the arena if the layout copies from a CUDA device: only those copies profit."""
+        """Pin the arena if the layout copies from a CUDA device. Other copies would not become faster."""
         from_cuda = any(device.type == "cuda" for device in layout.devices)
         if from_cuda and self.options.use_pinned_memory and not arena.pin() and not self._warned:
             self._warned = True

@@ -1,4 +1,4 @@
-"""Buffers under one memory limit: leased to transfers, and reused as long as they fit the budget."""
+"""`BufferPool`: reusable buffers for transfers, with a limit on their total size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bucketpoint.errors import BucketpointError
 
 
 class BufferPool:
-    """A pool of writable buffers. The total size of leased and kept buffers stays within `limit_bytes`.
+    """A pool of writable buffers. The total size of leased and cached buffers stays within `limit_bytes`.
 
     A single lease above the limit is granted only while nothing else is leased. Refusing such a lease would make a
     large item of another writer unloadable, and granting it beside other leases would leave memory unbounded.
 
     Args:
-        grain: buffers of this many bytes and larger are rounded up to a multiple of it, and kept for reuse: the first
-            write to a page costs 20 times as much as later ones.
+        grain: buffers of at least `grain` bytes are rounded up to a multiple of it, and cached for reuse: the first
+            write to a memory page costs 20 times as much as later writes.
     """
 
     def __init__(self, limit_bytes: int, *, grain: int = 1 << 20) -> None:
@@ -33,10 +33,7 @@ class BufferPool:
 
     @contextmanager
     def lease(self, nbytes: int) -> Iterator[memoryview]:
-        """Lease a buffer of exactly `nbytes`, valid within the block. Waits until the limit allows the lease.
-
-        The buffer's content is undefined.
-        """
+        """Lease a buffer of `nbytes`, with undefined content, in a `with` block. Waits until the limit allows it."""
         size = self._rounded(nbytes)
         with self._state:
             self._state.wait_for(lambda: not nbytes or not self._taken or self._taken + size <= self._limit)
@@ -47,7 +44,7 @@ class BufferPool:
             self.give(view)
 
     def take(self, nbytes: int) -> memoryview:
-        """Return a buffer of `nbytes`, with undefined content, at once: the caller bounds the memory."""
+        """Return a buffer of `nbytes`, with undefined content. Never waits: the caller must bound the memory."""
         if not nbytes:
             return memoryview(b"")
         size = self._rounded(nbytes)
@@ -59,8 +56,8 @@ class BufferPool:
             else:
                 self._let_go(size)
                 try:
-                    # An anonymous map is returned to the system when it is dropped; heap memory may not be. The
-                    # number of maps is limited, and a load may hold a hundred thousand small buffers.
+                    # The system gets the memory of a freed map back, but not always that of the heap. Small buffers
+                    # are heap memory: a load may hold 100,000 of them, and the number of maps is limited.
                     buffer = mmap.mmap(-1, size) if size >= mmap.PAGESIZE else bytearray(size)
                 except (OSError, OverflowError, ValueError) as error:
                     # Metadata of another writer may contain any number as a length.
@@ -89,7 +86,7 @@ class BufferPool:
         return -(-nbytes // self._grain) * self._grain if nbytes >= self._grain else nbytes
 
     def _let_go(self, nbytes: int) -> None:
-        """Drop kept buffers until `nbytes` more fit the limit, or none is left."""
+        """Free cached buffers until `nbytes` more fit the limit, or the cache is empty."""
         while self._free and self._taken + nbytes + self._kept > self._limit:
             size, buffers = next(iter(self._free.items()))
             if buffers:

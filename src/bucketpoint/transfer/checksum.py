@@ -24,7 +24,7 @@ def combine(first: int, second: int, second_nbytes: int, kind: str = "crc32c") -
 
 
 def fold_blocks(crcs: Sequence[int], nbytes: int, block_nbytes: int) -> int:
-    """Return the CRC32C of `nbytes` bytes from those of their blocks, each `block_nbytes` long except the last."""
+    """Combine the CRC32C of consecutive blocks into the CRC32C of all `nbytes`. Only the last block may be shorter."""
     total = 0
     for index, crc in enumerate(crcs):
         total = combine(total, crc, min(block_nbytes, nbytes - index * block_nbytes))
@@ -32,12 +32,7 @@ def fold_blocks(crcs: Sequence[int], nbytes: int, block_nbytes: int) -> int:
 
 
 class CrcAccumulator:
-    """Checksum of bytes that arrive in pieces, in any order and from any thread.
-
-    Args:
-        nbytes: number of the bytes.
-        kind: `"crc32c"`, or `"crc32"` as in zip archives.
-    """
+    """Checksum (`"crc32c"`, or `"crc32"` as in zip archives) of bytes that arrive in any order, from any thread."""
 
     def __init__(self, nbytes: int, kind: str = "crc32c") -> None:
         self.nbytes = nbytes
@@ -47,11 +42,11 @@ class CrcAccumulator:
         self._pieces: dict[int, tuple[int, int]] = {}
 
     def take(self, start: int, view: memoryview) -> bool:
-        """Compute and record the checksum of the piece that begins at `start`. Return as `add`."""
+        """Compute and record the checksum of the piece at offset `start`. Return the same as `add`."""
         return self.add(start, len(view), int(_FUNCTIONS[self._kind][0](view)))
 
     def add(self, start: int, nbytes: int, crc: int) -> bool:
-        """Record the checksum of a piece. Return True once none of the bytes is missing."""
+        """Record the checksum of a piece. Return True once all bytes have arrived."""
         with self._lock:
             if nbytes:
                 self._missing -= nbytes - self._pieces.get(start, (0, 0))[0]
@@ -66,7 +61,7 @@ class CrcAccumulator:
         return total
 
     def between(self, start: int, stop: int) -> int:
-        """Return the checksum of the bytes `[start, stop)`, which pieces must cover exactly."""
+        """Return the checksum of bytes `[start, stop)`. Pieces must begin at `start` and end at `stop`."""
         total = 0
         while start < stop:
             nbytes, crc = self._pieces[start]

@@ -1,7 +1,4 @@
-"""Copies of objects from one store to another: inside the service if possible, else in pieces through this process.
-
-Bytes that pass through this process are given to a check before the copied object can become visible.
-"""
+"""Copies of objects between stores: inside the service if possible, otherwise in pieces through this process."""
 
 from __future__ import annotations
 
@@ -30,18 +27,13 @@ from bucketpoint.transfer.upload import ObjectSource, Segment, upload_objects
 _NO_REFUSAL = (TransientStoreError, ThrottledError, EndpointError, ObjectNotFoundError, PreconditionFailedError)
 
 See = Callable[[int, memoryview], None]
-"""`see(start, view)` gets bytes of an object, from offset `start` on. Called from several threads; raises to refuse."""
+"""`see(start, view)` checks bytes of an object from offset `start` on, before they are sent. It is called from several
+threads, and raises to stop the copy."""
 
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One object to copy.
-
-    Attributes:
-        source: description of the source object, from `head`.
-        target: key of the copy.
-        see: check of the bytes that pass through this process, or None.
-    """
+    """One object to copy to the key `target`. `see` checks the bytes if they pass through this process."""
 
     source: ObjectInfo
     target: str
@@ -62,15 +54,15 @@ def copy_objects(
         The target's description of each object, and True if the service copied them.
 
     Raises:
-        CorruptDataError: a copy has another size than its source.
-        StoreError: a request failed, after all retries. Unfinished uploads are aborted; finished objects stay.
+        CorruptDataError: a copy and its source differ in size.
+        StoreError: a request failed, after all retries. Open uploads are aborted; copied objects are not deleted.
     """
     if jobs and inside_one_service(source, target):
         try:
             first = _copy_inside(source, target, jobs[0], meter)
         except StoreError as error:
-            # The target's credentials may not reach the source, and some services copy only within a bucket, a region
-            # or a partition. Whatever the reason of the refusal, the bytes can still pass through this process.
+            # The target's credentials may have no access to the source, and some services copy only within a bucket, a
+            # region or a partition. After any such refusal the bytes can still pass through this process.
             if isinstance(error, _NO_REFUSAL):
                 raise
         else:
@@ -85,12 +77,12 @@ def copy_objects(
 
 
 def copy_whole(store: Store, source: ObjectInfo, target: str) -> ObjectInfo:
-    """Copy one object inside a store, and make sure that it was the object with the ETag of `source`.
+    """Copy one object inside a store, and verify that the source still has the ETag of `source`.
 
-    One copy, and one HEAD. Transient failures are retried only by the store: the caller has the bytes.
+    Sends a copy request and a HEAD. Only the store retries transient failures: the caller can upload the bytes instead.
 
     Raises:
-        ObjectNotFoundError, PreconditionFailedError: the object is gone, or another one has its key. A copy may exist.
+        ObjectNotFoundError, PreconditionFailedError: the source was deleted or replaced. A copy may exist.
     """
     done = store.copy(source, target)
     # Some services ignore the condition of a copy. An object that is unchanged now was unchanged during the copy.

@@ -1,7 +1,4 @@
-"""Downloads of extents: neighbouring extents are coalesced into one request, and received in place or in leased memory.
-
-This module deals with byte ranges, checksums and stores; `format` and `dcp` interpret the bytes.
-"""
+"""Downloads of byte ranges (extents). Neighbours share a request, and are received in place or in leased memory."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from bucketpoint.transfer.checksum import CrcAccumulator
 from bucketpoint.transfer.options import TransferOptions
 
 SMALL_EXTENT_BYTES = 64 << 10
-"""Smaller direct extents are received in a leased buffer and copied: a socket read for each would cost more."""
+"""Direct extents below this size are received in a leased buffer and copied: a socket read for each would cost more."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Block:
 
 
 class Whole(CrcAccumulator):
-    """The expected CRC32C of several extents together. They may arrive in any order, from any thread."""
+    """The expected CRC32C of several extents together, which may arrive in any order, from any thread."""
 
     def __init__(self, nbytes: int, crc32c: int) -> None:
         super().__init__(nbytes)
@@ -41,16 +38,16 @@ class Extent:
     """Bytes `[start, stop)` of the object at `key`, with their checksums and their destination.
 
     Attributes:
-        blocks: expected checksums that cover the extent from the first byte on; empty for none.
-        check: function that raises CorruptDataError if these bytes, which have no blocks, are not those written.
+        blocks: expected checksums of consecutive blocks, from the extent's first byte on; empty for none.
+        check: for an extent without blocks, a function that raises CorruptDataError if the extent's bytes are damaged.
         part_of: for an extent without blocks, the common checksum of several extents, this one included. A mismatch is
             raised for the extent that arrives last.
-        direct: memory of the caller that receives the bytes from `direct_start` on. The extent's bytes before and after
-            it are received only to verify the blocks at the borders.
+        direct: memory of the caller for the object's bytes from offset `direct_start` on. The extent's bytes outside
+            `direct` are received only to verify the blocks at its borders.
         deliver: called on a worker thread once the bytes are verified: with the extent's bytes, or with None if
             `direct` is given. The view is valid only during the call.
         label: the state-dict key, for messages.
-        etag: the object must still have this ETag.
+        etag: ETag that the object must have.
     """
 
     key: str
@@ -71,7 +68,7 @@ class Extent:
 
     @property
     def in_place(self) -> memoryview | None:
-        """The caller's memory if it is large enough for the bytes to be received there, else None."""
+        """`direct` if it is large enough to be filled without a copy, else None."""
         return self.direct if self.direct is not None and len(self.direct) >= SMALL_EXTENT_BYTES else None
 
     @property
@@ -85,7 +82,7 @@ class Request:
     """One ranged read: extents of one object in order, with gaps between them.
 
     Attributes:
-        wanted: bytes of the extents.
+        wanted: number of bytes of the extents, without the gaps.
         leased: bytes of leased memory that the request needs, gaps included.
     """
 
@@ -111,8 +108,7 @@ class Request:
 def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[Request]:
     """Sort extents by object and offset, and join neighbours into requests.
 
-    Two neighbours are joined if reading the gap costs less time than another request, as long as the bytes fetched stay
-    within `max_overread` of the bytes needed (tiny gaps are free), the request is no larger than a part, and its leased
+    Neighbours are joined if `is_worth_reading` accepts the gap, the request is no larger than a part, and its leased
     memory fits one connection's share of the budget.
     """
     requests: list[Request] = []
@@ -142,7 +138,10 @@ def _joins(request: Request, extent: Extent, options: TransferOptions) -> bool:
 
 
 def is_worth_reading(gap: int, span: int, wanted: int, options: TransferOptions) -> bool:
-    """Return True if a gap may be read, so that one request of `span` bytes gets the `wanted` bytes on both sides."""
+    """Return True if reading a gap is cheaper than a second request.
+
+    The joint request fetches `span` bytes, of which `wanted` are needed. The ratio is limited, except for tiny gaps.
+    """
     if gap > options.coalesce_gap_bytes:
         return False
     return gap <= options.free_gap_bytes or span <= options.max_overread * wanted
@@ -159,10 +158,9 @@ def deliver(
     """Receive, verify and deliver the bytes of a request.
 
     Args:
-        url: URL of the store, for errors.
-        lease: as much leased memory as the request needs, or more.
+        lease: at least as much leased memory as the request needs.
         read: function that fills the buffers with the request's bytes. Called again after transient failures or damage.
-        verified: called with the same buffers before the bytes are delivered.
+        verified: called with the verified buffers before the bytes are delivered.
     """
     buffers, pieces = _lay_out(request, lease)
 
@@ -177,15 +175,14 @@ def deliver(
 
 
 class Assembly:
-    """A request whose bytes arrive in any order, possibly not all of them from the store.
+    """A request whose bytes arrive in any order, from the store or from other ranks.
 
     Bytes are received into the memory that `direct` or `place` returns, or are copied by `put`; `arrived` counts all of
-    them. One thread fills an assembly, and any thread may finish it once no byte is missing.
+    them. One thread fills an assembly, and any thread may finish it once all bytes have arrived.
 
     Args:
-        url: URL of the store, for messages.
-        take: function that allocates the memory for bytes that do not go directly to the caller.
-        give: function that gets this memory back once the assembly is finished.
+        take: function that allocates memory for the bytes that are not received in the caller's memory.
+        give: function that frees this memory once the assembly is finished.
     """
 
     def __init__(
@@ -208,11 +205,11 @@ class Assembly:
 
     @property
     def leased(self) -> int:
-        """Number of bytes of memory from `take` that the assembly holds now."""
+        """Bytes of memory from `take` that the assembly currently holds."""
         return self.request.leased if self._buffers else 0
 
     def direct(self, start: int, stop: int) -> memoryview | None:
-        """Return the caller's memory for bytes `[start, stop)` of the object, or None if not all of them go there."""
+        """Return the caller's memory for bytes `[start, stop)` of the object; None unless it receives all of them."""
         index = bisect.bisect_right(self._direct_starts, start) - 1
         if index < 0:
             return None
@@ -220,10 +217,10 @@ class Assembly:
         return view[start - origin : stop - origin] if stop - origin <= len(view) else None
 
     def place(self, start: int, stop: int) -> memoryview | None:
-        """Return the memory for bytes `[start, stop)`, the caller's or from `take`; None if it is not contiguous."""
+        """Return the memory for bytes `[start, stop)`, from the caller or `take`; None if it is not contiguous."""
         direct = self.direct(start, stop)
         if direct is not None:
-            # Do not call `take`: the request may never need its memory.
+            # Returned before `_buffer_of` allocates leased memory, which the request may not need.
             return direct
         origin, buffer = self._buffers[self._buffer_of(start)]
         return buffer[start - origin : stop - origin] if stop - origin <= len(buffer) else None
@@ -238,13 +235,13 @@ class Assembly:
             start, data, index = start + len(room), data[len(room) :], index + 1
 
     def arrived(self, nbytes: int) -> bool:
-        """Count bytes that have reached their destination. Returns True once none is missing."""
+        """Count bytes that have reached their destination. Return True once all have."""
         self._missing -= nbytes
         assert self._missing >= 0
         return self._missing == 0
 
     def finish(self) -> None:
-        """Verify and deliver every extent, and release the memory. Raises CorruptDataError."""
+        """Verify and deliver every extent, and free the memory. Raises CorruptDataError on a mismatch."""
         if not self._buffers:
             self._open()
         for extent, views in zip(self.request.extents, self._pieces, strict=True):
@@ -267,7 +264,7 @@ class Assembly:
 
 
 def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
-    """Deliver every extent of a request whose bytes have been verified."""
+    """Deliver every extent of a verified request."""
     for extent, views in zip(request.extents, pieces, strict=True):
         try:
             if extent.direct is not None and extent.in_place is None:
@@ -283,7 +280,7 @@ def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None
 
 
 def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
-    """Return the buffers that receive the request from first byte to last, and the views of each extent's bytes."""
+    """Return the buffers that receive the request's bytes in order, and the views of each extent's bytes."""
     buffers: list[memoryview] = []
     pieces: list[list[memoryview]] = []
     run_start = used = 0
@@ -295,7 +292,7 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
         return view
 
     def flush() -> None:
-        # Leased memory since the last direct buffer is contiguous, so it is received by one read.
+        # The leased memory after the last direct buffer is contiguous, so it becomes one buffer.
         nonlocal run_start
         if used > run_start:
             buffers.append(lease[run_start:used])
@@ -317,7 +314,6 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
 
 
 def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
-    """Compare the checksums of an extent. Raises CorruptDataError."""
     whole = extent.part_of
     if whole is not None and whole.add(extent.start, extent.nbytes, crc_of(views, None)):
         _compare(url, extent, f"its {whole.nbytes} bytes", whole.total(), whole.crc32c)

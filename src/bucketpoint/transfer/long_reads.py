@@ -1,11 +1,11 @@
-"""The reads of a load, on threads: requests whose ranges follow each other are received from a single reply.
+"""Parallel reads of a load. Requests for neighbouring ranges are joined into one long read, which has a single reply.
 
-A request alone is a long read of one. A store without replies that can be received in pieces fills the memory of each
-request in one call, or, if its client holds a copy of what it receives, in calls within the budget.
+A request that needs leased memory is small, because every connection needs such memory at the same time. But each HTTP
+request costs milliseconds of CPU time and a round trip. In a long read, the same leased memory receives the bytes of
+each request in turn, after those of the request before were verified and delivered.
 
-A request that needs leased memory is small, because every connection needs such memory at the same time. But each
-request to a store costs milliseconds of CPU time and a round trip. So neighbouring requests are sent as one. The same
-leased memory receives each request's bytes in turn, after the ones before were verified and delivered.
+If a store cannot stream replies, each request is read in one call, or in several within the budget if the store's
+client copies what it receives.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
 
 LEAST_S = 5.0
-"""Shortest limit on a store's silence, in seconds. A store under load may take seconds for its first byte."""
+"""Shortest time without a byte, in seconds, after which a read is cut off. A busy store may need seconds to respond."""
 
 MEDIANS = 4.0
-"""The limit on a store's silence in medians of the recent waits, so that reads of a slow store are not cut off."""
+"""The same limit as a multiple of the median of recent waits, so that reads of a slow store are not cut off."""
 
 LONGEST_PARTS = 4
-"""Parts in one read of a large load. A request to S3 holds the interpreter's lock for 2 to 4 ms, at 32 MiB a part as
-long as the bytes do."""
+"""Limit on the length of a read in a large load, in parts. A request to S3 holds the GIL for 2 to 4 ms, as long as the
+reception of 32 MiB does."""
 
 FEWEST_READS = 8
-"""Reads of a connection, below which none is longer than a part: the last ones end at different times."""
+"""Reads are longer than a part only if each connection gets at least this many. With fewer reads, some connections
+would be idle at the end of the load."""
 
 _RECENT = 128
 
 _SKIPPED_BYTES = 64 << 10
-"""Size of the reused memory that receives the bytes between two requests."""
+"""Size of the scratch memory that receives the bytes between two requests."""
 
 
 def fetch(
@@ -59,7 +60,7 @@ def fetch(
     copy, stalls = options.node_copy, StallLimits()
     node = None if copy is None else NodeBytes(copy, store, options, meter)
     if node is not None:
-        # Processes of a node that load the same begin at different places, and read each other's bytes.
+        # Processes of a node that load the same checkpoint start at different reads, and share them in the node's copy.
         first = random.randrange(len(reads) or 1)
         reads = reads[first:] + reads[:first]
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
@@ -70,10 +71,10 @@ def fetch(
 
 
 class StallLimits:
-    """The limits on a store's silence in one load, by the waits for its recent replies.
+    """Limits on the time without a byte in one load, derived from the waits for recent replies.
 
-    A read without a byte for this time is cut off and sent again. A request that a store, or something before it, has
-    lost would otherwise hold up the whole load until the client's timeout of a minute.
+    A read that exceeds its limit is cut off and sent again. Otherwise a request that the store or a proxy has lost
+    would delay the whole load until the client's timeout of a minute.
     """
 
     def __init__(self) -> None:
@@ -84,9 +85,9 @@ class StallLimits:
         self._waits.append(seconds)
 
     def doubling(self) -> Callable[[], float]:
-        """Return a function that returns the limit for each attempt of one read, in seconds.
+        """Return a function for one read. Each call returns the limit for the next attempt, in seconds.
 
-        It doubles with each attempt, so that a sudden slowdown of the store fails no load.
+        The limit doubles with each attempt, so that a load survives a sudden slowdown of the store.
         """
         attempts = itertools.count()
         return lambda: 2 ** next(attempts) * max(LEAST_S, MEDIANS * statistics.median(list(self._waits) or [0.0]))
@@ -108,16 +109,16 @@ class LongRead:
 
     @property
     def leased(self) -> int:
-        """Bytes of leased memory that the read needs: those of the request that needs the most."""
+        """Bytes of leased memory that the read needs: the maximum over its requests."""
         skipped = _SKIPPED_BYTES if len(self.requests) > 1 else 0
         return max(skipped, *(request.leased for request in self.requests))
 
 
 def join_requests(requests: Sequence[Request], options: TransferOptions) -> list[LongRead]:
-    """Join requests to long reads, the largest first.
+    """Join requests into long reads, the largest first.
 
-    A read is no larger than a part, and if the requests are few, no larger than a connection's share of them; if they
-    are many, it is several parts long.
+    A read is limited to the size of a part. In a small load the limit is a connection's share of all bytes; in a large
+    load it is up to `LONGEST_PARTS` parts.
     """
     share = sum(request.nbytes for request in requests) // options.connections
     most = min(options.part_bytes, max(share, SMALLEST_USEFUL_PART))
@@ -153,12 +154,11 @@ def fetch_long(
 ) -> None:
     """Run the requests of a read on the current thread: receive, verify and deliver the bytes of each in turn.
 
-    If the reply breaks off, or its bytes are damaged, the rest is requested again, from the first byte on that was not
-    delivered.
+    If the reply breaks off, or its bytes are damaged, the range from the first undelivered request on is read again.
     """
     most, copied = max(request.nbytes for request in read.requests), 0
     if store.capabilities.copies_bodies:
-        # As in an upload, the lease also counts the client's copy, and its pages for that copy are never touched.
+        # The lease also counts the client's copy. Its pages for that copy are never touched, so they take no memory.
         most = copied = min(most, options.lease_bytes)
     with pool.lease(read.leased + copied) as lease:
 
@@ -180,7 +180,7 @@ def fetch_long(
 
 
 class _Reception:
-    """The reply from which a long read is received, requested again after each failure."""
+    """Reply from which a long read is received; it is requested again after each failure."""
 
     def __init__(
         self,
@@ -205,18 +205,18 @@ class _Reception:
         self._position = 0
 
     def receive(self, request: Request, buffers: list[memoryview]) -> None:
-        """Receive the bytes of the next request, or those of the last again. Bytes in between are discarded."""
+        """Receive the bytes of the next request, or of the last one again. Bytes between two requests are discarded."""
         if not request.nbytes:
             return
         if self._streams is None:
             starts = range(request.start, request.stop, self._most)
             pieces = cut(buffers, [min(self._most, request.stop - start) for start in starts])
             for start, piece in zip(starts, pieces, strict=True):
-                # Each piece has its own attempts: of many pieces, one fails in nearly every attempt at all of them.
+                # Attempts are counted for each piece: one of many pieces fails in nearly every attempt at all of them.
                 run(functools.partial(self._fill, request, start, piece), self._policy)
             return
         if request.start < self._position:
-            # They have been received, and were damaged.
+            # The bytes were received before, and were damaged.
             self.drop()
         if self._reply is None:
             self._meter.add(0)
@@ -228,7 +228,7 @@ class _Reception:
         gap = request.start - self._position
         skipped = [self._spare] * (gap // _SKIPPED_BYTES) + [self._spare[: gap % _SKIPPED_BYTES]]
         try:
-            # Without a gap there may be no memory to receive one.
+            # Without a gap, `skipped` is a single empty view.
             self._reply.receive([*skipped, *buffers] if gap else buffers)
         except BaseException:
             self.drop()

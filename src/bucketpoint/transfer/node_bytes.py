@@ -1,7 +1,7 @@
-"""The bytes of loads and saves in the node's copy: looked for before the bucket, and kept once they are verified.
+"""Reads and writes of the node's copy (`NodeCopy`) in loads and saves. Loads read the copy before the bucket.
 
-Not a store around a store: only a request has the checksums of its bytes, and a store would keep bytes that nobody has
-verified. Ranges without a checksum, such as those of other writers' objects, always come from the bucket.
+Only verified bytes are copied, so this is not a wrapper of a store: a store does not have the checksums of a request.
+Ranges without a checksum, such as those of other writers' objects, are always read from the bucket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stretches = list[tuple[int, int, str | None]]
 
 
 class NodeBytes:
-    """The node's copy in one load."""
+    """Access of one load to the node's copy."""
 
     def __init__(self, copy: NodeCopy, store: Store, options: TransferOptions, meter: Meter) -> None:
         self._folder = NodeFolder(copy)
@@ -36,9 +36,9 @@ class NodeBytes:
     def deliver_or(
         self, receive: Callable[[list[Request]], None], requests: Sequence[Request], lease: memoryview
     ) -> None:
-        """Deliver neighbouring requests of one object from the copy, and `receive` the others from the bucket.
+        """Deliver neighbouring requests of one object from the node's copy, and `receive` the others from the bucket.
 
-        Bytes that another process is receiving are waited for.
+        Waits for bytes that another process is receiving.
         """
         for left in self._left(requests, lease, partly=False):
             of = self._of(left[0])
@@ -50,20 +50,19 @@ class NodeBytes:
                     receive(missing)
 
     def keep(self, request: Request, buffers: Sequence[memoryview]) -> None:
-        """Keep the bytes of a request, which have been verified."""
+        """Store the bytes of a request in the node's copy, if they have been verified."""
         of = self._of(request)
         if of is not None and _is_verified(request):
             self._folder.put(of, request.start, buffers, request.nbytes)
 
     def look(self) -> None:
-        """Delete copies of what the bucket no longer has."""
+        """Delete copies of objects that are no longer in the bucket."""
         self._folder.look(self._store)
 
     def _left(self, requests: Sequence[Request], lease: memoryview, *, partly: bool) -> list[list[Request]]:
-        """Deliver the requests that the copy has. Return the others, neighbours together.
+        """Deliver the requests whose bytes are in the copy. Return the others, grouped by neighbours.
 
-        Args:
-            partly: the copy may have only a part of a request.
+        With `partly`, a part in the copy is enough: the rest of the request is read from the bucket.
         """
         runs: list[list[Request]] = [[]]
         for request in requests:
@@ -113,19 +112,18 @@ class NodeBytes:
         self._folder.drop(of, {name for *_, name in stretches if name is not None})
 
     def _of(self, request: Request) -> CopiedObject | None:
-        """Return the object of a request; None if no ETag pins it."""
         return None if request.etag is None else CopiedObject(self._store.identity, request.key, request.etag)
 
 
 def _is_verified(request: Request) -> bool:
-    """Return True if every extent of a request is verified on arrival, without bytes of other requests."""
+    """Return True if every extent of a request can be verified without bytes of other requests."""
     return all(extent.blocks or extent.check is not None or not extent.nbytes for extent in request.extents)
 
 
 def keep_uploaded(
     store: Store, sources: Sequence[ObjectSource], uploaded: Sequence[Uploaded], options: TransferOptions
 ) -> None:
-    """Keep the bytes of uploaded objects in the node's copy, at the lowest priority."""
+    """Store the bytes of uploaded objects in the node's copy, on a thread of the lowest priority."""
     if options.node_copy is None:
         return
     folder = NodeFolder(options.node_copy)
@@ -138,7 +136,6 @@ def keep_uploaded(
 
 
 def _bytes_of(source: ObjectSource, uploaded: Uploaded) -> Iterator[memoryview]:
-    """Yield the bytes of an object as they were sent."""
     for segment in source.segments:
         if segment.fill is not None:
             for start in range(0, segment.nbytes, MIB):

@@ -1,4 +1,4 @@
-"""Division of items into objects, and of objects into parts within a service's limits; the end of multipart uploads."""
+"""Division of items into batches, and of objects into parts; completion and abort of multipart uploads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALLEST_USEFUL_PART = 8 * MIB
-"""Parts are not made smaller to gain parallelism: in smaller parts the latency of a request dominates."""
+"""Minimum size when parts are made smaller for parallelism: for smaller parts the latency of a request dominates."""
 
 ABORT_DEADLINE_S = 30.0
-"""Deadline of an abort. The save has failed already, and its error should not be delayed by the cleanup."""
+"""Deadline of an abort, in seconds. A longer cleanup would delay the error of the save, which has failed already."""
 
 _GROWTH = 1.02
 
@@ -33,13 +33,13 @@ class PartPlan:
     count: int
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Return the first and the one-past-last byte of part `number`, counted from 1."""
+        """Return the byte range `[start, stop)` of part `number`, counted from 1."""
         start = (number - 1) * self.part_bytes
         return start, min(start + self.part_bytes, self.nbytes)
 
 
 def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """Cut a sequence into batches of at most `most` bytes, or of one larger item."""
+    """Split items into batches of at most `most` bytes. A larger item is alone in its batch."""
     batches: list[list[T]] = []
     size = 0
     for item in items:
@@ -54,10 +54,9 @@ def batched(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[l
 def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
     """Return a part size with which objects of these sizes, uploaded together, keep all connections busy to the end.
 
-    33 parts over 32 connections take as long as 64 parts. So the part size grows, to at most 1.5 times `part_bytes`,
-    until the parts fill whole rounds of the connections; or it shrinks to use idle connections, but not below
-    `SMALLEST_USEFUL_PART`. If both are possible it grows, because thousands of ranks share a store's limit on requests
-    per second.
+    33 parts over 32 connections take as long as 64 parts. So a size near `part_bytes` is chosen with which the parts
+    fill whole rounds of the connections. The size is at least the smaller of `SMALLEST_USEFUL_PART` and `part_bytes`,
+    and at most about 1.5 times `part_bytes`.
     """
     total = sum(sizes)
     largest = options.part_bytes * 3 // 2
@@ -69,9 +68,7 @@ def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
 
 
 def plan_parts(nbytes: int, part_bytes: int, limits: Capabilities) -> PartPlan:
-    """Divide an object into equal parts of about `part_bytes` within the service's limits.
-
-    The parts are equal because some S3-compatible stores require that.
+    """Divide an object into equal parts, which some S3-compatible stores require, within the service's limits.
 
     Raises:
         BucketpointError: the object is too large for the service.
@@ -90,7 +87,7 @@ def plan_parts(nbytes: int, part_bytes: int, limits: Capabilities) -> PartPlan:
 
 
 def complete(store: Store, key: str, upload_id: str, parts: Iterable[Part], *, nbytes: int) -> ObjectInfo:
-    """Complete an upload of `nbytes`, even if an earlier attempt succeeded and its answer was lost."""
+    """Complete a multipart upload of `nbytes`, even if an earlier attempt completed it and the reply was lost."""
     try:
         return store.complete_multipart(key, upload_id, sorted(parts, key=lambda part: part.number))
     except UploadNotFoundError:
@@ -103,7 +100,7 @@ def complete(store: Store, key: str, upload_id: str, parts: Iterable[Part], *, n
 
 
 def abort(store: Store, key: str, upload_id: str | None) -> None:
-    """Abort an upload, if one was begun. A failure is only logged, so that it does not hide the error of the save."""
+    """Abort a multipart upload, if one was begun. A failure is only logged: it must not hide the error of the save."""
     if upload_id is None:
         return
     try:

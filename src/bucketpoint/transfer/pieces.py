@@ -15,23 +15,20 @@ from bucketpoint.transfer.tasks import TaskGroup
 T = TypeVar("T")
 
 Read = Callable[[str, int, memoryview], None]
-"""Reads bytes of an object from a position on: the key, the position, and the memory to fill."""
+"""`read(key, start, out)` fills `out` with the bytes of an object from offset `start` on."""
 
 MAX_READ_BYTES = 256 << 20
-"""Limit on one read by a format's parser, such as of an archive's directory, so that a wrong length takes no memory."""
+"""Limit on one read by a file parser, such as of a zip archive's directory: a false length must not exhaust memory."""
 
 
 def piece_bytes(options: TransferOptions) -> int:
-    """Return the piece size with which every connection has one piece within the budget.
-
-    In whole MiB if possible, because `BufferPool` keeps buffers of whole MiB for reuse.
-    """
+    """Return the piece size: one piece per connection fits the budget, in whole MiB if possible, for reuse."""
     size = min(options.part_bytes, options.lease_bytes)
     return size - size % MIB or size
 
 
 def for_each(items: Iterable[T], do: Callable[[T], None], options: TransferOptions) -> None:
-    """Call `do` for each item, on one thread per connection. Items are taken from the iterable as threads get free."""
+    """Call `do` for each item, on one thread per connection. A thread takes its next item when it is done with one."""
     waiting: Iterator[T] = iter(items)
     lock = threading.Lock()
     with TaskGroup(options.connections, name="bucketpoint-pieces", nice=options.nice) as group:
@@ -49,14 +46,10 @@ def for_each(items: Iterable[T], do: Callable[[T], None], options: TransferOptio
 
 
 class RangeFile(io.RawIOBase):
-    """Bytes `[start, stop)` of an object as a seekable file.
-
-    Args:
-        read: reads bytes of an object. Each read of the file calls it, so that it should have a buffer or a cache.
-    """
+    """Bytes `[start, stop)` of an object as a seekable file, unbuffered: each read of the file calls `read`."""
 
     most_bytes = MAX_READ_BYTES
-    """Limit on one `read`: only a damaged or hostile file claims more."""
+    """Limit on one `read`: only a damaged or malicious file claims to need more."""
 
     def __init__(self, read: Read, key: str, start: int, stop: int) -> None:
         super().__init__()
@@ -96,14 +89,9 @@ class RangeFile(io.RawIOBase):
 
 
 class BlockCache:
-    """Reader of small pieces that keeps the last blocks. Safe to use from several threads.
+    """Thread-safe reader of byte ranges smaller than a block, with a cache of the `most` blocks used last.
 
-    Pieces that are read together lie together, and a request costs more than a block.
-
-    Args:
-        read: reads a block.
-        block_nbytes: size of a block. Larger reads should not go through the cache.
-        most: number of blocks that are kept.
+    Ranges that are read together are usually adjacent, and a request costs more than reading a block.
     """
 
     def __init__(self, read: Read, *, block_nbytes: int, most: int) -> None:
@@ -114,11 +102,11 @@ class BlockCache:
 
     @property
     def nbytes(self) -> int:
-        """Limit on the bytes of the blocks that are kept now."""
+        """Upper bound on the bytes in the cached blocks."""
         return self._blocks.cache_info().currsize * self._block_nbytes
 
     def read(self, key: str, start: int, out: memoryview, *, size: int) -> None:
-        """Read bytes from `start` on into `out`. They have to lie within the object, which has `size` bytes."""
+        """Fill `out` with the bytes from offset `start` on. The range must lie within the object of `size` bytes."""
         done = 0
         while done < len(out):
             number, offset = divmod(start + done, self._block_nbytes)
@@ -129,7 +117,7 @@ class BlockCache:
     def _block(self, key: str, number: int, size: int) -> memoryview:
         with self._lock:
             block = self._blocks(key, number)
-        # A thread that wants the same block meanwhile waits for this one instead of requesting it again.
+        # Another thread that needs this block waits for the lock instead of reading the block again.
         with block.lock:
             if block.data is None:
                 start = number * self._block_nbytes
@@ -140,8 +128,6 @@ class BlockCache:
 
 
 class _Block:
-    """A block that is cached or being read."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.data: memoryview | None = None

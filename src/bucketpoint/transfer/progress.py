@@ -14,8 +14,8 @@ class Progress:
     Attributes:
         phase: `"save"` or `"load"`; for a command `"convert"`, `"cp"` or `"verify"`.
         url: URL of the checkpoint.
-        done_bytes: bytes that have been moved.
-        total_bytes: bytes of the whole; 0 while not known.
+        done_bytes: bytes transferred so far.
+        total_bytes: bytes to transfer in all; 0 while not known.
         finished: True in the last event.
     """
 
@@ -48,19 +48,19 @@ class Meter:
         self.total_bytes = self.done_bytes + nbytes
 
     def begin_again(self) -> None:
-        """Reset the count: the bytes done so far will be transferred again."""
+        """Ignore the next `done_bytes` bytes that `add` is called for: they are transferred a second time."""
         with self._lock:
             self._repeated = self.done_bytes
 
     def add(self, nbytes: int, *, requests: int = 1, from_node: int = 0) -> None:
-        """Count bytes that have been moved, and requests. `from_node`: those of the bytes from the node's copy."""
+        """Count transferred bytes and requests. `from_node`: how many of the bytes were read from the node's copy."""
         with self._lock:
             self.node_bytes += from_node
             again = min(nbytes, self._repeated)
             self._repeated -= again
             self.done_bytes += nbytes - again
             self.requests += requests
-            # Called with the lock held, so that a callback never sees the bytes go backwards.
+            # Called with the lock held, so that a callback never receives a smaller count than before.
             self._report(finished=False)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Upload of an object of unknown length while it is written, for bytes that only a stream can produce."""
+"""Upload of an object of unknown length while its bytes are written to a stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from bucketpoint.transfer.tasks import TaskGroup
 
 
 class StreamUpload(io.RawIOBase):
-    """A writable stream whose bytes become one object. Parts are uploaded while later ones are written; where the
-    store has no parts, all bytes are held until the commit.
+    """A writable stream whose bytes become one object. Parts are uploaded while later bytes are written; if the store
+    has no multipart uploads, all bytes are held until the commit.
 
     Use as a context manager around all writes and `commit()`. Only `commit()` makes the object visible: leaving the
-    block without it aborts the upload, and neither `close()` nor the garbage collector completes it. A stream that
-    completed on exit would publish a truncated object whenever its producer fails.
+    block without a commit aborts the upload. A stream that completed on exit would publish a truncated object whenever
+    its producer fails.
 
     Args:
         largest_nbytes: upper bound of the bytes that will be written, from which the part size is derived.
@@ -109,7 +109,7 @@ class StreamUpload(io.RawIOBase):
         abort(self._store, self._key, self._upload_id)
 
     def _take(self, piece: memoryview) -> None:
-        """Hold a piece of what is written until the part is full."""
+        """Hold written bytes until the part is full."""
         self._item_crc = crc32c(piece, self._item_crc)
         self._copy(piece)
 
@@ -118,7 +118,7 @@ class StreamUpload(io.RawIOBase):
         self._copied += len(piece)
 
     def _cut(self) -> list[memoryview]:
-        """Return the pieces that are held, and hold them no more."""
+        """Return the held pieces, and release them."""
         self._seal()
         pieces, self._pieces, self._pending = self._pieces, [], 0
         return pieces

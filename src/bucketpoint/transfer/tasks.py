@@ -53,25 +53,25 @@ class TaskGroup:
         return self._error is not None
 
     def start(self, task: Callable[[], None]) -> None:
-        """Queue a task. Once the group has failed the task is dropped silently, because the caller gets the error."""
+        """Queue a task. After a failure the task is dropped silently: leaving the group raises the first error."""
         with self._state:
             if self._error is not None:
                 return
             self._queue.append(task)
-            # A thread that was notified counts as idle until it has the lock again, but takes one task only.
+            # A notified thread counts as idle until it has the lock again, but takes only one task.
             if len(self._queue) <= self._idle:
-                # Two, as the thread that leaves the group may be one of them, and takes no task.
+                # Two threads, because one may be the thread that leaves the group, which takes no task.
                 self._state.notify(2)
             elif len(self._threads) < self._workers:
                 self._start_thread()
-            # A task that runs on this thread only queues further tasks: the loop that runs it takes them afterwards.
+            # A task on this thread only queues further tasks: the loop in `_work_here` runs them afterwards.
             here = not self._threads and not self._running_here
             self._running_here |= here
         if here:
             contextvars.copy_context().run(self._work_here)
 
     def cancel(self, error: BaseException) -> None:
-        """Drop the tasks that have not begun. Leaving the group raises the first error given."""
+        """Drop the tasks that have not begun. Leaving the group raises the error of the first call."""
         with self._state:
             if self._error is None:
                 self._error = error
@@ -80,9 +80,9 @@ class TaskGroup:
             self._state.notify_all()
 
     def abandon(self, error: BaseException) -> None:
-        """Cancel, and let the threads end without waiting for them.
+        """Cancel the tasks and end the threads, without waiting for them.
 
-        For a dropped owner: the thread of its last task may drop it, and would wait for itself.
+        For the finalizer of the group's owner, which may run on one of the threads and cannot wait for that thread.
         """
         self.cancel(error)
         with self._state:
@@ -120,7 +120,7 @@ class TaskGroup:
 
     def _start_thread(self) -> None:
         """Add a worker thread if the system and the interpreter allow it. Fewer workers do the same work."""
-        # The thread runs in a copy of the starter's context, so that a deadline and a canceller of requests apply here.
+        # The thread copies the context of its starter, because the deadline and the canceller of requests are in it.
         work = functools.partial(contextvars.copy_context().run, self._work)
         thread = threading.Thread(target=work, name=f"{self._name}-{len(self._threads)}")
         try:
@@ -136,7 +136,6 @@ class TaskGroup:
             pass
 
     def _work_here(self) -> None:
-        """Run the queued tasks on the calling thread."""
         try:
             while self._run_next(wait=False):
                 pass
@@ -145,7 +144,7 @@ class TaskGroup:
             raise
 
     def _run_next(self, *, wait: bool) -> bool:
-        """Run one task. Returns False if none is queued; with `wait`, only once the group is closing."""
+        """Run one task. Return False if none is queued; with `wait`, wait for one unless the group is closing."""
         # Once the group has failed, no task waits for a retry: a throttled request could otherwise wait for minutes.
         retry.stop_waiting_on(self._failed)
         with self._state:
@@ -179,5 +178,5 @@ def stand_back(nice: int) -> None:
         if nice > os.getpriority(os.PRIO_PROCESS, thread):
             os.setpriority(os.PRIO_PROCESS, thread, nice)
     except OSError as error:
-        # A sandbox may forbid this. If the thread died of the error, queued tasks would wait forever.
+        # A sandbox may forbid the call. If the error ended the thread, queued tasks would wait forever.
         logger.debug("the niceness of a thread was not raised to %d: %s", nice, error)

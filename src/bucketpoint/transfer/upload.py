@@ -1,7 +1,4 @@
-"""Uploads of objects of known size: parts sent from the caller's memory, checksummed once, aborted on error.
-
-This module deals with segments of bytes and stores; `format` and `dcp` produce the bytes.
-"""
+"""Uploads of objects of known size. Parts are sent from the caller's memory and checksummed once."""
 
 from __future__ import annotations
 
@@ -30,18 +27,18 @@ Fill = Callable[[int, memoryview], None]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of an object: bytes in memory (`data`), bytes produced on demand (`fill`), or a table.
+    """A byte range of an object: bytes in memory (`data`), bytes produced on demand (`fill`), or a table.
 
     Attributes:
-        late: `fill` is not called before all bytes before the segment have been read. Only other late segments and
-            tables may follow.
+        late: True if `fill` may be called only after all bytes before the segment have been read. Only other late
+            segments and tables may follow.
         block_nbytes: size of the blocks whose CRC32C are computed; 0 for none.
-        table_of: the segment holds the CRC32C of the blocks of these segments, given by number; 4 bytes each,
-            little-endian. All of these segments come before the table, and only other tables may follow it.
-        digest_seed: if not None, the digest of the segment's bytes is computed with this seed. Of a segment with
-            `fill`, up to a block at the end of each part is then produced twice.
-        digests_of: the segment holds the digests of these segments, given by number, and then `data`. It lies where a
-            table of checksums may.
+        table_of: numbers of earlier segments. This segment is the table of the CRC32C of their blocks, 4 bytes each,
+            little-endian. Only other tables may follow.
+        digest_seed: seed of the segment's digest; None to compute no digest. With a digest, `fill` produces a block
+            twice if the end of a part divides it.
+        digests_of: numbers of earlier segments. This segment holds their digests, followed by `data`. Only other tables
+            may follow.
     """
 
     nbytes: int
@@ -68,11 +65,11 @@ class ObjectSource:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """An uploaded object as the store acknowledged it, with the checksums and digests that were computed meanwhile.
+    """An uploaded object as the store acknowledged it, with the checksums and digests computed during the upload.
 
     Attributes:
         block_crcs: for each segment the CRC32C of each block.
-        digests: for each segment its digest; None if it has no `digest_seed`.
+        digests: for each segment its digest; None without a `digest_seed`.
     """
 
     info: ObjectInfo
@@ -94,12 +91,12 @@ def upload_objects(
     """Upload all objects, with the parts of all of them in parallel, and return once the store has acknowledged each.
 
     On the first error, parts not yet begun are dropped, running parts are waited for, and all open multipart uploads
-    are aborted before the error is raised. So nothing becomes visible by accident, and no upload is left to be billed.
+    are aborted before the error is raised. So no upload stays open, to be billed or completed by accident.
 
     Args:
         acknowledged: called from several threads with the number and the result of each acknowledged object.
         begun: called from several threads with the key and the id of each multipart upload, before a part is sent.
-        ending: called from several threads before the request that makes an object appear. Raises to prevent that.
+        ending: called from several threads before the request that makes an object visible. Raises to prevent it.
     """
     part_bytes = common_part_bytes([source.nbytes for source in sources], options)
     jobs = [
@@ -142,7 +139,7 @@ class _ObjectUpload:
         self._nbytes = self._ends[-1] if segments else 0
         self._parts: dict[int, Part] = {}
         self._crcs = [CrcAccumulator(segment.nbytes) for segment in segments]
-        # One slot for each block. Threads write different slots, so they need no lock.
+        # One slot per block: threads write to different slots, so they need no lock.
         self._block_digests = {
             index: bytearray(DIGEST_BYTES * -(-segment.nbytes // BLOCK_BYTES))
             for index, segment in enumerate(segments)
@@ -170,7 +167,6 @@ class _ObjectUpload:
         return Uploaded(self._info, list(map(self._block_crcs, numbers)), list(map(self._digest, numbers)))
 
     def abort(self) -> None:
-        """Abort the upload if it is still open."""
         if self._info is None:
             abort(self.store, self.source.key, self._upload_id)
 
@@ -198,7 +194,7 @@ class _ObjectUpload:
     def _start_next(self, group: TaskGroup, plan: PartPlan) -> None:
         """Start the next part with a table or a late segment, once the parts before it have been read and checksummed.
 
-        Called when the body of a part has been prepared and is about to be sent.
+        Called once for each part, after its body was prepared.
         """
         with self._lock:
             self._checksummed += 1
@@ -225,10 +221,10 @@ class _ObjectUpload:
 
     @contextlib.contextmanager
     def _body(self, start: int, stop: int) -> Iterator[tuple[list[memoryview], int]]:
-        """Prepare the bytes `[start, stop)`: yields their buffers and their CRC32C, valid within the block."""
+        """Yield the buffers with bytes `[start, stop)`, valid within the `with` block, and their CRC32C."""
         stretches = list(self._stretches(start, stop))
         copied = sum(high - low for index, low, high in stretches if self.source.segments[index].fill is not None)
-        # The lease also counts the copy that the store's client makes elsewhere. The leased pages for it are never
+        # The lease also counts the copy that the store's client makes elsewhere. Its pages for that copy are never
         # touched, so they take no memory.
         held = stop - start if self.store.capabilities.copies_bodies else 0
         with self.pool.lease(copied + held) as lease:
@@ -254,7 +250,7 @@ class _ObjectUpload:
             yield body, crc
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts of segments in `[start, stop)` of the object, as (index, from, to) within the segment."""
+        """Yield bytes `[start, stop)` of the object as ranges of segments: (segment's index, start, stop)."""
         index = bisect_right(self._ends, start)
         while start < stop:
             end = self._ends[index]
@@ -265,7 +261,7 @@ class _ObjectUpload:
             index += 1
 
     def _checksum(self, index: int, low: int, view: memoryview) -> int:
-        """Return the CRC32C of a stretch. Record that of each block, or piece of a block, in it, and the digests."""
+        """Return the CRC32C of a range of a segment, and record the checksums and digests of its blocks."""
         segment = self.source.segments[index]
         digested = segment.digest_seed is not None
         if not segment.block_nbytes and not digested:
@@ -275,7 +271,7 @@ class _ObjectUpload:
         while position < high:
             stop = min(position + block - position % block, high)
             if digested:
-                # Cut there so that a block is digested while it is in the processor's cache.
+                # Also cut at the digest's blocks, so that each is digested while it is in the CPU cache.
                 stop = min(stop, position + BLOCK_BYTES - position % BLOCK_BYTES)
             self._crcs[index].take(position, view[position - low : stop - low])
             if digested and position % BLOCK_BYTES == 0:
@@ -284,7 +280,7 @@ class _ObjectUpload:
         return self._crcs[index].between(low, high)
 
     def _digest_block(self, index: int, start: int, view: memoryview) -> None:
-        """Record the digest of the block at `start`. `view` holds bytes from there on, to the end of the part."""
+        """Record the digest of the block at `start`. `view` holds the bytes from `start` to the end of the part."""
         segment = self.source.segments[index]
         nbytes = min(BLOCK_BYTES, segment.nbytes - start)
         if len(view) < nbytes:
@@ -299,7 +295,6 @@ class _ObjectUpload:
         self._block_digests[index][slot : slot + DIGEST_BYTES] = block_digest(view[:nbytes])
 
     def _digest(self, index: int) -> bytes | None:
-        """Return the digest of a segment, all blocks of which have been digested."""
         blocks = self._block_digests.get(index)
         if blocks is None:
             return None

@@ -1,1 +1,1 @@
-"""A process that uploads bytes for a trainer, and shares memory with it, but not the interpreter's lock."""
+"""The upload helper: a process that uploads for a trainer. It shares the trainer's memory, but not its GIL."""

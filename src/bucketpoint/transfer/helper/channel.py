@@ -1,6 +1,6 @@
 """Channel between a trainer and its helper: pickled messages and file descriptors over a pair of sockets.
 
-Both ends are bucketpoint's, and no other process can reach the sockets: they have no name and are not inherited.
+Unpickling is safe: both ends run bucketpoint, and no other process can open the sockets, which have no name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER = struct.Struct("<Q")
 """Length of the pickled message, in bytes. The descriptors of the message are sent with its header."""
 
 SIGN_OF_LIFE_S = 5.0
-"""Seconds between two signs of life of a helper that uploads."""
+"""Seconds between two `Alive` messages of a helper that uploads."""
 
 
 class Channel:
@@ -30,7 +30,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._sending = threading.Lock()
-        # Closed without a shutdown: a copy in a fork would hide the end of the trainer.
+        # A forked child closes its copy, which would hide the trainer's end from the helper. A shutdown would also end
+        # the parent's channel.
         renew_in_child(self, lambda copied: copied._socket.close())
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -46,15 +47,15 @@ class Channel:
             self._socket.sendall(data)
 
     def receive(self, *, until_end_of: int | None) -> tuple[Any, list[int]] | None:
-        """Wait for a message, and return it with its descriptors. None if the other end is closed, or breaks off.
+        """Wait for a message, and return it with its descriptors. None if the other end is closed or breaks off.
 
         Args:
-            until_end_of: descriptor of a process (`descriptor_of`): its end counts as the end of the channel.
+            until_end_of: result of `descriptor_of` for a process whose end counts as the end of the channel.
 
         Raises:
             Exception: the message cannot be unpickled. Further messages can be received.
         """
-        # Messages of an ended process are useless.
+        # Messages of a process that has ended are no longer needed.
         if until_end_of is not None and until_end_of in self._wait(until_end_of, None):
             return None
         try:
@@ -73,11 +74,11 @@ class Channel:
             raise
 
     def is_quiet(self, process: int | None, within_s: float) -> bool:
-        """Wait for a message, or for the end of a process. True if neither has come within `within_s` seconds."""
+        """Return True if neither a message nor the end of a process arrives within `within_s` seconds."""
         return not self._wait(process, within_s)
 
     def limit_waits(self, seconds: float) -> None:
-        """Limit waits in the middle of a message. `send` raises BlockingIOError then, and `receive` returns None."""
+        """Limit waits inside a message. At the limit, `send` raises BlockingIOError, and `receive` returns None."""
         limit = struct.pack("@ll", int(seconds), 0)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
@@ -108,7 +109,7 @@ class Channel:
 
 
 def descriptor_of(process: int) -> int | None:
-    """Return a descriptor that becomes readable when a process ends. None where the system has none."""
+    """Return a descriptor that becomes readable when a process ends; None if the system has no such descriptors."""
     try:
         return os.pidfd_open(process)
     except (AttributeError, OSError):

@@ -15,11 +15,9 @@ from bucketpoint.version import __version__
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Everything needed to open a store again in another process.
+    """Arguments of `open_store`, with which the helper opens the trainer's store.
 
-    Attributes:
-        url: URL of the checkpoint, as `open_store` takes it.
-        storage_options: as `open_store` takes them, pickled: a class of the program's own may not exist in the helper.
+    The options are pickled separately, because the helper may be unable to import one of their classes.
     """
 
     url: str
@@ -28,7 +26,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class Ready:
-    """First message of a helper: it has started, with this version and path of bucketpoint."""
+    """First message of a helper, with the version and path of the bucketpoint that it has imported."""
 
     version: str
     folder: str
@@ -43,18 +41,17 @@ class Ready:
 
 @dataclass(frozen=True)
 class Alive:
-    """Sign of life of a helper, sent every few seconds while it uploads."""
+    """Message that a helper sends every few seconds while it uploads, so that it does not count as hanging."""
 
 
 class RemoteSegment(NamedTuple):
     """Description of a `Segment` for the helper: its bytes lie in shared memory, in the message, or in the trainer.
 
-    It is sent as a plain tuple, which is pickled ten times as fast: pickling holds the interpreter's lock, which
-    training needs.
+    Sent as a plain tuple, which is pickled ten times as fast: training waits for the GIL during pickling.
 
     Attributes:
         offset: position in the shared memory; None if the bytes are elsewhere.
-        inline: the bytes, if they are few; None otherwise. With neither, the trainer sends them on request.
+        inline: the bytes of a small segment, or None. If `offset` is None too, the trainer sends the bytes on request.
         late, block_nbytes, table_of, digest_seed, digests_of: as in `Segment`.
     """
 
@@ -70,12 +67,7 @@ class RemoteSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentsToUpload:
-    """Some segments of one object of the next order: its first ones, or those that follow the ones sent before.
-
-    Attributes:
-        key: key of the object.
-        begins: True if these are its first ones.
-    """
+    """Segments of one object of the next order. Of an object's messages, the first has `begins` set."""
 
     key: str
     begins: bool
@@ -84,16 +76,15 @@ class SegmentsToUpload:
 
 @dataclass(frozen=True)
 class UploadOrder:
-    """An order to upload the objects sent before it. The descriptor of the shared memory is sent with it.
+    """Order to upload the objects whose segments were sent before. The shared memory's descriptor is sent with it.
 
     Attributes:
-        identity: identity that the store must have.
-        memory_nbytes: size of the shared memory.
-        environment: environment variables, if they have changed since the helper was started; else None. They may hold
-            secrets.
-        folder: working directory of the trainer, from which relative paths of local files lead.
-        umask: the trainer's mask for modes of new files; None if it is not known.
-        log_level: least level of the records that the trainer logs.
+        identity: `Store.identity` that the helper's store must have.
+        environment: environment variables, if changed since the last order or the start of the helper; else None.
+            Excluded from the `repr`, because they may hold secrets.
+        folder: working directory of the trainer, for relative paths of local files.
+        umask: umask of the trainer; None if unknown.
+        log_level: lowest level of the records that the trainer logs.
     """
 
     store: StoreConfig
@@ -127,7 +118,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Begun:
-    """Note of a multipart upload that has begun: if the helper dies, the trainer aborts it."""
+    """Report of a new multipart upload, which the trainer aborts if the helper dies."""
 
     key: str
     upload_id: str = field(repr=False)
@@ -143,21 +134,21 @@ class Moved:
 
 @dataclass(frozen=True)
 class Logged:
-    """A log record of the helper, with its text complete."""
+    """A log record of the helper, with its message already formatted."""
 
     record: logging.LogRecord
 
 
 @dataclass(frozen=True)
 class OrderRefused:
-    """Answer to an order that the helper cannot carry out, before any request was made."""
+    """Answer to an order that the helper cannot carry out. No request was sent to the store."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Done:
-    """Answer to an order: every object is stored. `counts` are those of `retry.Budget` for this order."""
+    """Answer to an order: every object is stored. `counts` are those of `retry.Budget` during this order."""
 
     uploaded: Sequence[Uploaded]
     counts: Mapping[str, int]

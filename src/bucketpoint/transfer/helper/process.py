@@ -44,14 +44,14 @@ from bucketpoint.transfer.upload import ObjectSource, Uploaded
 logger = logging.getLogger(__name__)
 
 READY_S = 60.0
-"""Seconds in which a helper must have started. It takes several on a busy machine with a slow disk."""
+"""Seconds within which a helper must start. A start takes several seconds on a busy machine with a slow disk."""
 
 SILENT_WAITS = 12
-"""Waits of `SIGN_OF_LIFE_S` without a message after which a helper counts as hanging: a minute in all. Within a minute
-it runs several times even on cores that are busy with processes of a lower niceness."""
+"""Number of waits of `SIGN_OF_LIFE_S` without a message after which a helper counts as hanging: a minute in all. Within
+a minute a helper gets CPU time even if processes of lower niceness keep all cores busy."""
 
 _MAY_PASS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""Reasons why a process cannot be started now, and can be later."""
+"""Errors after which a later attempt to start a process may succeed."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Upload:
 
     Attributes:
         store: the store in this process, to clean up after a helper that died.
-        config: the same store, to be made again in the helper. Its URL names the save in messages.
-        memory: shared memory, in which segments may lie.
+        config: arguments with which the helper opens the same store. The URL names the save in messages.
     """
 
     store: Store
@@ -74,7 +73,7 @@ class Upload:
 class UploadHelper:
     """A process that uploads objects from shared memory, started on first use and kept until `close()`.
 
-    It does one upload at a time. If it dies during one, that upload is repeated by a new helper, once.
+    The process runs one upload at a time. If it dies during an upload, a new process repeats the upload, once.
 
     Args:
         nice: niceness of the process as a whole, on Linux 0 to 19.
@@ -94,7 +93,7 @@ class UploadHelper:
             if self._running is not None or self._starter is not None:
                 return
             starter = threading.Thread(target=self._start_quietly, name="bucketpoint-helper-start")
-            # At the limit of threads the first upload starts the process.
+            # If no thread can be started, the first upload starts the process.
             with contextlib.suppress(RuntimeError):
                 starter.start()
                 self._starter = starter
@@ -116,14 +115,14 @@ class UploadHelper:
                     self._drop(running)
                     raise
                 except BaseException:
-                    # No caller waits for the upload any more. The helper aborts it before it ends, if it can.
+                    # The caller was interrupted. The helper aborts the upload before it ends, if it can.
                     self._drop(running)
                     _abort_left(work, running.begun)
                     raise
                 if isinstance(answer, OrderRefused):
                     raise HelperUnavailableError(answer.reason)
                 if last and answer is not None:
-                    # The store may have received a request of the first helper after its uploads were listed.
+                    # A late request of the first helper may have reached the store after its uploads were aborted.
                     _abort_left(work, ())
                 if isinstance(answer, Failed):
                     process_budget().add(answer.counts)
@@ -144,7 +143,7 @@ class UploadHelper:
         )
 
     def close(self) -> None:
-        """Wait for an upload under way and end the process. A later upload starts another one."""
+        """Wait for the current upload and end the process. A later upload starts a new process."""
         with self._uploading:
             self._end()
 
@@ -190,7 +189,7 @@ class UploadHelper:
             return self._running
 
     def _drop(self, running: _Running) -> None:
-        # First: if the program is interrupted below, the closed channel must not be used.
+        # Before `end`: if an interrupt ends this function, nobody may use the closed channel.
         with self._lock:
             if self._running is running:
                 self._running = None
@@ -205,11 +204,11 @@ class _Running:
 
     Raises:
         HelperUnavailableError: no process can be started.
-        HelperProcessError: none can be started at the moment.
+        HelperProcessError: no process can be started now, but a later attempt may succeed.
     """
 
     def __init__(self, nice: int) -> None:
-        # A frozen program's interpreter is the program itself, which would start training once more.
+        # The executable of a frozen program is the program itself: starting it would start training once more.
         if not sys.executable or getattr(sys, "frozen", False):
             raise HelperUnavailableError(
                 "this program is not run by an interpreter that can be started again (frozen, or no sys.executable)"
@@ -236,7 +235,7 @@ class _Running:
             self._helper.end()
 
     def exchange(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
-        """Send the order, and answer the helper until it is done. None if the helper died, or hangs."""
+        """Send the order, and serve the helper until its answer. None if the helper died or hangs."""
         self.begun.clear()
         if not self._becomes_ready():
             return None
@@ -249,7 +248,7 @@ class _Running:
                 if not isinstance(answer, OrderRefused) or identity == work.store.identity:
                     return answer
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-            # The end was noticed while sending. BlockingIOError means that the time limit has passed.
+            # The helper died while this process was sending, or read nothing for too long (BlockingIOError).
             return None
 
     def _send(self, work: Upload, identity: str) -> None:
@@ -273,7 +272,7 @@ class _Running:
             raise HelperUnavailableError(f"the options cannot be pickled ({type(error).__name__})") from error
 
     def _answer_all(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
-        """Answer the helper's messages until its last one. None if it died, or was silent for too long."""
+        """Handle the helper's messages, and return its answer. None if the helper died or hangs."""
         while (message := self._next_message()) is not None:
             if isinstance(message, Done | Failed | OrderRefused):
                 return message
@@ -292,9 +291,9 @@ class _Running:
         return None
 
     def _next_message(self) -> object | None:
-        """Wait for a message. None if the helper died, or was silent in each of `SILENT_WAITS` waits."""
+        """Wait for a message. None if the helper died, or sent nothing in each of `SILENT_WAITS` waits."""
         for _ in range(SILENT_WAITS):
-            # Several short waits: one long wait could be over because both processes were stopped meanwhile.
+            # Several short waits: if both processes are suspended, a single long wait could expire in that time.
             if not self._channel.is_quiet(self._helper.alive, SIGN_OF_LIFE_S):
                 received = self._channel.receive(until_end_of=self._helper.alive)
                 return received[0] if received is not None else None
@@ -307,7 +306,7 @@ class _Running:
         return None
 
     def _becomes_ready(self) -> bool:
-        """Wait for the first message. False if the process was killed before it."""
+        """Wait for the first message. Return False if the process was killed before it sent one."""
         if self._ready:
             return True
         in_time = not self._channel.is_quiet(self._helper.alive, READY_S)
@@ -343,22 +342,22 @@ def _fate(status: int | None) -> str:
 
 
 def _as_ours(error: BaseException, url: str) -> BucketpointError:
-    """Return an error of the helper; an error of another library becomes a `HelperProcessError`."""
+    """Return the helper's error, or a `HelperProcessError` in place of an error of another library."""
     if isinstance(error, BucketpointError):
         return error
     return HelperProcessError(f"The process that uploaded {url} failed: {describe(error)}")
 
 
 def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
-    """Abort the uploads of a helper that died, within a limited time: the save waits."""
+    """Abort the uploads of a helper that died, within `ABORT_DEADLINE_S`, because the save waits."""
     with deadline(ABORT_DEADLINE_S):
         for key, upload_id in begun:
             abort(work.store, key, upload_id)
         if not work.store.capabilities.multipart:
             return
         for source in work.sources:
-            # There may be uploads whose id the helper could not report; in a local folder, of a small object, too.
-            # The right to list uploads may be missing.
+            # The helper may have died before it reported an upload. In a local folder, a small object is one, too.
+            # Permission to list uploads may be missing.
             with contextlib.suppress(BucketpointError):
                 for upload in work.store.list_multipart(source.key):
                     abort(work.store, upload.key, upload.upload_id)
@@ -366,13 +365,13 @@ def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
 
 def _environment() -> dict[str, str]:
     while True:
-        # Another thread may set a variable meanwhile.
+        # The copy fails if another thread sets a variable meanwhile.
         with contextlib.suppress(KeyError, RuntimeError):
             return dict(os.environ)
 
 
 def _umask() -> int | None:
-    """Return the mask for modes of new files; None where it cannot be read without being changed for a moment."""
+    """Return the umask; None without `/proc`, because `os.umask` would change it for a moment."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return int(fields["Umask"], 8)

@@ -1,4 +1,4 @@
-"""Description of segments for the helper: bytes in shared memory by position, small others by value."""
+"""Descriptions of segments for the helper: positions of bytes in shared memory, and copies of other small segments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ from bucketpoint.transfer.helper.messages import SegmentsToUpload
 from bucketpoint.transfer.upload import ObjectSource, Segment
 
 INLINE_BYTES = 64 << 10
-"""Size up to which bytes outside of shared memory are sent with the order. Larger ones are sent when they are needed:
-an order must not hold a copy of the state."""
+"""Maximum size of a segment outside shared memory that is sent with the order. Larger segments are sent on request: an
+order must not hold a copy of the state."""
 
 AT_ONCE = 500
-"""Segments in one message. To pickle them takes a tenth of the interval at which threads take turns (5 ms)."""
+"""Segments in one message. Pickling them takes a tenth of the interval at which threads switch the GIL (5 ms)."""
 
 
 class MappableMemory(Protocol):
-    """Memory of this process that the helper can map.
-
-    Attributes:
-        address: first byte, in this process.
-        nbytes: size in bytes.
-        descriptor: a descriptor of the memory.
-    """
+    """Memory that begins at `address` in this process, and that the helper can map by `descriptor`."""
 
     address: int
     nbytes: int
@@ -32,19 +26,16 @@ class MappableMemory(Protocol):
 
 
 def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterator[SegmentsToUpload]:
-    """Describe objects for the helper, a limited number of segments at a time.
-
-    Training waits for the interpreter's lock while a message is pickled.
-    """
+    """Describe objects for the helper, in short messages: training waits for the GIL while a message is pickled."""
 
     def remote(segment: Segment) -> tuple[Any, ...]:
         # The fields of a `RemoteSegment`.
         offset, inline, data = None, None, segment.data
         if data is not None and segment.digests_of:
-            # Some bytes for each item, and no part of the state.
+            # A few bytes per item, no part of the state.
             inline = bytes(data)
         elif data is not None:
-            # Memory that can be written is the state's; the bytes of headers and of pickled values are read-only.
+            # The staged state is writable; headers and pickled values are read-only bytes outside shared memory.
             if data.nbytes and not data.readonly:
                 start = ctypes.addressof(ctypes.c_char.from_buffer(data)) - memory.address
                 if 0 <= start <= memory.nbytes - data.nbytes:
@@ -69,7 +60,7 @@ def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterat
 
 
 def read_stretch(segment: Segment, start: int, nbytes: int) -> bytes:
-    """Return bytes of a segment that is not in shared memory."""
+    """Return bytes of a segment outside shared memory."""
     if segment.fill is None:
         assert segment.data is not None
         return bytes(segment.data[start : start + nbytes])

@@ -1,4 +1,4 @@
-"""The start and the end of a helper process."""
+"""Start and end of a helper process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LEFT_TO_TRAINER = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTTIN", "SIGTTOU")
     if hasattr(signal, name)
 )
-"""Signals that a helper ignores. Schedulers send some to every process of a job, and with the last two a terminal stops
-a process of another group that writes to it."""
+"""Signals that a helper ignores. Schedulers send some of them to every process of a job. A terminal sends the last two
+to stop background processes that use it."""
 
-# Only paths and numbers are arguments: anybody on the machine can read them. The first line is visible in `ps`.
-# Niceness before imports: they would otherwise compete with training for a third of a second.
+# The arguments are only paths and numbers, because every user of the machine can read them. `ps` shows the first line.
+# The niceness is set before the imports, which would otherwise compete with training for a third of a second.
 _PROGRAM = """# bucketpoint: uploads checkpoints beside training
 import os, sys
 try:
@@ -45,8 +45,8 @@ class HelperProcess:
     """A helper that was started, and the channel to it.
 
     Attributes:
-        alive: descriptor of the process. The channel alone does not show its end: a fork by native code may hold the
-            other end.
+        alive: descriptor of the process, or None. The channel does not always show the helper's end: a process that
+            native code has forked may hold the other end of the channel.
     """
 
     channel: Channel
@@ -54,13 +54,13 @@ class HelperProcess:
     alive: int | None
 
     def leave_to_parent(self) -> None:
-        """Forget the process in a fork, of which it is no child. The channel is closed there automatically."""
+        """Release the process in a forked child, which cannot wait for it. `Channel` closes itself there."""
         if self.alive is not None:
             os.close(self.alive)
         self.process.returncode = 0
 
     def end(self) -> None:
-        """Close the channel, which ends the process, and wait for it. It is killed if it takes too long."""
+        """Close the channel, which ends the process, and wait for the process. Kill it after `END_S`."""
         if self.alive is not None:
             os.close(self.alive)
         self.channel.close()
@@ -69,7 +69,7 @@ class HelperProcess:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Also if the program was interrupted here.
+            # Also after an interrupt of the wait.
             if self.process.poll() is None:
                 self.process.kill()
                 # A process that waits for a disk may take longer to die.
@@ -77,9 +77,9 @@ class HelperProcess:
                     self.process.wait(END_S)
 
     def end_unattended(self) -> None:
-        """End a helper without references.
+        """End a helper to which no references are left.
 
-        The thread that dropped it may train, so it only closes the channel. At program end it waits for the helper.
+        The calling thread may be training, so another thread waits for the helper, except at program end.
         """
         if threading.main_thread().is_alive():
             self.channel.close()
@@ -90,26 +90,21 @@ class HelperProcess:
 
 
 def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s: float) -> HelperProcess:
-    """Start a helper.
-
-    Args:
-        environment: environment variables of the helper.
-        nice: niceness of the process as a whole.
-        answers_within_s: seconds after which a message that is sent or received in part counts as broken off.
+    """Start a helper. `answers_within_s` is the limit on waits inside a message, as for `Channel.limit_waits`.
 
     Raises:
         OSError, ValueError, RuntimeError: no process can be started.
     """
-    # The flags that decide which modules are found and which of them run (-I, -S, -X, -W), as multiprocessing does.
+    # Pass on the interpreter's flags that affect imports and warnings (-I, -S, -X, -W), as multiprocessing does.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    # A worker of a data loader that inherits the helper's end of the channel, or of the pipe by which `subprocess`
-    # reports errors, would keep the trainer waiting for as long as it lives.
+    # No fork meanwhile: a data-loader worker that inherited the helper's end of the channel, or of the pipe on which
+    # `subprocess` reports errors, would keep the trainer waiting until the worker ends.
     with no_fork, _signals_held_back():
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         try:
             with theirs:
-                # A program's default timeout, which both ends would share.
+                # Both ends would have the program's default timeout (`socket.setdefaulttimeout`).
                 ours.settimeout(None)
                 theirs.settimeout(None)
                 channel.limit_waits(answers_within_s)
@@ -129,7 +124,7 @@ def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block signals on this thread: a helper inherits that, and unblocks them once it ignores them."""
+    """Block signals on this thread. A helper inherits the block, and lifts it once it ignores these signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_TRAINER)
     try:
         yield
@@ -138,6 +133,6 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _paths() -> list[str]:
-    """Return `sys.path`: a program may have found bucketpoint by its own path."""
+    """Return `sys.path` as absolute paths: the program may have added the entry that contains bucketpoint."""
     entries: Sequence[object] = sys.path
     return [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]

@@ -1,6 +1,6 @@
-"""The helper process: it carries out one order to upload after the other, until the trainer closes the channel.
+"""Main program of the helper process: it carries out one upload order after another until the channel closes.
 
-It ends within seconds of the trainer's end, whatever its cause, and aborts open uploads.
+The process ends within seconds of the trainer's end, whatever the cause, and aborts open uploads.
 """
 
 from __future__ import annotations
@@ -53,20 +53,15 @@ _POLL_S = 0.1
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Serve the trainer at the other end of a socket.
-
-    Args:
-        descriptor: the socket, inherited from the trainer.
-        trainer: process id of the trainer.
-    """
-    # Ctrl-C on a terminal goes to the trainer's process group. Not a separate session: Linux first divides cores among
-    # sessions (autogroup, see sched(7)), and the niceness of a process counts only within its session.
+    """Serve the trainer (a process id) over a socket, whose descriptor the helper has inherited."""
+    # A separate process group, because a terminal sends Ctrl-C to the trainer's group. Not a separate session: Linux
+    # first divides cores among sessions (autogroup, see sched(7)), and niceness counts only within a session.
     os.setpgid(0, 0)
     for number in LEFT_TO_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_TRAINER)
     channel = Channel(socket.socket(fileno=descriptor))
-    # The sockets may outlive the trainer in a process that native code has forked from it.
+    # A process that native code has forked from the trainer may keep the channel open after the trainer's end.
     end = descriptor_of(trainer)
     if os.getppid() != trainer:
         os._exit(0)
@@ -74,14 +69,14 @@ def main(descriptor: int, trainer: int) -> None:
     job: _Job | None = None
     objects: list[tuple[str, list[RemoteSegment]]] = []
     for provider in ("gcs", "s3"):
-        # Now, while the trainer stages: the first order does not wait for a provider's library.
+        # Imported while the trainer stages, so that the first order does not wait for a provider's library.
         importlib.import_module(f"bucketpoint.stores.{provider}")
     with contextlib.suppress(OSError):
         channel.send(Ready.of_this_process())
     while True:
         try:
             received = channel.receive(until_end_of=end)
-        except Exception as error:  # noqa: BLE001 (a class of the program's own may fail in any way here)
+        except Exception as error:  # noqa: BLE001 (a class of the program may raise anything when unpickled)
             objects = []
             channel.send(OrderRefused(f"the options cannot be unpickled in another process ({type(error).__name__})"))
             continue
@@ -98,11 +93,11 @@ def main(descriptor: int, trainer: int) -> None:
             objects = []
         elif isinstance(message, Given) and job is not None:
             job.take(message)
-    # Threads of the job that send would otherwise wait for a trainer that no longer reads.
+    # Otherwise threads of the job that send would wait for a trainer that no longer reads.
     channel.close()
     if job is not None:
         job.give_up()
-    # Without the interpreter's normal exit, which would wait for threads that hang in a request.
+    # The interpreter's normal exit would wait for threads that hang in a request.
     os._exit(0)
 
 
@@ -139,7 +134,7 @@ class _Reporter(Meter):
 
 
 class _Job:
-    """One order under way, on a separate thread, so that the main thread notices the end of the trainer."""
+    """Execution of one order, on a separate thread, so that the main thread notices the end of the trainer."""
 
     def __init__(
         self,
@@ -168,10 +163,10 @@ class _Job:
         self._asked.pop(message.request).put(message.data)
 
     def give_up(self) -> None:
-        """Cancel the requests under way and abort what is open: the trainer is gone, or does not want the upload."""
+        """Cancel running requests and abort open uploads: the trainer has ended or has closed the channel."""
         ends = time.monotonic() + ABORT_DEADLINE_S
         while not self._over.is_set() and time.monotonic() < ends:
-            # Again and again, for requests whose connection was still being opened.
+            # Repeated, because the cancellation misses requests whose connection is still being opened.
             self._canceller.make()
             self._thread.join(_POLL_S)
         self._thread.join(ABORT_DEADLINE_S)
@@ -195,13 +190,13 @@ class _Job:
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
             answer = Failed(_picklable(error), _counted_since(before))
         finally:
-            # A mapping stays. A refused order has no job, and its descriptor would keep the trainer's memory alive.
+            # A mapping stays valid. After a refused order the open descriptor would keep the trainer's memory alive.
             os.close(self._descriptor)
         self._over.set()
-        # The process may be idle for long, and these hold bytes of the state.
+        # The process may be idle for long, and the segments hold bytes of the state.
         self._objects.clear()
         if store is not None and self._canceller.is_made:
-            # `upload_objects` has tried to abort them, but its requests are no longer sent.
+            # `upload_objects` could not abort these uploads, because its requests were cancelled.
             for key, upload_id in self._open.items():
                 abort(store, key, upload_id)
         try:
@@ -212,7 +207,7 @@ class _Job:
         except BaseException:  # noqa: BLE001 (the trainer would wait for an answer for ever)
             os._exit(1)
         if isinstance(answer, Failed):
-            # Errors and their frames form cycles, which hold the mappings of the trainer's memory.
+            # Free the reference cycles of the error and its frames, which hold mappings of the trainer's memory.
             gc.collect()
 
     def _store(self) -> Store:
@@ -229,7 +224,7 @@ class _Job:
             options = pickle.loads(order.store.storage_options)
             store, _ = open_store(order.store.url, storage_options=options)
         except Exception as error:
-            # A class of the program's own may fail in any way here. Its text may quote an option.
+            # A class of the program may raise anything. The message omits the error's text, which may quote a secret.
             raise HelperUnavailableError(
                 f"the store cannot be made again in another process ({type(error).__name__})"
             ) from error
@@ -239,7 +234,7 @@ class _Job:
 
     def _upload(self, store: Store) -> list[Uploaded]:
         order = self._order
-        # Unmapped once no segment refers to it any more.
+        # Unmapped once no segment refers to the memory any more.
         memory = memoryview(mmap.mmap(self._descriptor, order.memory_nbytes, prot=mmap.PROT_READ))
         sources = [
             ObjectSource(key, [self._segment(number, index, each, memory) for index, each in enumerate(segments)])
@@ -273,11 +268,11 @@ class _Job:
             data = memoryview(remote.inline)
         elif not remote.table_of and not remote.digests_of:
             fill = functools.partial(self._ask, number, index)
-        # All further fields are the same.
+        # The remaining fields are the same in both classes.
         return Segment(remote.nbytes, data, fill, *remote[3:])
 
     def _ask(self, number: int, segment: int, start: int, out: memoryview) -> None:
-        """Get bytes of a segment that only the trainer can read."""
+        """Request from the trainer the bytes of a segment that only the trainer can read."""
         given: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         request = next(self._requests)
         self._asked[request] = given
@@ -294,9 +289,9 @@ def _counted_since(before: Counter[str]) -> dict[str, int]:
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Return the error without its traceback, whose frames hold the shared memory; or a description of it."""
+    """Return the error, or a description, without the traceback, whose frames refer to the shared memory."""
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (an error of a library may fail in any way here)
+    except Exception:  # noqa: BLE001 (an error of a library may raise anything when pickled)
         return BucketpointError(f"The upload failed: {describe(error)}")
     return copy
