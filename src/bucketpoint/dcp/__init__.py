@@ -1,1 +1,1 @@
-"""The parts that DCP calls: writer, reader, planners, and `save`, `load` and `async_save` around them."""
+"""Storage writer, storage reader and planners for DCP, and the functions `save`, `load` and `async_save`."""

@@ -1,4 +1,4 @@
-"""Checks of arguments at the call, so that the error names the wrong argument."""
+"""Checks of arguments, whose errors name the wrong argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bucketpoint.format.catalog_keys import MAX_STEP
 from bucketpoint.transfer import TransferOptions
 
 MOST_SECONDS = 100_000_000
-"""The longest wait, some 3 years. Python and gloo count nanoseconds, and overflow at 292 years."""
+"""The longest wait, about 3 years. Python and gloo count nanoseconds, and overflow at 292 years."""
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "state": ((Mapping,), 'a dict, such as {"model": model.state_dict()}'),
@@ -24,10 +24,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def check_types(**given: Any) -> None:
-    """Check the types of arguments, which are given by their names.
+    """Check the types of arguments by name.
 
     Raises:
-        BucketpointError: one has a wrong type. The error names the argument.
+        BucketpointError: an argument has a wrong type.
     """
     for name, value in given.items():
         types, wanted = _TYPES[name]
@@ -39,7 +39,7 @@ def checked_seconds(name: str, value: Any) -> float:
     """Return an argument in seconds.
 
     Raises:
-        BucketpointError: it is no number above 0, or longer than a thread can wait.
+        BucketpointError: the value is not a number above 0 and up to `MOST_SECONDS`.
     """
     if not isinstance(value, numbers.Real) or not 0 < float(value) <= MOST_SECONDS:
         raise BucketpointError(f"{name} must be a number of seconds above 0 and up to {MOST_SECONDS}, not {value!r}")
@@ -50,7 +50,7 @@ def whole_step(step: Any) -> int:
     """Return a step as Python's int: integers of numpy and of torch are steps too.
 
     Raises:
-        BucketpointError: it is no integer, or is out of range.
+        BucketpointError: the step is not an integer, or is out of range.
     """
     try:
         number = operator.index(step)

@@ -1,7 +1,7 @@
-"""Wrap `dcp.async_save` so that it always returns a `SaveHandle`.
+"""`async_save`: wrapper of `dcp.async_save` that always returns a `SaveHandle`.
 
-The wrapper corrects three behaviours of DCP: it returns a future or a pair of futures, depending on the stager; it
-treats a staging that fails early as successful; and it keeps a failed save's memory while the program keeps the error.
+The wrapper corrects three behaviours of DCP. DCP returns a future or a pair of futures, depending on the stager. It
+treats a staging that fails early as successful. It keeps a failed save's memory while the program keeps the error.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ P = ParamSpec("P")
 
 
 class SaveHandle(Future[Metadata]):
-    """One asynchronous save: a future of the committed checkpoint's metadata.
+    """Handle of one asynchronous save: a future of the committed checkpoint's metadata.
 
     Attributes:
-        url: URL of the checkpoint, as the call or the writer names it; None if neither does.
+        url: URL of the checkpoint from the call or the writer; None if neither has a URL.
         staged: future that is done when the program may change the state again; fails if the state could not be copied.
         begun_s: time of the call, `time.monotonic` seconds.
     """
@@ -63,10 +63,10 @@ class SaveHandle(Future[Metadata]):
         self._told = False
         # The error that the stager or the state raised at the call.
         self._refused: BaseException | None = None
-        # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
-        # keeps the caller's group alive until the save has ended.
+        # Our group over the same ranks is destroyed when the caller's group is garbage-collected, so keep the caller's
+        # group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
-        # The group on which a thread of this process saves.
+        # The group that a save on a thread of this process uses.
         self._group: Any = None
         self._ranks: tuple[int, ...] = ()
         self._on_commit: OnCommit | None = None
@@ -74,7 +74,7 @@ class SaveHandle(Future[Metadata]):
         self._blocked_s = 0.0
         self._stager: Any = None
         self._stats: SaveStats | None = None
-        # A save under way cannot be cancelled: cancel() returns False.
+        # A running save cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
         renew_in_child(self, SaveHandle._leave_to_parent)
@@ -84,12 +84,12 @@ class SaveHandle(Future[Metadata]):
         return f"SaveHandle({self.url}, {state})"
 
     def _unstaged(self) -> BaseException | None:
-        """Return the error if the state could not be copied; None while that is unknown. Never blocks."""
+        """Return the error if the state could not be copied; None otherwise, and until the copy ends. Never blocks."""
         return self.staged.exception() if self.staged.done() else None
 
     @property
     def committed(self) -> Future[Metadata]:
-        """Future that is done when the checkpoint can be loaded: the handle itself, as a counterpart of `staged`."""
+        """Future that is done when the checkpoint can be loaded: the handle, as a counterpart of `staged`."""
         return self
 
     @property
@@ -102,8 +102,8 @@ class SaveHandle(Future[Metadata]):
     def stats(self) -> SaveStats | None:
         """Figures of the save on this rank, and on the coordinator those of all ranks; None while the save runs.
 
-        Always None with a checkpoint process, and with a writer or a stager of another package. None too for a save
-        that failed before DCP had set up the writer: the state was not copied, or the planner refused it.
+        Always None with a checkpoint process, and with a writer or a stager of another package. Also None if the save
+        failed before DCP had set up the writer: the state could not be copied, or the planner raised an error.
         """
         return self._stats
 
@@ -128,16 +128,16 @@ class SaveHandle(Future[Metadata]):
     def failure(self) -> BaseException | None:
         """Return the error if the save has failed; None while it runs and once it is committed.
 
-        Unlike after `exception`, the exit status still reports the failure.
+        Unlike `exception`, this call does not stop the exit status of the program from reporting the failure.
         """
         return super().exception() if self.done() else None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the end of the save. Return True if it has ended, in success or not."""
+        """Wait at most `timeout` seconds for the end of the save. Return True if the save has committed or failed."""
         return bool(concurrent.futures.wait([self], timeout).done)
 
     def _leave_to_parent(self) -> None:
-        # No thread of a fork ends this save, so a wait there would never end.
+        # In a fork no thread ends this save, so a wait would never end.
         futures: tuple[Future[Any], ...] = (self, self.staged)
         for future in futures:
             vars(future).update(_condition=threading.Condition(), _waiters=[], _done_callbacks=[])
@@ -151,30 +151,29 @@ class SaveHandle(Future[Metadata]):
                 )
 
     def _note_told(self) -> None:
-        """Record that the program has received the outcome, and decides its own exit status."""
+        """Record that the program has received the outcome, so that a failure does not change the exit status."""
         self._told = True
         if self._at_end is not None:
             self._at_end.failure = None
 
     def _copied(self, staged: Any) -> None:
-        """Record that the copy is complete."""
-        # Keep the lease only: a reference to the staged state would keep the staging memory.
+        # Keep only the lease: a reference to the staged state would keep the staging memory.
         if isinstance(staged, StagedState):
             self._lease = staged.lease
             if self.url:
-                # Set here, because with a checkpoint process no writer in this process sets the label.
+                # With a checkpoint process, no writer in this process sets the label.
                 staged.lease.label = f"the save of {self.url}"
         self.staged.set_result(None)
 
     def _ended(self, upload: Future[Any]) -> None:
         error = upload.exception()
         if error is not None:
-            # DCP raises its own error on all ranks, unless it found no group any more and saved alone.
+            # DCP raises a CheckpointException on all ranks, unless the group was gone and DCP saved alone.
             together = isinstance(error, CheckpointException) and process_groups.is_known(self._group)
             if self._group is not None and not together:
                 from bucketpoint.dcp import meshes
 
-                # Wake the ranks that wait for this one, on connections that are not used again.
+                # Wake the ranks that wait for this one. Their connections are not used again.
                 error = meshes.given_up(self._group, error, self.url)
             error = as_ours(error, self.url, ranks=self._ranks)
         if self._lease is not None:
@@ -182,11 +181,11 @@ class SaveHandle(Future[Metadata]):
         self._note_figures(error)
         self._parent_group = self._group = None
         if self._at_end is not None:
-            # Before the callbacks run: one of them may pass the outcome to the program, which clears this again.
+            # Set before the callbacks run: one of them may pass the outcome to the program, which clears `failure`.
             self._at_end.failure = None if error is None or self._told else str(error)
         if error is None:
             try:
-                # Before the result is set: a program that ends after `result()` still gets `on_commit`.
+                # `on_commit` is called before the result is set, so that a program that ends after `result()` gets it.
                 committed = getattr(upload.result(), "committed", None)
                 # Only the committing rank has `on_commit`.
                 if self._on_commit is not None and committed is not None:
@@ -195,15 +194,15 @@ class SaveHandle(Future[Metadata]):
                     info = CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics, self._stats)
                     tell(self._on_commit, info)
             finally:
-                # Otherwise waits for the handle would never end.
+                # Without a result, waits for the handle would never end.
                 self.set_result(upload.result())
         else:
             self.set_exception(error)
 
     def _note_figures(self, error: BaseException | None) -> None:
-        """Make the figures of the save, and give them to OpenTelemetry."""
+        """Set `stats`, and send the figures to OpenTelemetry."""
         lease, held, ended = self._lease, self._stager, time.monotonic()
-        # Otherwise a kept handle would keep the stager and its memory.
+        # A kept handle must not keep the stager and its memory.
         self._stager = None
         try:
             if lease is not None and isinstance(times := lease.times, SaveTimes):
@@ -218,17 +217,17 @@ class SaveHandle(Future[Metadata]):
             elif error is not None:
                 note_failure(str(self.url), error)
         except Exception:
-            # After an error here, waits for the handle would never end.
+            # If this error were raised, waits for the handle would never end.
             logger.exception("the figures of the save of %s are not known", self.url)
 
 
 def _raising(begin: Callable[P, SaveHandle]) -> Callable[P, SaveHandle]:
-    """Make a call that begins a save raise the error of a state that cannot be copied. The handle raises it, too."""
+    """Make a call that begins a save raise the error if the state cannot be copied. The handle raises it too."""
 
     @functools.wraps(begin)
     def call(*args: P.args, **kwargs: P.kwargs) -> SaveHandle:
         handle = begin(*args, **kwargs)
-        # A copy that fails beside training is reported only by the handle, however soon it fails.
+        # A copy that fails while training continues is reported only by the handle, even if it fails at once.
         error = handle._refused
         if error is not None:
             handle._note_told()
@@ -254,34 +253,32 @@ def async_save(
 ) -> SaveHandle:
     """Begin a save in the background. Takes the arguments of `dcp.async_save`.
 
-    The return type is the same for every stager and executor.
-
     Args:
         state_dict: the state, as for `dcp.async_save`.
-        async_checkpointer_type: a thread of this process (the default), or a process of torch's own.
-        async_stager: a `Stager` of yours; by default the writer stages.
+        async_checkpointer_type: a thread of this process (the default), or torch's checkpoint process.
+        async_stager: a `Stager`; by default the writer stages.
         no_dist: save in this process alone, without a process group.
-        use_collectives: let the ranks plan together; without, each rank saves its data as a separate checkpoint.
+        use_collectives: let the ranks plan together; if False, each rank saves its data as a separate checkpoint.
         process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The save runs on a
             separate gloo group over the same ranks, so that its collectives never mix with those of training. The first
             call for these ranks makes that group, so all of them must make the call; the group is kept for as long as
             `process_group` exists.
-        storage_writer: any writer; without one, a `BucketWriter` for this save alone. Reuse one writer, or one
-            `Stager`, for all saves to reuse its staging memory too.
-        planner: a `SavePlanner` that you keep from save to save; by default one for this save alone, which reuses the
-            plans of the writer's earlier saves.
-        on_commit: called with a `CommitInfo` once the checkpoint is committed, mostly on a thread in the background. It
-            is called on the coordinator; in a save without collectives on each rank, of its own data. The handle is
-            done afterwards, so that the function must not wait for it. Its errors are logged. The writer must be a
+        storage_writer: any writer; by default a new `BucketWriter`. Use one writer, or one `Stager`, for all saves to
+            reuse the staging memory.
+        planner: a `SavePlanner` that you keep from save to save; by default a new planner, which reuses the plans of
+            the writer's earlier saves.
+        on_commit: function that is called with a `CommitInfo` once the checkpoint is committed, usually on a background
+            thread. It is called on the coordinator, or, in a save without collectives, on each rank for its own data.
+            It must not wait for the handle, which is done only afterwards. Its errors are logged. The writer must be a
             `BucketWriter`.
 
     Returns:
-        A handle whose `result()` is the checkpoint's `Metadata` on the coordinator, and on other ranks an object that
-        names where to read it. The errors it raises are `BucketpointError`s, which `except Exception` catches.
+        A handle. Its `result()` is the checkpoint's `Metadata` on the coordinator, and an object with the URL on other
+        ranks. It raises only `BucketpointError`s, which `except Exception` catches.
 
     Raises:
-        StagingError: the state cannot be copied. On other ranks the handle raises it: no rank waits for this one.
-        InvalidURLError: neither `checkpoint_id` nor the writer names a URL.
+        StagingError: the state cannot be copied. On other ranks the handle raises the error, so that no rank waits.
+        InvalidURLError: neither `checkpoint_id` nor the writer has a URL.
         BucketpointError: there are several ranks and no process group; or an argument has a wrong type.
     """
     begun_s = time.monotonic()
@@ -298,7 +295,7 @@ def async_save(
     stager = async_stager if async_stager is not None else writer
     if not hasattr(stager, "stage"):
         stager = Stager()
-    # Not `writer.url`: that may be the URL of the save that this thread ran last.
+    # `writer.url` may be the URL of the save that this thread ran last, so it is not used.
     own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
     if isinstance(writer, BucketWriter) and checkpoint_id is None:
         # Without a URL the save would fail in the background, where the error may go unnoticed.
@@ -339,19 +336,19 @@ def async_save(
         )
     except BaseException as error:
         if not alone:
-            # The others' save would wait for this rank, and then be mixed with its next save.
+            # The other ranks would wait for this rank, and then mix this save with its next save.
             meshes.given_up(group, error, handle.url)
         raise
     handle._refused = watched.refused
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
-    # Before the callback: it may run at once.
+    # Set before the callback is added, because it may run at once.
     handle._blocked_s = time.monotonic() - begun_s
     upload.add_done_callback(handle._ended)
     return handle
 
 
 begin_save: Callable[..., SaveHandle] = inspect.unwrap(async_save)
-"""`async_save`, but it returns a handle if the state cannot be copied, too: `_unstaged` is the error.
+"""`async_save`, but it returns a handle even if the state cannot be copied; then `_unstaged` returns the error.
 
-That save fails on all ranks in their first collective. A process that saves alone raises the error instead."""
+Such a save fails on all ranks in their first collective. A process that saves alone raises the error instead."""

@@ -1,7 +1,7 @@
 """Copy of a committed checkpoint: data objects first, then `.metadata`, by the same commit as a save.
 
-A checkpoint at the destination stays whole until that commit. An interrupted copy is resumed: objects already there are
-not sent again.
+A checkpoint at the destination stays loadable until this commit. An interrupted copy can be resumed: objects that are
+complete at the destination are not sent again.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
 
 COPY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
-"""All bytes pass through memory of this process, so the budget decides the size of parts: about 10 MiB."""
+"""Bytes pass through the memory of this process, so the memory budget determines the size of parts: about 10 MiB."""
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """The steps of a copy, decided before anything is written.
+    """The steps of a copy, planned before any object is written.
 
     Attributes:
-        paths: path of each object in the source, and the path that it gets at the destination.
+        paths: path of each object at the destination, by the path in the source.
         sources: size and ETag of each object, from the source's store.
         there: complete objects of an earlier, interrupted copy at the destination.
-        replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
-        seen: commit found at the destination; only it may be replaced. None: it could not be read, and is not checked.
+        replaces: the destination has, or may have, a checkpoint, which will be replaced.
+        seen: commit found at the destination, the only one that may be replaced; None if it could not be read.
         inside: the service can copy the objects, without sending them through this process.
-        token: token of the copy: that of the original save, or the fresh one in the objects' new names.
+        token: token of the copy: the token of the original save, or a new token in the new names of the objects.
         catalog: catalog of the run that the copy will belong to; None if the destination is not in a run.
     """
 
@@ -92,7 +92,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class Copied:
-    """The outcome of a copy. `inside`: the service copied the objects, so that no checksum could be compared."""
+    """Outcome of a copy. `inside`: the service copied the objects, so no checksum could be compared."""
 
     objects: int
     nbytes: int
@@ -102,15 +102,16 @@ class Copied:
 
 
 def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = False, into: bool = False) -> CopyPlan:
-    """Look at source and destination, and plan the copy. Writes nothing.
+    """Examine source and destination, and plan the copy. Writes no object.
 
     Args:
-        into: copy to a folder in the destination, with the name of the source's. So is a copy to a run.
+        into: copy to a folder in the destination, with the name of the source's folder, as always if the destination
+            is a run.
 
     Raises:
-        InvalidURLError: both are the same place.
-        CheckpointExistsError: the destination has a checkpoint that must not, or cannot safely, be overwritten, or
-            other objects.
+        InvalidURLError: source and destination are the same.
+        CheckpointExistsError: the destination has other objects, or a checkpoint that must not, or cannot safely, be
+            overwritten.
         CorruptDataError: an object of the source is missing, has another size, or was replaced.
     """
     place = copy_target(Location.of(destination), saved, into)
@@ -129,14 +130,14 @@ def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = F
     try:
         above = catalog_above(place)
     except AccessDeniedError:
-        # Without the right to read the catalog, the record goes beside the metadata, as for any writer without one.
+        # Without permission to read the catalog, the record is stored next to the metadata, as without a catalog.
         above = None
     catalog = above[0] if above is not None else None
     token = named(saved.record, saved.data, saved.info).token
     assert token is not None
     paths = {path: path for path in sources}
-    # A pruner that deletes an earlier copy of this checkpoint from the folder picks objects by the token in their
-    # names: with the same token it would delete the new copy's objects too.
+    # A pruner that deletes an earlier copy of this checkpoint from the folder selects objects by the token in their
+    # names. With the same token, it would delete the objects of the new copy too.
     pruned = catalog is not None and bool(saved.facts) and all(map(keys.token_of, paths))
     if pruned or others is None or not others.isdisjoint(paths):
         token = keys.new_token()
@@ -161,7 +162,7 @@ def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = F
 def copy_checkpoint(
     plan: CopyPlan, options: TransferOptions = COPY_OPTIONS, *, progress: ProgressCallback | None = None
 ) -> Copied:
-    """Carry out a plan. Bytes that pass through this process are compared with every recorded checksum.
+    """Execute a plan. Bytes that pass through this process are compared with every recorded checksum.
 
     Raises:
         CorruptDataError: the source is damaged; nothing was committed.
@@ -175,9 +176,9 @@ def copy_checkpoint(
         for path, check in zip(waiting, checks, strict=True)
     ]
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
-    # Objects of an interrupted copy are old, so a sweep may delete them as debris however fast this copy is.
+    # Objects of an interrupted copy are old, so a sweep may delete them as debris even during a fast copy.
     since = LONG_AGO if plan.there else Stopwatch()
-    # A copy into a run counts as a save of that run: it has an intent too, and the source's kind and metrics.
+    # A copy into a run is logged as a save of that run, with an intent, and the kind and metrics of the source.
     log = SaveLog(plan.catalog, saved.record.kind, saved.record.metrics) if plan.catalog is not None else None
     if log is not None:
         log.begin(plan.url, plan.token)
@@ -208,7 +209,7 @@ def copy_checkpoint(
 
 
 def files_of_model(source: Location, target: Location, *, overwrite: bool) -> list[CopyJob]:
-    """Return the copies of all files in a folder of safetensors, as `save_pretrained` writes it. Empty if it is none.
+    """Return the jobs to copy all files of a safetensors folder, as from `save_pretrained`; empty for another folder.
 
     Raises:
         CheckpointExistsError: the destination has files, and `overwrite` is False; or a checkpoint, which readers would
@@ -216,11 +217,11 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     """
     (store, prefix), (other, there) = source.opened, target.opened
     above = f"{prefix}/" if prefix else ""
-    # Consoles make an empty object with a "/" at the end for a folder.
+    # Web consoles make an empty object for a folder, whose name ends with "/".
     found = [info for info in store.list(above) if not info.key.endswith("/")]
     names = [info.key[len(above) :] for info in found]
     model = any("/" not in name and name.endswith(".safetensors") for name in names)
-    # The checkpoints of a run are copied by their commits, and not with the files beside them.
+    # A run is not copied as files, because its checkpoints need commits.
     run = any(name.endswith(f"/{keys.METADATA}") for name in names)
     if not model or run or (store.identity, prefix) == (other.identity, there):
         return []
@@ -236,9 +237,9 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
 
 
 def copy_files(source: Location, target: Location, jobs: Sequence[CopyJob], meter: Meter) -> None:
-    """Copy the files of a model. A former index at the destination goes first, and the new one comes last.
+    """Copy the files of a model: an old index at the destination is deleted first, and the new index is copied last.
 
-    Otherwise an interrupted copy, or one of a single file, could leave an index over files that are not its own.
+    In another order, an interrupted copy, or the copy of a single file, could leave an index that names other files.
     """
     (store, _), (other, there) = source.opened, target.opened
     index = keys.join(there, INDEX_NAME)
@@ -249,13 +250,13 @@ def copy_files(source: Location, target: Location, jobs: Sequence[CopyJob], mete
 
 
 def _used_there(store: Store, prefix: str, url: str) -> tuple[set[str] | None, PriorCommit | None] | None:
-    """Return the object paths and the commit of a checkpoint at the destination, each None if it cannot be read."""
+    """Return the object paths and the commit at the destination, each None if unreadable; None without a commit."""
     try:
         data, committed = get_metadata(store, keys.join(prefix, keys.METADATA))
     except ObjectNotFoundError:
         return None
     except AccessDeniedError:
-        # Without the right to list, S3 answers 403 for a missing key too. The commit will find out.
+        # Without permission to list, S3 answers 403 for a missing key too. The conditional commit will detect a commit.
         return None, None
     seen = PriorCommit(there=True, etag=committed.etag)
     try:
@@ -265,9 +266,9 @@ def _used_there(store: Store, prefix: str, url: str) -> tuple[set[str] | None, P
 
 
 def _moved_aside(saved: SavedCheckpoint, url: str, token: str) -> dict[str, str]:
-    """Return paths with a fresh token for all objects.
+    """Return paths with a new token for all objects.
 
-    The checkpoint at the destination has objects of the same names, and must stay loadable until the commit.
+    A checkpoint at the destination may have objects with the same names, and must stay loadable until the commit.
     """
     moved = {}
     for path in saved.by_object:
@@ -286,9 +287,9 @@ def _moved_aside(saved: SavedCheckpoint, url: str, token: str) -> dict[str, str]
 def _left_behind(
     saved: SavedCheckpoint, store: Store, prefix: str, sources: Mapping[str, ObjectInfo]
 ) -> dict[str, ObjectInfo]:
-    """Return the objects that are at the destination already.
+    """Return the complete objects of an earlier copy at the destination.
 
-    Only objects named by the token of a save are accepted: other names do not identify the content.
+    Only objects with the token of a save in their names are accepted: other names do not identify the content.
     """
     wanted = {keys.join(prefix, path): path for path in sources if keys.parse_data_path(path) is not None}
     if not wanted or not saved.facts:
@@ -303,9 +304,9 @@ def _left_behind(
 
 
 def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
-    """Check just before the commit that all objects still exist: a sweep may have deleted those of an old copy.
+    """Check just before the commit that all objects exist: a sweep may have deleted objects of an interrupted copy.
 
-    One LIST for each 1,000 objects.
+    Sends one LIST for each 1,000 objects.
     """
     expected = {keys.join(plan.prefix, plan.paths[path]): info for path, info in copied.items()}
     if not expected:
@@ -314,7 +315,7 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
     try:
         listed = retry_transient(lambda: list(plan.store.list(above)))
     except AccessDeniedError:
-        # Without the right to list, no object of an earlier copy was reused, so no sweep can have deleted one.
+        # Without permission to list, no old object was reused, so no sweep can have deleted an object.
         return
     there = {info.key: (info.size, info.etag) for info in listed}
     for key, info in expected.items():
@@ -350,11 +351,11 @@ class _Checked:
         self._lock = threading.Lock()
         self._check: ObjectCheck | None = None
         self.nbytes = 0
-        """Bytes that are compared with a checksum."""
+        """Number of bytes that are compared with a checksum."""
 
     def see(self, start: int, view: memoryview) -> None:
         with self._lock:
-            # Created when the first bytes arrive: none arrive if the service copies, and then no table is read.
+            # Created when the first bytes arrive: if the service copies, no bytes arrive, and no table must be read.
             if self._check is None:
                 regions = _regions(self._saved, self._path, self._source)
                 self._check = ObjectCheck(regions)
@@ -369,10 +370,10 @@ class _Checked:
 
 
 def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[Metadata, dict[str, Any], bytes]:
-    """Return the metadata to commit, bucketpoint's part of it, and both as bytes.
+    """Return the metadata to commit, bucketpoint's part of it, and the encoded metadata.
 
-    Metadata of bucketpoint holds the URL of the commit and the ETags of the objects, which a load checks: the copy gets
-        new ones. Metadata of other writers holds neither, and is copied unchanged to the byte.
+    Metadata of bucketpoint contains the URL of the commit, and the ETags of the objects, which a load checks. Both are
+    replaced in the copy. Metadata of other writers contains neither, and is copied byte for byte.
     """
     saved = plan.saved
     if not saved.facts:
@@ -394,8 +395,8 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
         "copied_from": saved.url,
     }
     if plan.replaces and plan.catalog is not None:
-        # Of several records of one folder the youngest counts, and the replaced checkpoint may be younger than the
-        # source. So the copy is dated now; in the metadata too, from which the record can be rebuilt.
+        # The newest record of a folder counts, and the replaced checkpoint may be newer than the source. So the copy is
+        # dated now, also in the metadata, from which the record can be rebuilt.
         facts["created"] = plan.catalog.clock()
     return metadata, facts, encode_metadata(metadata, bucketpoint=facts)
 

@@ -1,6 +1,6 @@
-"""The boundary at which errors leave for other ranks: only BucketpointErrors pass.
+"""Conversion of errors that are sent to other ranks: all of them become BucketpointErrors.
 
-DCP pickles them. Where this package sends them, they are plain values, because other processes may write there.
+DCP sends errors as pickles. This package sends them as JSON, because other processes may write into the job's store.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ KINDS = {
     for kind in vars(sys.modules[BucketpointError.__module__]).values()
     if isinstance(kind, type) and issubclass(kind, BucketpointError)
 }
-"""The classes of errors that one rank receives from another, by name."""
+"""The classes of errors that a rank may receive from another rank, by name."""
 
 MOST_BYTES = 256 << 10
-"""Limit on the bytes of a message that is decoded. Results of `to_plain` are shorter."""
+"""Limit on the bytes of a message to decode. Results of `to_plain` are shorter."""
 
 _DYING_S = 1.0
-"""Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
+"""Seconds to wait until a dead checkpoint process is detected: its pipe closes, and ends the save, a little earlier."""
 
 _MOST_LETTERS = 4096
 _TEXTS = ("url", "key", "remedy")
 
 
 def to_plain(error: BucketpointError) -> list[Any]:
-    """Return an error as the name of its class, or of the nearest of `KINDS`, and its message and fields: for JSON."""
+    """Return an error as JSON values: the name of its class, or of its nearest base in `KINDS`, message and fields."""
     name = next(kind.__name__ for kind in type(error).__mro__ if KINDS.get(kind.__name__) is kind)
-    # An error with further fields, such as the faults of a policy, has them in its text.
+    # Further fields, such as the faults of a policy, are sent in the text.
     own = error.fields().keys() != BucketpointError("").fields().keys()
     fields = {"rank": error.rank, **{field: _clipped(getattr(error, field)) for field in _TEXTS}}
     return [name, _clipped(str(error) if own else error.message), fields]
 
 
 def from_plain(value: Any) -> BucketpointError:
-    """Rebuild an error from what `to_plain` returned.
+    """Rebuild an error from the result of `to_plain`.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: `value` is not such a result.
     """
     if isinstance(value, list) and len(value) == 3 and isinstance(value[0], str) and isinstance(value[2], dict):
         (name, message, fields), rank = value, value[2].get("rank")
@@ -69,11 +69,11 @@ def from_plain(value: Any) -> BucketpointError:
 
 
 def as_failure(error: BaseException, rank: int, url: str | None = None, what: str = "") -> BucketpointError:
-    """Convert any error to the one that all ranks raise. One of ours gets the rank and the URL that it lacks.
+    """Convert any error to a BucketpointError with rank and URL, which all ranks raise.
 
     Args:
-        rank: the rank of the job on which it happened.
-        what: name of what has failed; by default the rank.
+        rank: global rank on which the error happened.
+        what: name of the failed call; by default the rank is named.
     """
     failure = error
     if not isinstance(failure, BucketpointError):
@@ -92,7 +92,7 @@ def errors_of_dcp(
     *,
     before: tuple[type[BucketpointError], ...] = (),
 ) -> Iterator[None]:
-    """Raise the error of a call of DCP as ours, and an interruption of this rank unchanged. Arguments as `as_ours`."""
+    """Convert errors of DCP in the block by `as_ours`; an interruption of this rank is raised unchanged."""
     try:
         yield
     except CheckpointException as raised:
@@ -103,7 +103,7 @@ def errors_of_dcp(
 
 
 def interrupt_in(error: CheckpointException, ranks: Sequence[int] = ()) -> BaseException | None:
-    """Return the interruption of this rank, such as Ctrl-C; DCP raises it on all ranks as this rank's failure."""
+    """Return the interruption of this rank, such as Ctrl-C, which DCP raises as a failure on all ranks; else None."""
     own, _ = error.failures.get(ranks.index(process_groups.this_rank()) if ranks else 0, (None, None))
     return None if isinstance(own, Exception | CheckpointException) else own
 
@@ -116,13 +116,13 @@ def as_ours(
     *,
     before: tuple[type[BucketpointError], ...] = (),
 ) -> BucketpointError:
-    """Turn an error of DCP into a BucketpointError.
+    """Convert an error of DCP to a BucketpointError.
 
-    Of the errors of all ranks, take the first BucketpointError; another one only if there is none, and a
-    `PeerFailedError` last. If the checkpoint process has died, return an error that says so.
+    Of the errors of all ranks, the first BucketpointError is preferred, then other errors, then a `PeerFailedError`. If
+    the checkpoint process has died, the error reports its death.
 
     Args:
-        ranks: the ranks of the call by their numbers in the job; DCP uses the group's. Empty for this rank alone.
+        ranks: global ranks of the call, because DCP's errors have ranks of the group; empty for this rank alone.
         before: classes of errors that are preferred to all others.
     """
     ranks = ranks or (process_groups.this_rank(),)
@@ -141,17 +141,17 @@ def as_ours(
         dead = None if isinstance(error, BucketpointError) else dead_checkpoint_process(_DYING_S)
         ours = as_failure(dead or error, process_groups.this_rank(), url, what)
     if ours is not error and ours.__cause__ is None:
-        # It says all that DCP's error says, in 20 to 60 lines with the traceback of each rank.
+        # The new error contains all facts of DCP's error, which has 20 to 60 lines with a traceback of each rank.
         ours.__suppress_context__ = True
         ours.__traceback__ = None
     return ours
 
 
 def decoded(data: bytes) -> Any:
-    """Decode JSON that another process may have written in place of a rank.
+    """Decode JSON from the job's store, into which any process may write.
 
     Raises:
-        ValueError: it is too long, nested too deeply, or no JSON.
+        ValueError: the data is too long, nested too deeply, or not JSON.
     """
     if len(data) > MOST_BYTES:
         raise ValueError("too long")
@@ -168,22 +168,21 @@ def _clipped(text: object) -> str | None:
 def dcp_call(method: F) -> F:
     """Wrap a method that DCP calls on an object with a `url` attribute.
 
-    An exception that cannot be unpickled on the other ranks hangs the job instead of failing it. So a foreign exception
-    is turned into a BucketpointError with its text; a BucketpointError gets the rank and the URL if it lacks them. If
-    the object's attribute `unwatched` is true, the error is logged too.
+    An exception that cannot be unpickled on other ranks hangs the job instead of failing it. So other exceptions are
+    converted to a BucketpointError, and the rank and the URL are added if missing. If the object's attribute
+    `unwatched` is true, the error is logged too.
     """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 (raised as ours)
+        except Exception as error:  # noqa: BLE001 (raised as a BucketpointError)
             ours = as_failure(error, process_groups.this_rank(), self.url, method.__name__)
             if getattr(self, "unwatched", False):
                 if program_end.has_come():
                     program_end.lose(self.url, ours)
                 logger.error("rank %s: the asynchronous save of %s failed: %s", ours.rank, self.url, ours)
-            # The cause is unchanged.
             raise ours from ours.__cause__
 
     return call  # type: ignore[return-value]
@@ -193,7 +192,7 @@ def refuse_unpicklable(arguments: Mapping[str, Any]) -> None:
     """Check the caller's callables before an object that holds them is sent to another process.
 
     Raises:
-        BucketpointError: one of them cannot be pickled, with its name, which the error of pickle does not have.
+        BucketpointError: a callable cannot be pickled. The error has its name, which the error of pickle lacks.
     """
     for name, value in arguments.items():
         try:

@@ -1,7 +1,7 @@
-"""Meetings of ranks over the job's key-value store: who has joined, what each calls, and why a call failed.
+"""Meetings of ranks over the job's key-value store, which record the ranks that have joined, their calls and failures.
 
-A meeting needs no connections between the ranks, so that it works before there are any, and after they have failed. Any
-process of the job's network may write into the store, so messages are JSON of limited size.
+A meeting needs no connections between the ranks, so it works before ranks are connected, and after connections have
+failed. Any process on the job's network may write into the store, so messages are JSON of limited size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_S = 10.0
 """Seconds after which a waiting rank logs which ranks are missing."""
 
 ANSWERS_WITHIN_S = 3.0
-"""Seconds in which a rank answers whose connections were closed, unless it is lost."""
+"""Seconds within which a rank answers after its connections were closed; a rank without an answer is lost."""
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
 _MOST_SKIPPED = 1000
@@ -39,7 +39,7 @@ Kind = Literal["error", "lost", "late"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a call ends. An `"error"` is raised by all ranks; otherwise they find out which ranks are missing."""
+    """Reason for the end of a call. All ranks raise an `"error"`; for other kinds they determine the missing ranks."""
 
     rank: int
     kind: Kind
@@ -50,7 +50,7 @@ class Failure:
 
     @classmethod
     def received(cls, data: bytes, ranks: tuple[int, ...]) -> Failure:
-        """Decode the result of `encoded`. Any process on the job's network may have written something else there."""
+        """Decode the result of `encoded`; for data of another writer, return an error about this data."""
         try:
             rank, kind, error = decoded(data)
             if kind in get_args(Kind) and type(rank) is int and rank in ranks:
@@ -68,16 +68,16 @@ class Failure:
 
 
 class CallRefused(Exception):
-    """Raised if a call ends before it begins, for a reason that is received over the job's store."""
+    """Raised if a call cannot begin, for a reason that is received over the job's store."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """One call that some ranks make together, noted in the job's store.
+    """One collective call of some ranks, recorded in the job's store.
 
     Attributes:
-        ranks: global ranks that are expected.
-        what: the call, the same on all ranks.
+        ranks: global ranks that must join.
+        what: name of the call, the same on all ranks.
         store: part of the job's store for this meeting.
         name: the same on all ranks, and unique among the meetings of these ranks for the same purpose.
     """
@@ -97,16 +97,15 @@ class Meeting:
         purpose: str = "calls",
         error: BaseException | None = None,
     ) -> Meeting:
-        """Record in the job's store that this rank begins a call. Does not wait for the others.
+        """Record in the job's store that this rank begins a call. Does not wait for other ranks.
 
-        Each rank numbers its calls. Numbers of calls that have failed are skipped, so that a rank that missed such a
-        call meets the others again at its next one. The last rank to join compares the records of all.
+        Each rank numbers its calls. Numbers of failed calls are skipped, so that a rank that missed a failed call meets
+        the others at its next call. The last rank to join compares the records of all ranks.
 
         Args:
-            note: text for the other ranks, such as the name of the mesh that this rank has.
-            purpose: kind of calls that are numbered together: all ranks make them in one order.
-            error: failure of this rank, after which no rank may continue. It is raised on all ranks, also those that
-                join later.
+            note: text for the other ranks, such as the name of this rank's mesh.
+            purpose: kind of calls that are numbered together: all ranks make them in the same order.
+            error: failure of this rank, which is raised on all ranks, even if they join later.
         """
         job, index = dist.PrefixStore(purpose, process_groups.store_of(ranks)), ranks.index(dist.get_rank())
         for _ in range(_MOST_SKIPPED):
@@ -125,7 +124,7 @@ class Meeting:
             if len(set(calls)) > 1:
                 meeting.end(Failure(ranks[0], "error", other_calls(ranks, calls)))
             else:
-                # Does not hold if a rank was interrupted while it waited for this one.
+                # compare_set, because a rank may have been interrupted while it waited, and have set a failure.
                 meeting.store.compare_set("all", "", json.dumps(notes.pop() if len(notes) == 1 else ""))
         return meeting
 
@@ -134,7 +133,7 @@ class Meeting:
         self.store.set(f"here/{self.ranks.index(dist.get_rank())}", json.dumps([self.what, note]))
 
     def notes(self) -> list[str]:
-        """Return the note of each rank. All must have joined."""
+        """Return the note of each rank. All ranks must have joined."""
         return [note for _, note in self._noted()]
 
     def _noted(self) -> list[tuple[str, str]]:
@@ -145,10 +144,10 @@ class Meeting:
         return [rank for index, rank in enumerate(self.ranks) if not self.store.check([f"here/{index}"])]
 
     def wait(self, within_s: float) -> None:
-        """Wait until all ranks make the same call, or until one of them has failed.
+        """Wait until all ranks make the same call, or until a rank has failed.
 
         Raises:
-            BucketpointError: the error of a failed rank; or ranks are missing at the deadline, or make another call.
+            BucketpointError: a rank has failed, ranks are missing at the deadline, or ranks make different calls.
         """
         begun = time.monotonic()
 
@@ -170,7 +169,7 @@ class Meeting:
         self.verdict()
 
     def verdict(self) -> str:
-        """Return the note that is the same on all ranks; empty if there is none. All must have joined.
+        """Return the common note of all ranks; empty if their notes differ. All ranks must have joined.
 
         Raises:
             RanksDisagreeError: the ranks make different calls.
@@ -195,27 +194,22 @@ class Meeting:
     def failures(self) -> list[Failure]:
         """Return the failures that ranks have recorded, in order."""
         found = []
-        # Each rank records at most one: a larger count comes from elsewhere.
+        # Each rank records at most one failure, so another process has written a larger count.
         for number in range(1, min(self.store.add("failures", 0), len(self.ranks)) + 1):
             key = [f"failed/{number}"]
-            # A rank counts its failure before it writes it, so the text may still be on its way.
+            # A rank counts its failure before it writes the text, which may still be missing.
             if poll(partial(self.store.check, key), time.monotonic() + 1):
                 found.append(Failure.received(self.store.get(*key), self.ranks))
         return found
 
     def log_missing(self, waited_s: float) -> None:
-        """Log the ranks that this one waits for."""
         missing = self.missing()
         if missing:
             has = "have" if len(missing) > 1 else "has"
             logger.warning("%s has waited for %.0f s: %s %s not come", self.what, waited_s, named(missing), has)
 
     def late(self, waited_s: float, *, dead: bool = False) -> BucketpointError:
-        """Return the error of a wait that has ended without some ranks.
-
-        Args:
-            dead: the connection to a rank was lost.
-        """
+        """Return the error of a wait that has ended without some ranks. `dead`: the connection to a rank was lost."""
         missing = self.missing()
         who = f"{named(missing)} never came" if missing else "all ranks began, and one did not complete it"
         why = "after a connection was lost" if dead else f"after {waited_s:.0f} s"
@@ -228,7 +222,7 @@ class Meeting:
 
 
 def poll(until: Callable[[], bool], ends: float, longest_s: float = _LONGEST_POLL_S) -> bool:
-    """Return True once `until` returns True, False at the end."""
+    """Return True once `until` returns True; False at monotonic time `ends`."""
     pause = _FIRST_POLL_S
     while not (done := until()) and time.monotonic() < ends:
         time.sleep(max(min(pause, ends - time.monotonic()), 0))
@@ -249,7 +243,7 @@ def other_calls(ranks: Sequence[int], calls: Sequence[str]) -> RanksDisagreeErro
 
 
 def _noted(data: bytes) -> tuple[str, str]:
-    """Decode a call and a note; any process may have written something else there."""
+    """Decode a call and a note; return an error text as the call if another process has written other data."""
     with contextlib.suppress(ValueError):
         found = decoded(data)
         if isinstance(found, list) and len(found) == 2 and all(isinstance(text, str) for text in found):

@@ -1,6 +1,6 @@
-"""The mesh: bucketpoint's one gloo group for all saves and loads of the same ranks.
+"""The mesh: the gloo group that all saves and loads of the same ranks share.
 
-Calls take turns on it: a save or a load first waits for its process's earlier saves.
+Calls use a mesh one after the other: a save or a load first waits for the earlier saves of its process.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from bucketpoint.forks import ProcessLock
 logger = logging.getLogger(__name__)
 
 _CONNECT_WITHIN = timedelta(minutes=1)
-"""Limit on gloo's steps while ranks connect that have just met, and on the wait for other ranks to make another mesh,
-which only ranks that have seen the failure may make."""
+"""Limit on gloo's steps while the ranks of a meeting connect, and on the wait for the ranks that replace a failed mesh.
+Ranks that have not noticed the failure do not come."""
 
 _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValueDictionary()
-"""The newest mesh of these ranks."""
+"""The newest mesh by its ranks."""
 
 _beside: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
-"""For each caller's group, the mesh over the same ranks: it is kept for as long as one of these groups exists."""
+"""For each caller's group, the mesh over the same ranks, which is kept for as long as one of these groups exists."""
 
 _making = ProcessLock()
 
 
 @dataclass(eq=False)
 class Mesh:
-    """Bucketpoint's group over some ranks, for all saves and loads of these ranks.
+    """A gloo group over some ranks, for all saves and loads of these ranks.
 
     Attributes:
         name: the same on all ranks; never used for another mesh of the job.
-        timeout: how long its collectives wait.
-        process: id of the process that made it. A fork inherits none of the threads that receive.
-        lost: its connections are cut, or may be. The next call makes another mesh.
-        leave: function that frees its connections and threads.
-        ended: the meeting that ranks join when they leave; the first one with an error records why.
+        timeout: limit on the waits in collectives.
+        process: id of the process that made the mesh. A fork does not inherit the threads that receive.
+        lost: the connections are closed, or may be. The next call makes another mesh.
+        leave: function that frees the connections and threads.
+        ended: the meeting that ranks join when they leave the mesh; the first rank with an error records the reason.
     """
 
     group: Any
@@ -68,9 +68,9 @@ class Mesh:
         """Connect the ranks of `parent`, and keep the mesh for their next calls. A collective call.
 
         Args:
-            meeting: a meeting that all these ranks have joined.
-            within: longest time for the connections to be made.
-            lasting: how long its collectives wait; by default as long as those of `parent`.
+            meeting: a meeting that all ranks of `parent` have joined.
+            within: limit on the time to make the connections.
+            lasting: limit on the waits in collectives, if it is above the timeout of `parent`.
         """
         mesh = cls.connect(meeting, within)
         mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
@@ -99,19 +99,19 @@ class Mesh:
         """Close the connections. Every thread that waits in a collective raises, here and on other ranks.
 
         Returns:
-            The members, by their places in the group, whose connections to this rank were closed before.
+            The ranks in the group whose connections to this rank were closed before.
         """
         self.lost = True
         return _disconnected(self.group) if self.group is not None else []
 
     def end(self, error: BaseException, url: str | None, what: str = "The save") -> BucketpointError:
-        """Close the connections after an error that this rank had alone. Return its cause, on all ranks.
+        """Close the connections after an error on this rank. Return the reason, which is the same on all ranks.
 
-        The first rank with an error finds out which ranks are lost. The others lose their connections only then, and
-        working ranks notice it much later.
+        The first rank with an error determines the lost ranks. The connections of other ranks are closed only by this
+        rank, and ranks that are working notice it much later.
 
         Args:
-            error: a `PeerFailedError` if this rank has waited for another in vain.
+            error: a `PeerFailedError` if this rank has waited for another rank without success.
             what: name of the call, for messages.
         """
         assert self.ended is not None
@@ -139,9 +139,9 @@ class Mesh:
         return ours
 
     def complete(self) -> None:
-        """Free the connections after a call that needs the other ranks no more, though some may still need each other.
+        """Free the connections after a call in which this rank has finished, although other ranks may not have.
 
-        If one of them fails then, it finds these connections closed, and must not take this rank for lost.
+        This rank first joins `ended`, so that a rank that fails later does not report this rank as lost.
         """
         if self.ended is not None and process_groups.is_known(self.group):
             with contextlib.suppress(RuntimeError):
@@ -149,17 +149,17 @@ class Mesh:
         self.drop()
 
     def drop(self) -> None:
-        """Free the connections and threads now, not when the mesh is garbage-collected."""
+        """Free the connections and threads before the mesh is garbage-collected."""
         self.lost = True
         self.leave()
         self.group = None
 
 
 def not_connected(meeting: Meeting, error: BaseException, what: str) -> BucketpointError:
-    """Return why this rank could not be connected with the others, the same on all ranks.
+    """Return the reason for which the ranks could not connect, which is the same on all ranks.
 
-    A rank that fails as soon as it is connected closes its connections while others are still being connected. Ranks
-    that do not answer may be connecting, so none is named as lost.
+    A rank may fail, and close its connections, while other ranks still connect. Ranks that do not answer may still be
+    connecting, so no rank is named as lost.
     """
     return Mesh(None, meeting.name, timedelta(0), ended=_ended(meeting)).end(error, None, what)
 
@@ -169,10 +169,10 @@ def _ended(meeting: Meeting) -> Meeting:
 
 
 def _disconnected(group: Any) -> list[int]:
-    """Close the connections of a group, and return what `Mesh.cut` does."""
+    """Close the connections of a group, as `Mesh.cut`."""
     with contextlib.suppress(RuntimeError):
         backend, here, size = process_groups.backend_of(group), group.rank(), group.size()
-        # In a large group only these are certainly connected: gloo's barrier has sent to them.
+        # In a large group, only these ranks are certainly connected, by gloo's barrier.
         near = [(here + (1 << power)) % size for power in range((size - 1).bit_length())]
         others = [peer for peer in range(size) if peer != here]
         return process_groups.disconnect(backend, near if size > process_groups.MOST_CONNECTED else others)
@@ -184,9 +184,9 @@ def _or_world(group: Any) -> Any:
 
 
 def mesh_of(parent: Any) -> Mesh | None:
-    """Return the mesh of the ranks of a group, if one was made and can be used.
+    """Return the mesh of the ranks of a group; None if there is no usable mesh.
 
-    A mesh belongs to one default group of torch: it is not used after the group's destruction, nor in a fork.
+    A mesh is not used after torch's default group was destroyed, nor in a fork.
 
     Raises:
         BucketpointError: this process was forked from the one that made the mesh.
@@ -201,19 +201,19 @@ def mesh_of(parent: Any) -> Mesh | None:
             rank=dist.get_rank(),
             remedy="Save and load in the process that called init_process_group()",
         )
-    # Another group over the same ranks keeps it, too.
+    # `parent` may be another group over the same ranks, which now keeps the mesh too.
     _beside[_or_world(parent)] = mesh
     return None if mesh.lost else mesh
 
 
 def group_beside(parent: Any) -> Any:
-    """Return the gloo group on which background saves run instead of `parent`.
+    """Return the gloo group that background saves use instead of `parent`.
 
-    The group is made once and kept: the first call for these ranks is a collective one, and so is the first call after
-    a save on it has failed.
+    The group is made once and kept. The first call for these ranks is collective, and so is the first call after a save
+    on the group has failed.
 
     Raises:
-        BucketpointError: some ranks have not joined to make the group.
+        BucketpointError: some ranks did not take part in making the group.
     """
     with _making:
         mesh = mesh_of(parent)
@@ -234,12 +234,12 @@ def group_beside(parent: Any) -> Any:
 
 
 def given_up(group: Any, error: BaseException, url: str | None) -> BaseException:
-    """Close the connections of a group of `group_beside` after an error of this rank alone. Return what explains it."""
+    """Close the connections of a group from `group_beside` after an error of this rank. Return the reason."""
     mesh = next((mesh for mesh in list(_by_ranks.values()) if mesh.group is group), None)
     if mesh is not None and process_groups.is_known(group):
         return mesh.end(error, url)
-    # The other ranks may wait in a collective of the save, which this rank has left. A group that torch has destroyed
-    # keeps its connections while anything refers to it, as the save does.
+    # Other ranks may wait in a collective of the save that this rank has left. torch has destroyed the group, but its
+    # connections stay open while the save refers to the group.
     _disconnected(group)
     if isinstance(error, BucketpointError | CheckpointException):
         return error
@@ -265,9 +265,9 @@ def _explained(error: BaseException, lost: list[int], url: str | None, what: str
 def leave_default_group() -> None:
     """Make DCP's background save on this thread use the mesh of all ranks for its collectives.
 
-    DCP would make them on the default process group, at the same time as training, unless its caller passed another. A
-    writer is not given the group. It is in DCP's wrapper, a local variable of the functions that call the writer. A
-    checkpoint process saves on its main thread, and nothing else uses its default group.
+    By default DCP uses the default process group, at the same time as training. It does not pass the group to writers,
+    so the group is replaced in DCP's wrapper, a local variable of the functions that call the writer. In a checkpoint
+    process, which saves on its main thread, the default group has no other use.
     """
     if threading.current_thread() is threading.main_thread():
         return

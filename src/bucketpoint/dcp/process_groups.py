@@ -1,7 +1,7 @@
 """Separate process groups for checkpoints, so that their collectives never mix with those of training.
 
-Two threads that use one process group at once send on the same connections. If the order differs between ranks, they
-wait for each other forever, or one reads the other's bytes, and gloo ends the process."""
+Two threads that use one process group at the same time share its connections. If their order differs between ranks,
+the threads wait for each other forever, or one reads bytes for the other, and gloo ends the process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNUSED_TAG = 1 << 30
 _AT_ONCE = timedelta(milliseconds=1)
 
 MOST_CONNECTED = 256
-"""Limit on the ranks of a group that are all connected with each other. 256 ranks fetch 150 MB of addresses from the
-job's store, and 2,000 would fetch 65 GB."""
+"""Largest group in which every rank is connected with every other rank. 256 ranks fetch 150 MB of addresses from the
+job's store, and 2,000 ranks would fetch 65 GB."""
 
 _LAZY = "bucketpoint_lazy_gloo"
 _SPARE_DESCRIPTORS = 64
@@ -57,15 +57,15 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = False) -> None:
-    """Check that a job of several ranks has the process group that joins them.
+    """Check that a job of several ranks has a process group.
 
-    Without it DCP takes each rank for the only one, and the ranks would replace each other's checkpoint.
+    Without a group, DCP treats each rank as the only rank, and the ranks would replace each other's checkpoint.
 
     Args:
-        first_may: accept rank 0. It may save alone on purpose, with `no_dist=True`, which a writer cannot see.
+        first_may: accept rank 0, which may save alone on purpose (`no_dist=True`); a writer cannot detect this.
 
     Raises:
-        BucketpointError: WORLD_SIZE, which torchrun sets, names several ranks, and each of them would work alone.
+        BucketpointError: WORLD_SIZE, which torchrun sets, is above 1, and there is no process group.
     """
     world, rank = ranks_expected(), os.environ.get("RANK", "0" if first_may else "?")
     if world <= 1 or (first_may and rank == "0"):
@@ -82,12 +82,12 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
 
 
 def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
-    """Check that the process group of the ranks still exists as it was when their state was staged.
+    """Check that the process group has as many ranks as when the state was staged.
 
-    Without it DCP takes each rank for the only one: a rank would commit its own part for the whole.
+    Without a group, DCP treats each rank as the only rank, which would commit its part of the state as the whole.
 
     Raises:
-        RanksDisagreeError: the group is gone, or joins another number of ranks.
+        RanksDisagreeError: the group is gone, or has another number of ranks.
     """
     now = dist.get_world_size() if is_initialized() else 1
     if ranks.job in (None, now):
@@ -97,7 +97,6 @@ def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
 
 
 def group_gone(why: str, url: str | None) -> RanksDisagreeError:
-    """Return the error of a save whose process group is gone."""
     return RanksDisagreeError(
         why,
         url=url,
@@ -108,13 +107,13 @@ def group_gone(why: str, url: str | None) -> RanksDisagreeError:
 
 
 def ranks_expected() -> int:
-    """Return the number of ranks that WORLD_SIZE names, if no process group joins them; else 1."""
+    """Return WORLD_SIZE if there is no process group; else 1."""
     world = os.environ.get("WORLD_SIZE", "")
     return int(world) if world.isdigit() and not is_initialized() else 1
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Return the timeout with which the ranks of a group wait for each other. Torch has no public way to ask."""
+    """Return the timeout of the collectives of a group, for which torch has no public function."""
     pg: Any = group if group is not None else dist.group.WORLD
     for device in ("cpu", "cuda"):
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -125,20 +124,20 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def store_of(ranks: tuple[int, ...]) -> Any:
-    """Return the part of the job's store (torch's key-value store) that is reserved for these ranks."""
+    """Return the part of the job's store (torch's key-value store) that only meetings of these ranks use."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return dist.PrefixStore(f"bucketpoint/{digest_of(ranks)}", _get_default_store())
 
 
 def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -> Any:
-    """Make a gloo group of these ranks. A collective call: exactly these ranks must make it.
+    """Make a gloo group of these ranks. A collective call of exactly these ranks.
 
-    `dist.new_group` does not serve: all ranks of the job have to call it, its group names repeat after a failure, and
+    `dist.new_group` is not suitable: all ranks of the job must call it, its group names repeat after a failure, and
     they differ between ranks that are in different numbers of groups.
 
-    Among more than `MOST_CONNECTED` ranks only those are connected that a collective has used: the first rank with all
-    others, and any other rank with some log2(ranks).
+    In groups of more than `MOST_CONNECTED` ranks, only the ranks that communicate in a collective are connected: the
+    first rank with all others, and any other rank with about log2(ranks) others.
 
     Args:
         store: a store that only this group uses.
@@ -169,8 +168,8 @@ def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -
 def too_few_descriptors(ranks: tuple[int, ...]) -> BucketpointError | None:
     """Return an error if this process cannot open the connections that `connect` opens.
 
-    Gloo ends the process if it cannot open one. Callers check before the ranks meet, so that no rank waits for another
-    that was refused.
+    gloo ends the process if it cannot open a connection. Callers check before the ranks meet, so that no rank waits for
+    a rank that cannot connect.
     """
     connections = 1 if len(ranks) > MOST_CONNECTED and ranks[0] != dist.get_rank() else len(ranks)
     with contextlib.suppress(ImportError, OSError):
@@ -188,11 +187,11 @@ def too_few_descriptors(ranks: tuple[int, ...]) -> BucketpointError | None:
 
 
 def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make gloo's backend such that two ranks connect when one first sends to the other."""
+    """Make a gloo backend in which two ranks connect when one of them first sends to the other."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    # Chosen as gloo's own constructor does.
+    # Select the devices as gloo's constructor does.
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in names] or [
         gloo.create_default_device(lazy_init=True)
@@ -201,7 +200,7 @@ def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _connect_neighbours(backend: Any) -> None:
-    """Run each collective that DCP uses once. A rank that is lost later is noticed by its closed connections."""
+    """Run each collective that DCP uses once. Later, the closed connections of a lost rank are noticed."""
     own = torch.zeros(1, dtype=torch.uint8, device="cpu")
     every = [torch.empty_like(own) for _ in range(backend.size())]
     to_first, from_first = dist.GatherOptions(), dist.BroadcastOptions()
@@ -229,13 +228,13 @@ def leave(group: Any) -> None:
 
 
 def disconnect(backend: Any, peers: Iterable[int]) -> list[int]:
-    """Close the connections of a group of gloo. Every thread that waits on one of them raises, here and on `peers`.
+    """Close the connections of a gloo group. Every thread that waits on a connection raises, here and on `peers`.
 
     Returns:
-        Those of `peers` whose connections to this rank were closed before.
+        The ranks in `peers` whose connections to this rank were closed before.
     """
-    # Connections stay open while anything refers to them, such as a traceback. A wait that times out closes all
-    # connections, the only way that works on every supported version of torch.
+    # Connections stay open while anything, such as a traceback, refers to them. Only a timed-out wait closes all
+    # connections on every supported version of torch.
     works, lost = [], []
     for peer in peers:
         try:
@@ -249,5 +248,5 @@ def disconnect(backend: Any, peers: Iterable[int]) -> list[int]:
 
 
 def is_known(group: Any) -> bool:
-    """Return True until this group, or all groups together, are destroyed."""
+    """Return True until torch has destroyed this group, or all groups."""
     return group in dist.distributed_c10d._world.pg_map

@@ -1,8 +1,7 @@
 """Exit status of a program that loses its last asynchronous save.
 
-The interpreter waits for the threads that save, but an error in one of them does not change the exit status, so a job
-whose last checkpoint failed would look complete. Python documents one way to change the status that late: 120 if output
-cannot be flushed.
+The interpreter waits for threads that save, but their errors do not change the exit status, so a job whose last save
+failed would look complete. Python documents one way to change the status so late: 120 if output cannot be flushed.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from bucketpoint.forks import renew_in_child
 
 
 class LastSave:
-    """Outcome of one save. Holds the text of an error only: the error would keep its frames and their memory alive.
+    """Outcome of one save, without the error, which would keep its frames and their memory alive.
 
     Attributes:
-        failure: text of the failure; empty while the save runs, None once it is committed or the failure was received.
+        failure: text of the error; empty while the save runs; None once the save has committed, or the program has
+            received the error.
     """
 
     def __init__(self, url: str | None) -> None:
         self.url = url
         self.failure: str | None = ""
-        # The outcome of this save does not concern a fork.
+        # A fork must not report the outcome of this save.
         renew_in_child(self, lambda inherited: vars(inherited).update(failure=None))
 
 
@@ -34,14 +34,14 @@ _last: LastSave | None = None
 
 
 def begin(url: str | None) -> LastSave:
-    """Record that a save has begun: from now on its outcome decides the exit status."""
+    """Record that a save has begun, whose outcome then decides the exit status."""
     global _last
     _last = LastSave(url)
     return _last
 
 
 def lose(url: str | None, error: BaseException) -> None:
-    """Record the failure of a save after the end of the program, which cannot receive it."""
+    """Record the failure of a save after the main program has ended, and can no longer receive the error."""
     begin(url).failure = str(error)
 
 
@@ -51,7 +51,7 @@ def has_come() -> bool:
 
 
 class _Unflushable:
-    """Wrapper of standard output that passes everything on, but fails to flush when the interpreter ends."""
+    """Wrapper of standard output that forwards all calls, but whose flush fails when the interpreter ends."""
 
     def __init__(self, stream: Any, error: BucketpointError) -> None:
         self._stream = stream
@@ -64,7 +64,7 @@ class _Unflushable:
     def flush(self) -> None:
         if self._stream is not None:
             self._stream.flush()
-        # Raised only once, as the interpreter flushes twice.
+        # The interpreter flushes twice, and one error is enough.
         if not self.closed:
             self.closed = True
             raise self._error
@@ -72,8 +72,8 @@ class _Unflushable:
 
 @atexit.register
 def _tell() -> None:
-    # Registered when this module is imported, so it runs after the managers have waited for their saves: atexit calls
-    # the function that was registered first last.
+    # atexit calls functions in reverse order. This function is registered at import, so it runs after the managers have
+    # waited for their saves.
     if _last is None or _last.failure is None:
         return
     why = _last.failure or "the program ended before the commit"

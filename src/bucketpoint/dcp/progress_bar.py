@@ -1,4 +1,4 @@
-"""Display of the progress of a save or load: a bar on a terminal if wanted, and one log line."""
+"""Display of the progress of a save or load: a bar on a terminal, or lines, and one log line at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bucketpoint.staging import current_lease
 from bucketpoint.transfer import Meter, Progress, ProgressCallback
 
 LINE_S = 10.0
-"""Seconds between the lines of a transfer where no bar can be drawn."""
+"""Seconds between the lines of a transfer if no bar can be drawn."""
 
 
 @contextlib.contextmanager
@@ -25,12 +25,12 @@ def progress_callback(
     """Provide the callback for one transfer: the user's own, a `rich` bar, lines, or none.
 
     With None the bar is shown on the first rank of the group if standard error is a terminal and `rich` is installed; a
-    log file gets none. With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and one
-    at the end. A notebook gets the bar; without `rich` or `ipywidgets`, the lines.
+    log file gets nothing. With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and
+    a line at the end. A notebook gets the bar, or lines without `rich` or `ipywidgets`.
 
     Args:
-        place: number of this rank in its process group.
-        rank: number of this rank in the job.
+        place: rank in the process group.
+        rank: global rank.
     """
     if callable(wanted):
         yield wanted
@@ -48,7 +48,7 @@ def progress_callback(
 
 
 def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
-    """Wrap a callback so that the handle of the asynchronous save that this thread runs gets the progress too."""
+    """Wrap a callback so that the handle of this thread's asynchronous save gets the progress too."""
     lease = current_lease()
     if lease is None:
         return callback
@@ -62,12 +62,12 @@ def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def _console() -> Any:
-    """Return a console on which a bar can be drawn: a terminal or a notebook, also one set by the environment."""
+    """Return a console on which a bar can be drawn, on a terminal or in a notebook; None without one."""
     try:
         from rich.console import Console
     except ImportError:
         return None
-    # Under a rich display standard error is a proxy: draw on the stream behind it.
+    # While a display of rich is active, standard error is a proxy: draw on the original stream.
     console = Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr))
     return console if console.is_terminal or (console.is_jupyter and find_spec("ipywidgets")) else None
 
@@ -77,7 +77,7 @@ def _notebook() -> bool:
 
 
 def _lines(stream: Any, where: str) -> ProgressCallback:
-    """Return a callback that writes a line at most every `LINE_S` seconds, and one at the end."""
+    """Return a callback that writes a line at most every `LINE_S` seconds, and a line at the end."""
     started = written = time.monotonic()
 
     def update(event: Progress) -> None:
@@ -104,7 +104,7 @@ def _bar(console: Any) -> Iterator[ProgressCallback]:
     with RichProgress(*columns, console=console, transient=True) as shown:
         # A thread may hold the display's lock at a fork, so a child must not print through the display.
         renew_in_child(shown, lambda _: _leave_display())
-        # A bar whose total is not known looks full.
+        # A bar without a total would look full, so it is hidden at first.
         task = shown.add_task("", total=None, visible=False)
 
         def update(event: Progress) -> None:

@@ -1,4 +1,4 @@
-"""The `StorageReader` that DCP calls to load: plans ranges, hands them to `transfer`, fills the planner's tensors."""
+"""`BucketReader`, the `StorageReader` that DCP calls to load: plans ranges, reads them, and fills tensors."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ class BucketReader(Located, StorageReader):
 
     Reads checkpoints of `BucketWriter`, of torch's `FileSystemWriter` and `FsspecWriter`, and of s3torchconnector.
 
-    Only the byte ranges that this rank needs are read, in parallel: straight into contiguous CPU tensors of the saved
-    dtype, and through bounded memory into all others. Data that `BucketWriter` wrote is verified by checksum before the
-    planner receives it.
+    Only the byte ranges that this rank needs are read, in parallel: directly into contiguous CPU tensors of the saved
+    dtype, and through buffers of limited size into all other tensors. Data of `BucketWriter` is verified by checksum
+    before the planner receives it.
 
     Args:
         path: URL of the checkpoint; None if each load passes `checkpoint_id=`.
         storage_options, fs, transfer, progress: as for `BucketWriter`.
-        trusted: read byte items whose pickles name things outside the allow-list. Such items can run any code: use this
-            only for checkpoints from a source that you would run programs from.
-        cooperative: which ranks read the bytes that several of them want only once, and hand them on to each other:
-            `"off"`, none; `"node"`, the ranks of one node; `"group"`, all ranks of the group. Pass the same mode on all
-            ranks of the group, which must load at the same time unless it is `"off"`.
+        trusted: read byte items whose pickles name things outside the allow-list. Such items can run any code, so use
+            this option only for checkpoints from a source whose programs you would run.
+        cooperative: ranks that read for each other, so that shared bytes are read only once: `"off"`, no ranks;
+            `"node"`, the ranks of one node; `"group"`, all ranks of the group. Pass the same mode on all ranks of the
+            group. Except with `"off"`, all ranks must load at the same time.
         process_group: torch's group of the ranks that read together; None for all ranks of the job.
-        dequantize: load weights that a folder of safetensors declares in config.json to be quantized (`fp8` in blocks,
-            `mxfp4`) as bfloat16, or as other floats of the state. False: as they are stored, with their scales.
-        _extension_registry: torch's registry of stream transforms; by default the one with zstd.
+        dequantize: for a folder of safetensors, load weights that config.json declares as quantized (`fp8` in blocks,
+            `mxfp4`) as bfloat16, or as other floats of the state. False: load the stored values and scales.
+        _extension_registry: torch's registry of stream transforms; by default a registry with zstd.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BucketReader(Located, StorageReader):
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load, from another URL if one is given. Called on all ranks."""
+        """Begin a load, from `checkpoint_id` if it is given. Called on all ranks."""
         if checkpoint_id is not None:
             self._url = as_url(checkpoint_id)
         self._metadata = None
@@ -139,17 +139,17 @@ class BucketReader(Located, StorageReader):
 
     @dcp_call
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. On all ranks.
+        """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. Called on all ranks.
 
-        Within a load (after `reset`) the errors below are not raised here: this method returns an `Unread`, which
-        raises the error once DCP looks into the metadata. It does raise if the checkpoint may be one without
-        collectives: DCP then reads the metadata of each rank.
+        Within a load (after `reset`), errors are not raised here: this method returns an `Unread`, which raises the
+        error once DCP accesses the metadata. But the error is raised if the checkpoint may have been saved without
+        collectives, because DCP then reads the metadata of each rank.
 
         Raises:
-            CheckpointNotFoundError: nothing is committed here.
-            IncompleteCheckpointError: there is data without a commit.
+            CheckpointNotFoundError: the URL has no checkpoint.
+            IncompleteCheckpointError: the URL has data without a commit.
             MetadataError, UnsafeDataError: the metadata cannot, or must not, be read.
-            BucketpointError: ranks that are to load together are missing, or load something else.
+            BucketpointError: ranks of a cooperative load are missing, or load another checkpoint.
         """
         rank = kwargs.get("rank")
         if rank is not None:
@@ -167,23 +167,23 @@ class BucketReader(Located, StorageReader):
             self._leave()
             if not in_load or self._may_be_by_rank(error):
                 raise
-            # Not raised here: DCP would log this traceback, and that of the second call it makes.
+            # If the error were raised here, DCP would log this traceback and that of its second call.
             return Unread(self._reason(error))
 
     def _read_once(self, read: Callable[[], bytes]) -> bytes:
-        """Return the result of `read`; ranks that load together call it once, on their first rank."""
+        """Return the result of `read`, which a cooperative load calls only on the first rank."""
         if self._cooperation is None:
             return read()
         self._cooperation.connect(self._url)
         return self._cooperation.read_once(read)
 
     def _leave(self) -> None:
-        """Report to the ranks that load together with this one, if any, that it gave up its load."""
+        """Report to the other ranks of a cooperative load that this rank has aborted its load."""
         if self._cooperation is not None:
             self._cooperation.close()
 
     def _may_be_by_rank(self, failure: Exception) -> bool:
-        """Return True if the checkpoint may be one without collectives, for which DCP reads each rank's metadata."""
+        """Return True if the checkpoint may have been saved without collectives, with metadata of each rank."""
         if not isinstance(failure, CheckpointNotFoundError):
             return False
         store, prefix = self._open(self._url)
@@ -192,7 +192,7 @@ class BucketReader(Located, StorageReader):
         except ObjectNotFoundError:
             return False
         except StoreError:
-            # Unknown: the second call of DCP will meet the same error and report it.
+            # DCP's second call will have the same error and report it.
             return True
         return True
 
@@ -201,30 +201,30 @@ class BucketReader(Located, StorageReader):
         if failure is None:
             return self._read_of_rank(rank)
         # After a failure DCP calls a second time, and replaces an error of that call by an assertion. So the reason is
-        # kept, and raised as soon as DCP looks into the metadata.
+        # kept, and raised as soon as DCP accesses the metadata.
         if isinstance(failure, CheckpointNotFoundError):
             try:
                 return self._read_of_rank(rank)
             except CheckpointNotFoundError:
                 failure = self._reason(failure)
-            except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
+            except Exception as error:  # noqa: BLE001 (kept, and raised once DCP accesses the metadata)
                 failure = error
         return Unread(failure)
 
     def _reason(self, failure: Exception) -> Exception:
-        """Return the failure; if nothing is committed, a more precise error about the objects that are here instead."""
+        """Return the failure; if there is no commit, a more precise error that names the objects at the URL."""
         if isinstance(failure, CheckpointNotFoundError) and not isinstance(failure, CheckpointDeletedError):
             return self._source().nothing_here()
         return failure
 
     def _wait_for_saves(self) -> None:
-        """Wait for background saves that this thread has begun: their collectives must not mix with those of a load."""
+        """Wait for background saves of this thread, so that their collectives do not mix with those of the load."""
         if world_size() > 1:
             take_turn(f"the load of {self._url}")
 
     @dcp_call
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the metadata, on all ranks. Raises the error of `read_metadata` if there was one."""
+        """Set the metadata, or raise the error of `read_metadata`. Called on all ranks."""
         self.rank = int(kwargs.get("rank") or 0)
         if isinstance(metadata, Unread):
             raise metadata.__dict__["_reason"]
@@ -233,17 +233,17 @@ class BucketReader(Located, StorageReader):
 
     @dcp_call
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """State on this rank's plan which commit it has read."""
-        # A planner of the user's own may use `storage_data` of the plan.
+        """Add to the plan a statement with the commit that this rank has read. Called on all ranks."""
+        # A custom planner may use `storage_data` of the plan.
         return replace(plan, storage_data=self._commit) if plan.storage_data is None else plan
 
     @dcp_call
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check, on the coordinator, that all ranks load one commit.
+        """Check that all ranks load the same commit. Called on the coordinator.
 
         Raises:
-            RanksDisagreeError: they do not, because they were given different URLs or because another job has saved
-                over the URL. Nothing has been read into the state.
+            RanksDisagreeError: the ranks load different commits, because their URLs differ or another job has replaced
+                the checkpoint. No data has been read into the state.
         """
         self._plans = agree_on_commit(plans, self._url)
         return self._plans
@@ -254,12 +254,12 @@ class BucketReader(Located, StorageReader):
         started = time.monotonic()
         plans, self._plans = self._plans, []
         if plans and type(planner) is DefaultLoadPlanner and self._metadata is not None:
-            # Our planner compares the keys of all ranks; with torch's, the coordinator compares its own.
+            # `LoadPlanner` compares the keys of all ranks. With torch's planner, the coordinator compares only its own.
             flat = planner.state_dict
             unmatched = find_unmatched(flat, planner.original_state_dict, self._metadata.state_dict_metadata)
             compare_keys(self._metadata, plans, flat, unmatched).log(self._url, losses_only=True)
         pool = BufferPool(self.transfer.max_inflight_bytes)
-        # In a cooperative load, any error here is reported to the other ranks.
+        # In a cooperative load, any error in this context is reported to the other ranks.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
         with group, progress_callback(self.progress, self.rank or 0, this_rank()) as callback:
             store, prefix = self._open(self._url)
@@ -282,7 +282,7 @@ class BucketReader(Located, StorageReader):
                 ) from error
             meter.finish()
         self._stats = self._figures(started, meter)
-        # Later requests of this thread do not belong to this load, but maybe to a save whose planner has loaded.
+        # Later requests of this thread do not belong to this load, but perhaps to a save whose planner made this load.
         retry.count_into(self._former_counts)
         note_load(self._stats, str(self._url))
         level = logging.INFO if not self.rank else logging.DEBUG
@@ -293,11 +293,11 @@ class BucketReader(Located, StorageReader):
 
     @property
     def stats(self) -> LoadStats | None:
-        """Figures of the last load on this rank; None before its end."""
+        """Figures of the last load on this rank; None until its end."""
         return self._stats
 
     def explain(self) -> str:
-        """Explain whether the last load was cooperative, and why, with figures."""
+        """Return a text with figures that explains if the last load was cooperative, and why."""
         return 'Plain: cooperative="off"' if self._cooperation is None else self._cooperation.explanation
 
     # -- one load -----------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class BucketReader(Located, StorageReader):
 
     def _read_of_rank(self, rank: int) -> Metadata:
         metadata = self._decode(self._source().get(keys.rank_metadata(rank))[0])
-        # Each rank has its own token and its own metadata, so that only the place can be compared.
+        # Each rank has different metadata with a different token, so only the place can be compared.
         self._commit = commit_read(None, b"", *self._open(self._url), str(self._url))
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
@@ -379,7 +379,7 @@ class BucketReader(Located, StorageReader):
 
 
 class Unread(Metadata):
-    """Stand-in for metadata that could not be read: raises the reason once DCP looks into it."""
+    """Stand-in for metadata that could not be read, which raises the reason once DCP accesses a field."""
 
     def __init__(self, reason: Exception) -> None:
         self.__dict__["_reason"] = reason

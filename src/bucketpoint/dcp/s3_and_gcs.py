@@ -8,13 +8,13 @@ from bucketpoint.stores.registry import GCS_SCHEMES, S3_SCHEMES
 
 
 class S3Writer(BucketWriter):
-    """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
+    """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and other stores with the S3 protocol."""
 
     schemes = S3_SCHEMES
 
 
 class S3Reader(BucketReader):
-    """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
+    """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and other stores with the S3 protocol."""
 
     schemes = S3_SCHEMES
 

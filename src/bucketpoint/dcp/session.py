@@ -1,4 +1,4 @@
-"""The state of one save under way, and the parts that writer and reader share."""
+"""State of a running save, and the base class of writer and reader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bucketpoint.stores import as_url as as_url
 
 
 class Located:
-    """The part that writer and reader share: the URL of the checkpoint, and the way to its store.
+    """Base class of writer and reader: the URL of the checkpoint, and access to its store.
 
     Holds no connection, so that it can be pickled.
     """
@@ -32,7 +32,7 @@ class Located:
     """URL schemes that are accepted; empty for any."""
 
     def __new__(cls, *args: Any, **keywords: Any) -> Any:
-        # `FsspecWriter` and `FsspecReader` pass keywords that they do not know to fsspec's filesystem.
+        # Name the option for keywords that `FsspecWriter` and `FsspecReader` would pass to fsspec's filesystem.
         parameters = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             unknown = [name for name in keywords if name not in parameters]
@@ -70,7 +70,7 @@ class Located:
 
     @property
     def checkpoint_id(self) -> str:
-        """The same as `url` for DCP; an empty string before a URL is known."""
+        """The `url` as DCP requires it: an empty string instead of None."""
         return self.url or ""
 
     @classmethod
@@ -90,11 +90,11 @@ def world_size() -> int:
 
 @dataclass(frozen=True)
 class PriorCommit:
-    """The commit that was found at a URL when an attempt began.
+    """The commit that a URL had when an attempt began.
 
     Attributes:
-        there: True if a checkpoint was committed.
-        etag: ETag of the checkpoint's metadata; None if there was no checkpoint, or if the store has no ETags.
+        there: True if the URL had a checkpoint.
+        etag: ETag of the checkpoint's metadata; None without a checkpoint, or if the store has no ETags.
     """
 
     there: bool
@@ -107,12 +107,12 @@ class SaveSession:
 
     Attributes:
         since: stopwatch that was started before any rank sent data.
-        seen: commit that the coordinator found when the save began; None if that is not known.
+        seen: commit that the coordinator found when the save began; None if unknown.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
-        times: when the steps of the save began and ended, and the counts of its requests.
+        times: times of the steps of the save, and counts of its requests.
         planned: True if DCP has begun to plan this save. The next save gets a new session.
-        rank: number of this rank in DCP's group, which names its objects; 0 before `set_up_storage_writer`.
-        ranks: the ranks that save, as far as they are known.
+        rank: rank in DCP's group, which is in the names of its objects; 0 before `set_up_storage_writer`.
+        ranks: the ranks that save, as far as known.
     """
 
     url: str | None
@@ -127,10 +127,10 @@ class SaveSession:
     ranks: SavingRanks = field(default_factory=SavingRanks.of_job)
 
     def count_ranks(self, count: int) -> None:
-        """Check on the coordinator that all ranks that save together have planned, or written.
+        """Check, on the coordinator, the number of ranks that have planned or written.
 
         Raises:
-            RanksDisagreeError: their number differs.
+            RanksDisagreeError: the number is not that of the ranks that made the call.
         """
         if self.use_collectives and self.ranks.together not in (None, count):
             raise RanksDisagreeError(
@@ -142,7 +142,7 @@ class SaveSession:
 
 
 class SaveSessions(threading.local):
-    """The save under way on each thread: DCP runs each save on one thread, and two must share no token or URL."""
+    """The running save of each thread: DCP runs each save on one thread, and two saves must not share token or URL."""
 
     current: SaveSession | None = None
     _next: str | None = None
@@ -153,7 +153,6 @@ class SaveSessions(threading.local):
         return self._next
 
     def begin(self, url: str | None) -> SaveSession:
-        """Begin a save on this thread."""
         self.current, self._next = SaveSession(url, self.next_token()), None
         retry.count_into(self.current.times.counts)
         return self.current

@@ -1,6 +1,6 @@
 """Figures of a save and of a load: seconds, bytes and requests of a rank, and of all ranks on the coordinator.
 
-Their spans and metrics for OpenTelemetry are made of them: see `telemetry`.
+OpenTelemetry's spans and metrics are made from these figures: see `telemetry`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Spread:
     """One figure over all ranks.
 
     Attributes:
-        slowest: rank of the maximum, by its number in the job; the first one of several.
+        slowest: global rank of the maximum; the first of several ranks.
     """
 
     min: float
@@ -46,15 +46,14 @@ class SaveStats:
     """Figures of one save on one rank.
 
     Attributes:
-        rank: number of the rank in the job.
-        blocked_s: seconds that the call of `async_save` took, in which training stood still; for `dcp.save` all.
+        rank: global rank.
+        blocked_s: seconds for which the call of `async_save` blocked training; for `dcp.save` all seconds.
         staging_s: seconds of the copy to host memory; 0 for `dcp.save`.
-        queued_s: seconds that the save waited for earlier ones of this process.
-        planning_s: seconds from then to the beginning of the upload. Those in which the rank waits for other ranks'
-            plans are included.
+        queued_s: seconds that the save waited for earlier saves of this process.
+        planning_s: seconds from the end of this wait to the start of the upload, with waits for plans of other ranks.
         upload_s: seconds of this rank's upload.
-        waiting_s: seconds from the end of the upload to the commit, waiting for the others; on ranks that do not
-            commit, until the end of the save.
+        waiting_s: seconds from the end of this rank's upload to the start of the commit; on ranks that do not commit,
+            to the end of the save.
         commit_s: seconds of the commit; 0 on ranks that do not commit.
         total_s: seconds from the call to the end.
         staged_bytes: bytes of the state that were copied to host memory; 0 for `dcp.save`.
@@ -64,8 +63,8 @@ class SaveStats:
         requests: attempts of requests by kind, named after the methods of a store: `put`, `put_part`, `get` and so on.
             Not counted for local folders.
         retried: requests that were sent again after a failure.
-        throttled: answers of a store that asked for fewer requests.
-        ranks: on the coordinator, and with collectives, the spread of the figures over the ranks, by their names:
+        throttled: answers of the store that ask for fewer requests.
+        ranks: on the coordinator of a save with collectives, the spread over the ranks by name of the figure:
             `staging_s`, `queued_s`, `planning_s`, `upload_s`, `sent_bytes`, `copied_bytes`, `retried` and `throttled`;
             otherwise empty.
     """
@@ -90,7 +89,7 @@ class SaveStats:
 
     @property
     def upload_bytes_per_s(self) -> float:
-        """Bytes that this rank sent for each second of its upload; 0 if it sent nothing."""
+        """Bytes sent per second of this rank's upload; 0 without an upload."""
         return self.sent_bytes / self.upload_s if self.upload_s else 0.0
 
 
@@ -99,10 +98,9 @@ class LoadStats:
     """Figures of one load on one rank.
 
     Attributes:
-        rank: number of the rank in the job.
-        metadata_s: seconds until the checkpoint's metadata were read.
-        planning_s: seconds from then to the first read of data. Those in which the rank waits for other ranks' plans
-            are included.
+        rank: global rank.
+        metadata_s: seconds until the checkpoint's metadata was read.
+        planning_s: seconds from this read to the first read of data, with waits for plans of other ranks.
         read_s: seconds of the reads of data, with decoding and checksums.
         total_s: seconds from the beginning to the end of the reads.
         read_bytes: bytes of data objects that this rank received from the store.
@@ -123,7 +121,7 @@ class LoadStats:
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Bytes that this rank received for each second of its reads; 0 if it read nothing."""
+        """Bytes received per second of this rank's reads; 0 without reads."""
         return self.read_bytes / self.read_s if self.read_s else 0.0
 
 
@@ -134,23 +132,23 @@ def requests_of(counts: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass
 class SaveTimes:
-    """Times of one save on this rank, by `time.monotonic`, and its counts, while it runs. A time is 0 until it is set.
+    """Monotonic times and counts of a running save on this rank. A time is 0 until it is set.
 
     Attributes:
-        begun: DCP has begun the save on this thread.
-        turn: earlier saves have ended.
+        begun: DCP began the save on this thread.
+        turn: earlier saves had ended.
         planned: the upload began.
         uploaded: the upload ended.
         committing, committed: the commit began and ended.
-        called: call of the save: the beginning of the copy, or else `begun`.
+        called: the copy of the state began; without a copy, `begun`.
         staging_s: seconds of the copy to host memory.
-        nbytes: bytes of the checkpoint on all ranks, on the rank that has committed it; else 0.
+        nbytes: on the rank that has committed the checkpoint, its bytes on all ranks; else 0.
         context: OpenTelemetry's context of the call; span: the coordinator's span; link: its name, on other ranks.
-        reports: each rank's report, by its number in the job, on the coordinator.
+        reports: on the coordinator, the report of each rank, by global rank.
     """
 
     rank: int = 0
-    begun: float = field(default_factory=lambda: time.monotonic())  # by name: a simulation has a clock of its own
+    begun: float = field(default_factory=lambda: time.monotonic())  # a lambda, because a simulation replaces the clock
     called: float = 0.0
     turn: float = 0.0
     planned: float = 0.0
@@ -171,7 +169,7 @@ class SaveTimes:
         self.called = self.begun
 
     def begin(self, rank: int, lease: Lease | None) -> None:
-        """Record the origin of the save: a staged state of another thread, or a call on this thread."""
+        """Record the origin of the save: a state that another thread staged, or a call on this thread."""
         self.rank = rank
         self.turn = self.turn or time.monotonic()
         if lease is None:
@@ -181,7 +179,7 @@ class SaveTimes:
             lease.times = self
 
     def report(self) -> bytes:
-        """Return the figures that the rank sends to the coordinator with its results."""
+        """Return the figures `_REPORTED`, which the rank sends to the coordinator with its results."""
         figures = self.stats()
         *values, retried, throttled = (getattr(figures, name) for name in _REPORTED)
         return _REPORT.pack(*values, min(retried, _MOST), min(throttled, _MOST))
@@ -195,12 +193,7 @@ class SaveTimes:
         staged_bytes: int = 0,
         memory_bytes: int = 0,
     ) -> SaveStats:
-        """Return the figures of the save until now.
-
-        Args:
-            begun, ended: times of the call and of the end; by default those of this thread.
-            blocked_s: by default all the seconds.
-        """
+        """Return the figures until now. Defaults: `begun` and `ended` of this thread, all seconds as `blocked_s`."""
         ended = ended or self.committed or self.uploaded
         total_s = _between(begun or self.begun, ended)
         return SaveStats(
@@ -230,7 +223,7 @@ def _between(start: float, stop: float) -> float:
 
 
 def _spreads(reports: Mapping[int, object]) -> dict[str, Spread]:
-    """Return the spread of each figure. Empty if a rank has reported none, such as one with an older version."""
+    """Return the spread of each figure; empty if a rank, for example with an older version, has reported no figures."""
     known = {rank: each for rank, each in reports.items() if isinstance(each, bytes) and len(each) == _REPORT.size}
     if not known or len(known) < len(reports):
         return {}
@@ -245,10 +238,7 @@ def _spreads(reports: Mapping[int, object]) -> dict[str, Spread]:
 
 
 def begin_save(times: SaveTimes, url: str) -> str | None:
-    """Begin the coordinator's span of a save. Return its name for the spans of other ranks; None if it is not recorded.
-
-    It begins at the call of the save, and `end_save` ends it.
-    """
+    """Begin the coordinator's span at the time of the call. Return its name for other ranks; None if not recorded."""
     if not is_loaded():
         return None
     times.span = _begin(times, url)
@@ -256,7 +246,7 @@ def begin_save(times: SaveTimes, url: str) -> str | None:
 
 
 def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException | None = None) -> None:
-    """End the span of a save on this rank, with those of its steps, and record its metrics."""
+    """End the span of a save on this rank, make the spans of its steps, and record its metrics."""
     # Later requests of this thread do not belong to this save, but `BucketWriter.stats` would count them.
     retry.count_into(None)
     if not is_loaded():
@@ -300,13 +290,12 @@ def end_save(times: SaveTimes, stats: SaveStats, url: str, error: BaseException 
 
 
 def note_failure(url: str, error: BaseException) -> None:
-    """Count a save that failed."""
     attributes = {**_run(url), "error.type": type(error).__qualname__}
     record("bucketpoint.save.failures", 1, attributes)
 
 
 def note_load(stats: LoadStats, url: str) -> None:
-    """Make the span of a load that has just ended, with those of its steps, and record its metrics."""
+    """Make the spans of a load that has just ended, and of its steps, and record its metrics."""
     if not is_loaded():
         return
     run, ended = _run(url), time.monotonic()

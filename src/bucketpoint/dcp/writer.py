@@ -1,4 +1,4 @@
-"""The `StorageWriter` that DCP calls to save: plans objects, hands them to `transfer`, and commits."""
+"""`BucketWriter`, the `StorageWriter` that DCP calls to save: plans and uploads objects, and commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -66,42 +66,41 @@ Unchanged = Literal["send", "copy"]
 
 
 class BucketWriter(Located, StorageWriter, AsyncStager):
-    """Writer of DCP checkpoints to an object store. A checkpoint is saved as a whole or not at all.
+    """Writer of DCP checkpoints to an object store. A checkpoint is saved completely or not at all.
 
     Usable with `dcp.save` and `dcp.async_save`, for any number of saves, with or without `checkpoint_id`. The writer is
-    also the `AsyncStager`: `async_save` returns once the state has been copied to host memory. That memory is kept for
-    the next save until `close()`. Saves that overlap run one after the other.
+    also the `AsyncStager`: `async_save` returns once the state has been copied to host memory. This memory is kept for
+    the next save until `close()`. Overlapping saves run one after the other.
 
     Args:
         path: URL of the checkpoint, such as `"s3://bucket/run/step-500"`; None if each save passes `checkpoint_id=`.
-        storage_options: credentials, endpoint and settings, spelt as fsspec's filesystem for that scheme spells them.
-        fs: an fsspec filesystem of your own, which then serves every URL.
-        overwrite: replace a checkpoint that is committed at the same URL when the save begins (DCP's default). The old
-            checkpoint stays loadable until the new one commits. One committed meanwhile by another job is not replaced.
-        thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
+        storage_options: credentials, endpoint and settings, named as in fsspec's filesystem for the scheme.
+        fs: an fsspec filesystem, which then serves every URL.
+        overwrite: replace the checkpoint that the URL has when the save begins (DCP's default). The old checkpoint
+            stays loadable until the new one commits. A checkpoint that another job commits meanwhile is not replaced.
+        thread_count: as in `FileSystemWriter`: raises the limit on concurrent requests to at least this number.
         transfer: sizes and limits of the transfer.
-        target_object_bytes: bytes of a group that one object holds before the next object is begun: 4 GiB by default,
-            64 MiB where the store takes an object in one piece only, and at most a quarter of `max_inflight_bytes`
-            where a copy of that piece is held in memory.
+        target_object_bytes: bytes of a group after which the next object is begun: by default 4 GiB; 64 MiB if the
+            store has no multipart uploads, and then at most a quarter of `max_inflight_bytes` if an upload copies the
+            object in memory.
         groups: rules that put an item into a group of objects by the segments of its name.
         progress: True for a bar on the terminal (needs `rich`), a callable that gets `Progress` events, or None: no
             bar unless the standard error stream is an interactive terminal and this is rank 0.
-        single_file_per_rank, sync_files, per_thread_copy_ahead: ignored, as they have no meaning for objects; accepted
-            for compatibility with `FileSystemWriter`.
-        cache_staged_state_dict: accepted for compatibility with `FileSystemWriter`: staging memory is always kept
-            between saves.
-        staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` are accepted too.
+        single_file_per_rank, sync_files, per_thread_copy_ahead, cache_staged_state_dict: ignored; accepted for
+            compatibility with `FileSystemWriter`. Staging memory is always kept between saves.
+        staging: options of the copy to host memory in `async_save`; torch's `StagingOptions` are accepted too.
         retention: a policy, or the path of its file. Each commit is then recorded in the catalog of its run, and the
-            policy is carried out after the commit, on a thread of the coordinator. The run is the policy's `root`, or
-            else the folder above the checkpoint's, whose name contains the step, by the policy's `layout`.
-        log: receives each attempt and each commit, in place of `retention`. With neither, the record of a commit is
-            stored beside its `.metadata`.
-        unchanged: treatment of items whose bytes are those of the last checkpoint of the run: `"send"` sends them
-            again, `"copy"` has the store copy them. See docs/incremental.md.
+            policy is applied after the commit, on a thread of the coordinator. The run is the policy's `root`, or else
+            the folder that contains the checkpoint's folder. The name of the checkpoint's folder must contain the step,
+            in the policy's `layout`.
+        log: log of each attempt and each commit, in place of `retention`. Without both, the record of a commit is
+            stored next to its `.metadata`.
+        unchanged: treatment of items with the same bytes as in the last checkpoint of the run: `"send"` uploads them
+            again, `"copy"` lets the store copy them. See docs/incremental.md.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
 
     Raises:
-        BucketpointError: an option is not known or not of its type, or there are both `retention` and `log`.
+        BucketpointError: an option is unknown or has a wrong type, or both `retention` and `log` are given.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     ) -> None:
         if unchanged not in get_args(Unchanged):
             raise BucketpointError(f"unchanged={unchanged!r} is not known", remedy='Choose "send" or "copy"')
-        # Items that go through transforms are always sent.
+        # Transformed items are always sent.
         self._copies = unchanged == "copy" and not _extensions
         if log is not None and retention is not None:
             raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
@@ -171,7 +170,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """Make the writer of one save of a run.
 
         Args:
-            uploads, earlier_saves: shared by all saves of the run, which use one process and compare with each other.
+            uploads, earlier_saves: shared by all saves of the run.
             replaces_only: marks of the commits that may be replaced (hashes of their ETags); None for any commit.
         """
         writer = cls(url, **options)
@@ -182,20 +181,20 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the URL of the next save, on the thread on which DCP runs the save. Called on all ranks."""
+        """Set the URL of the next save. Called on all ranks, on the thread that runs the save."""
         url = as_url(checkpoint_id)
         self._sessions.begin(url if url is not None else self._url)
 
     @dcp_call
     def storage_meta(self) -> StorageMeta | None:
-        """Return the URL and the id of this thread's save. Does not begin the save: `set_up_storage_writer` does."""
+        """Return the URL and the id of this thread's save, which `set_up_storage_writer` begins."""
         session = self._sessions.current
         token = session.token if session is not None else self._sessions.next_token()
         return WriterMeta(checkpoint_id=self.url, save_id=keys.save_id(token))
 
     @dcp_call
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin the save, and check on all ranks that it may begin. DCP passes `rank` and `use_collectives`."""
+        """Begin the save, and check that it may begin. Called on all ranks. DCP passes `rank` and `use_collectives`."""
         session = self._session()
         if session.planned:
             # Without a `checkpoint_id` DCP never calls `reset` between saves.
@@ -213,13 +212,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if process_groups.is_initialized():
             from bucketpoint.dcp import meshes
 
-            # Only now: earlier saves use the same mesh, and its ranks are still there.
+            # Called only after `take_turn`, because earlier saves use the same mesh.
             meshes.leave_default_group()
-        # The process starts while the ranks plan, if this writer has not staged the state.
+        # If this writer has not staged the state, the upload process starts here, while the ranks plan.
         self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
             return
-        # Checked before terabytes are sent in vain. A commit that another job makes later is never replaced.
+        # Check before terabytes are uploaded. A later commit of another job is never replaced.
         seen = prior_commit(*self._open(session.url), keys.METADATA)
         if session.use_collectives:
             session.seen = seen
@@ -229,7 +228,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Put this rank's statement on the plan: place, options and world size, which must be the same on all ranks."""
+        """Add this rank's statement to the plan: place, options and world size, which must be equal on all ranks."""
         session = self._session()
         rules = [(rule.group, sorted(rule.segments)) for rule in self.groups]
         options = (rules, self.target_object_bytes, [type(each).__qualname__ for each in self._extensions])
@@ -237,19 +236,19 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.statement = make_statement(
             store, prefix, str(session.url), options=options, world=world_size(), rank=session.ranks.rank
         )
-        # A planner of the user's own may use `storage_data` of the plan: then only the results carry the statement.
+        # A custom planner may use `storage_data` of the plan. Then only the results contain the statement.
         return replace(plan, storage_data=session.statement) if plan.storage_data is None else plan
 
     @dcp_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check on the coordinator that all ranks agree, and announce to them the save that they compare with.
+        """Check that all ranks agree, and announce the save to compare with. Called on the coordinator.
 
         Raises:
             RanksDisagreeError: the ranks save to different places, or different states.
         """
         session = self._session()
-        # DCP does not pass `no_dist` to a writer. A single plan in a job of several ranks means `no_dist` or a group of
-        # one rank; without a process group it may mean that the group is gone.
+        # DCP does not pass `no_dist` to a writer. In a job of several ranks, a single plan means `no_dist` or a group
+        # of one rank, or, without a process group, that the group may be gone.
         known = session.use_collectives and (session.ranks.together is not None or len(plans) > 1)
         alone = session.ranks.alone or (not known and world_size() > 1)
         session.count_ranks(len(plans))
@@ -257,7 +256,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         plans = agree_on_plans(plans, session.url, since=session.times.begun)
         log = self._log_of(session)
         if log is not None:
-            # The last moment at which no rank has sent data: ranks upload once they receive their plans from here.
+            # Ranks upload once they receive the plans that this method returns, so no rank has sent data before.
             log.begin(str(session.url), session.token)
         said = Announcement(session.token)
         if self._copies:
@@ -267,7 +266,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Upload this rank's items and, once all are acknowledged, report where each lies. Called on all ranks."""
+        """Upload this rank's items, and return the location of each item once all are stored. Called on all ranks."""
         session = self._session()
         session.times.planned = time.monotonic()
         results = self._upload(session, plan, planner)
@@ -280,7 +279,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the checkpoint. Called on the coordinator; on every rank in a save without collectives.
+        """Commit the checkpoint. Called on the coordinator, or on every rank in a save without collectives.
 
         Raises:
             RanksDisagreeError: as `prepare_global_plan`, for cached plans, which DCP does not send to the coordinator.
@@ -324,7 +323,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if isinstance(metadata, PlannedMetadata):
             metadata.url = url
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
-        # A thread without a lease saves a copy that a stager of another package made.
+        # On another thread without a lease, the save is asynchronous, with a stager of another package.
         beside = threading.current_thread() is not threading.main_thread()
         blocked_s = lease.blocked_s if lease is not None else None if beside else seconds
         committed.log(url, seconds, blocked_s, ranks=len(results))
@@ -338,7 +337,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self, state_dict: dict[str, Any], **kwargs: Any
     ) -> StagedState | concurrent.futures.Future[StagedState]:
         """Copy the state to host memory: see `Stager.stage`."""
-        # Torch 2.9 calls `reset` on this thread too, although another thread runs the save: drop that session.
+        # torch 2.9 calls `reset` on this thread too, although another thread runs the save: discard this session.
         session = self._sessions.current
         if session is not None and not session.planned:
             self._sessions.current = None
@@ -358,9 +357,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             self._stager.synchronize_staging()
 
     def close(self) -> None:
-        """Wait for the saves under way, free the staging memory and end the process that uploads.
+        """Wait for running saves, free the staging memory, and end the upload process.
 
-        A later save on this writer allocates and starts them again.
+        A later save on this writer allocates memory and starts a process again.
         """
         stager, self._stager = self._stager, None
         if stager is not None:
@@ -381,14 +380,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @property
     def url(self) -> str | None:
-        """URL of this thread's latest save, or else the one given to the constructor."""
+        """URL of this thread's latest save, or else the URL from the constructor."""
         session = self._sessions.current
         return session.url if session is not None else self._url
 
     @property
     def stats(self) -> SaveStats | None:
-        """Figures of this thread's latest save until now; None before the first. For `dcp.save`: an asynchronous save
-        runs on another thread, and its handle has its figures.
+        """Figures of this thread's latest `dcp.save` until now; None before the first. For an asynchronous save, see
+        `SaveHandle.stats`.
         """
         session = self._sessions.current
         return session.times.stats() if session is not None else None
@@ -396,13 +395,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     @property
     def pruning(self) -> PruneWorker | None:
         """Outcome of pruning by `retention` on the coordinator, in `last` and `failure`. None before the first save,
-        and if a checkpoint process saves, which only logs the outcome.
+        and always with a checkpoint process, which only logs the outcome.
         """
         return self._keeping.pruning if self._keeping is not None else None
 
     @property
     def unwatched(self) -> bool:
-        """True if this thread saves in the background: programs often drop the future that would hold an error."""
+        """True if this thread saves in the background, since programs often discard the future with the error."""
         return current_lease() is not None
 
     @property
@@ -411,7 +410,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         return session.rank if session is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
+        # Only the configuration is pickled for a checkpoint process, without running saves.
         self.uploads.leave()
         refuse_unpicklable({"progress": self.progress})
         return {name: value for name, value in self.__dict__.items() if name not in ("_sessions", "_stager", "uploads")}
@@ -423,13 +422,12 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self.uploads = Uploads(self.transfer)
 
     def _log_of(self, session: SaveSession) -> SaveLog | None:
-        """Return the log for a save; None for a save without collectives, as there is no common commit to record."""
+        """Return the log for a save; None for a save without collectives, which has no common commit to record."""
         if not session.use_collectives:
             return None
         return self._keeping.log_of(str(session.url)) if self._keeping is not None else self.log
 
     def _ranks(self) -> SavingRanks:
-        """Return the ranks that save on this thread, as the call noted them."""
         lease = current_lease()
         return lease.ranks if lease is not None else SavingRanks.of_job()
 

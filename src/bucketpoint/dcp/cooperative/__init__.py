@@ -1,1 +1,1 @@
-"""Cooperative loading: each range is read by one rank and handed to all ranks that need it."""
+"""Cooperative loading: one rank reads each range and sends it to all ranks that need it."""

@@ -1,4 +1,4 @@
-"""A load in which ranks read for each other: find the ranks, agree on a schedule, and run it round by round.
+"""Cooperative load, in which ranks read for each other: connect the ranks, agree on a schedule, and run its rounds.
 
 All collectives are made here, on the caller's thread; store reads and checks run on other threads. `schedule.py`
 computes the schedule.
@@ -38,7 +38,7 @@ class Cooperation:
         group: torch's process group; None for all ranks of the job.
 
     Raises:
-        BucketpointError: `cooperative=` does not take this mode.
+        BucketpointError: `mode` is unknown.
     """
 
     def __init__(self, mode: str, group: Any) -> None:
@@ -53,22 +53,22 @@ class Cooperation:
         self.explanation = "Nothing has been loaded yet"
 
     def connect(self, url: str | None) -> None:
-        """Begin a load: find the ranks that take part, and connect them. A collective call, unless there is one rank.
+        """Begin a load: find the ranks that take part, and connect them. A collective call if there are several ranks.
 
         Raises:
             BucketpointError: this rank is not in the group, or a rank is missing.
-            RanksDisagreeError: a rank loads something else, or in another mode.
+            RanksDisagreeError: a rank loads another checkpoint, or in another mode.
         """
         self.close()
         self._url, ranks = url, process_groups.ranks_of(self._group)
         if len(ranks) == 1:
             self.explanation = "Plain: there is one rank"
             return
-        # Containers may all have the same host name, so the number of torchrun's agent is part of the node's name.
+        # Containers may all have the same host name, so the name of a node includes the number of torchrun's agent.
         node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
         within = process_groups.timeout_of(self._group)
         call = f"the load of {url} with cooperative={self._mode!r}"
-        # Which ranks are on this node is not known before the meeting; torchrun gives their number.
+        # Before the meeting, the ranks of this node are unknown, but torchrun provides their number.
         local = os.environ.get("LOCAL_WORLD_SIZE", "") if self._mode == "node" else ""
         refused = process_groups.too_few_descriptors(ranks[: int(local) if local.isdigit() else None])
         meeting = Meeting.begin(ranks, call, note=node, purpose="loads", error=refused)
@@ -79,7 +79,7 @@ class Cooperation:
         self.explanation = "Plain: this rank is alone on its node"
         if len(members) > 1:
             store = dist.PrefixStore(f"members/{members[0]}", meeting.store)
-            # The members may be the ranks of another group, too, whose meetings have the same numbers.
+            # Another group may have the same members and numbers of meetings, so the name includes a digest of `ranks`.
             name = f"{meeting.name}-{process_groups.digest_of(ranks)}"
             meeting = replace(meeting, ranks=members, store=store, name=name)
             try:
@@ -91,7 +91,7 @@ class Cooperation:
                 raise
 
     def close(self) -> None:
-        """Give up a load that has begun and not ended. Notifies the other ranks, so that none waits for this one."""
+        """Abort an unfinished load, and notify the other ranks, so that they do not wait for this rank."""
         if self._exchange is not None:
             self._give_up(BucketpointError("It gave up this load before it read anything"))
 
@@ -110,13 +110,13 @@ class Cooperation:
         if process_groups.is_known(mesh.group):
             failure = mesh.end(error, self._url, "The load")
         else:
-            # Torch has destroyed the group, and with it the way to tell the others; they lose the connections.
+            # torch has destroyed the group, so the other ranks cannot be notified; they see closed connections.
             mesh.cut()
         mesh.drop()
         return failure
 
     def read_once(self, get: Callable[[], bytes]) -> bytes:
-        """Call `get` on the first member only; return or raise the same on all members."""
+        """Call `get` on the first member only; return its result, or raise its error, on all members."""
         exchange = self._exchange
         if exchange is None:
             return get()
@@ -132,11 +132,11 @@ class Cooperation:
         pool: BufferPool,
         meter: Meter,
     ) -> None:
-        """Plan this rank's requests and run them. Bytes that several members want are read together.
+        """Plan this rank's requests and run them. One member reads the bytes that several members need.
 
         Raises:
             BucketpointError: the error of another rank that failed.
-            PeerFailedError: another rank is lost; it is named.
+            PeerFailedError: another rank is lost; the error names it.
         """
         exchange = self._exchange
         if exchange is None:
@@ -159,10 +159,8 @@ class Cooperation:
     def _agree(
         self, exchange: Peers, requests: list[Request], numbers: dict[str, int], options: TransferOptions
     ) -> Schedule | None:
-        """Agree on a schedule. Return None, on all members, if no two of them need the same bytes, or all share them
-        through the node's copy.
-        """
-        # The caller may have set another default device, which is common when a model is built.
+        """Agree on a schedule. Return None, on all members, if no bytes are shared, or the node's copy is used."""
+        # The caller may have set another default device, as is common while a model is built.
         with torch.device("cpu"):
             shares = self._mode == "node" and options.node_copy is not None
             offers = exchange.gather(torch.tensor([options.max_inflight_bytes, shares]))
@@ -179,7 +177,7 @@ class Cooperation:
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Raise an error in the block on all ranks, so that none waits forever; on this one the first of all ranks."""
+        """Report an error in the block to all ranks, so that none waits forever. Raise the first error of all ranks."""
         try:
             yield
         except BaseException as error:
@@ -197,9 +195,9 @@ def _fetch_alone(
 
 
 def _number_of(key: str) -> int:
-    """Return a number for an object, without a table that ranks must share: 63 bits of a hash.
+    """Return a number for an object: 63 bits of a hash, so that ranks need not share a table.
 
-    If two objects had the same number, the checksums of their bytes would fail.
+    If two objects had the same number, the checksums of their bytes would not match.
     """
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 

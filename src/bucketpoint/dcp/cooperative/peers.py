@@ -1,7 +1,7 @@
 """Messages between the ranks that load together, over connections that last for one load.
 
-They are separate from the caller's process group, so that they never mix with other collectives, and so that closing
-them wakes every rank that waits.
+The connections are separate from the caller's process group, so that messages never mix with other collectives, and
+closing the connections wakes every waiting rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _READY_TAG = 0
 _AT_ONCE = timedelta(milliseconds=1)
 
 ARRIVE_WITHIN = timedelta(minutes=2)
-"""Limit on the time between the first and the last rank to finish planning. The work in between is local and short. A
-rank that failed in it waits in a collective of DCP, which the others reach only after they give up here.
+"""Limit on the time between the first and the last rank to finish planning, which is local and short. If a rank fails
+in planning, it waits in a collective of DCP, which the other ranks reach only after this limit.
 """
 
 
@@ -39,9 +39,9 @@ class Message:
 
 
 class Peers:
-    """The members of a load, by their places in `mesh`. All calls come from one thread, in the same order on all.
+    """The members of a load, by rank in `mesh`. Each member makes all calls on one thread, in the same order.
 
-    Every method that communicates raises PeerFailedError if a member is lost, or has given up.
+    Every method that communicates raises PeerFailedError if a member is lost, or has aborted the load.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -51,11 +51,11 @@ class Peers:
         self._backend: Any = backend_of(mesh.group)
 
     def arrive(self) -> None:
-        """Wait until all members are about to read: for `ARRIVE_WITHIN`, or the group's timeout if that is shorter."""
+        """Wait until all members are about to read, for at most `ARRIVE_WITHIN` or the group's timeout."""
         self.agree(range(self.size), within=min(ARRIVE_WITHIN, self.mesh.timeout))
 
     def agree(self, peers: Sequence[int], within: timedelta | None = None) -> None:
-        """Wait until all of `peers` have made this call; by default as long as the group's timeout."""
+        """Wait until all of `peers` have made this call, for at most `within`, by default the group's timeout."""
         ready, others = memoryview(bytearray(1)), [peer for peer in peers if peer != self.rank]
         received = [(peer, _READY_TAG, memoryview(bytearray(1))) for peer in others]
         self._exchange(received, [(peer, _READY_TAG, ready) for peer in others], within or self.mesh.timeout)
@@ -99,7 +99,7 @@ class Peers:
         limit: timedelta,
     ) -> None:
         ends = time.monotonic() + limit.total_seconds()
-        # gloo raises at once, and not in the wait, if it has noticed that the connection is cut.
+        # If gloo has already noticed a closed connection, it raises here and not in the wait.
         with self._losing(limit):
             works = [
                 begin([torch.frombuffer(data, dtype=torch.uint8)], peer, tag)

@@ -1,6 +1,6 @@
-"""One rank's part in a schedule: read its cells ahead, hand them out round by round, and assemble what arrives.
+"""One rank's part in a schedule: read its cells ahead, send them round by round, and assemble the received cells.
 
-The caller's thread talks to the other ranks and copies; store reads, checks and deliveries run on other threads.
+The caller's thread exchanges messages and copies; store reads, checks and deliveries run on other threads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FINISHERS = 2
 _ROUND, _AHEAD, _ALONE, _KEPT = 1 / 8, 1 / 4, 1 / 4, 1 / 2
 
 _GRAIN = 256 << 10
-"""Buffers of cells and requests are kept from this size on: cells are smaller than the parts of a plain load."""
+"""Least size of a buffer that is kept for reuse: cells are smaller than the parts of a plain load."""
 
 
 def round_bytes(max_inflight_bytes: int) -> int:
-    """Return the limit on the bytes of a round, from the memory of the rank that has the least."""
+    """Return the limit on the bytes of a round. `max_inflight_bytes`: the least of all ranks."""
     return max(int(max_inflight_bytes * _ROUND), 1)
 
 
@@ -71,13 +71,13 @@ class SharedLoad:
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
         meter.expect(sum(cell.nbytes for cell in mine) + sum(request.nbytes for request in self._alone))
 
-        # Attributes below that the threads use too are changed only under the condition.
+        # The attributes below that other threads use are changed only while the condition is held.
         self._state = threading.Condition()
         self._error: BaseException | None = None
         self._alone_left = len(self._alone)
         self._cells = deque(mine)
         self._read: dict[tuple[int, int], memoryview] = {}
-        # The last cell of each started read of which some cells are not handed out yet.
+        # The last cell of each started read, until that cell is sent.
         self._ahead: set[tuple[int, int]] = set()
         self._ahead_bytes = 0
         self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)
@@ -85,16 +85,12 @@ class SharedLoad:
         self._finishing_bytes = 0
 
     def run(self, taking_part: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """Load all of this rank's bytes.
-
-        Args:
-            taking_part: context for all communication with other ranks: it reports a failure of this rank.
-        """
+        """Load all of this rank's bytes. `taking_part`: context that reports a failure of this rank to the others."""
         options = self._options
         with (
             TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as reading,
             TaskGroup(_FINISHERS, name="bucketpoint-verify", nice=options.nice) as finishing,
-            # Innermost, so that the others receive an error before this rank waits for its threads to end.
+            # Innermost, so that the other ranks receive an error before this rank waits for its threads to end.
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
@@ -111,7 +107,7 @@ class SharedLoad:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read_ahead(self, reading: TaskGroup, cells: Sequence[Cell]) -> None:
-        """Begin to read this rank's cells: those of the round in any case, later ones as long as there is room."""
+        """Start reads of this rank's cells: all cells of the round, and later cells while memory is free."""
         due = {(cell.obj, cell.start) for cell in cells}
         joined: list[tuple[Cell, memoryview]] = []
         while self._cells:
@@ -156,7 +152,7 @@ class SharedLoad:
         fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
 
     def _fetch_alone(self, reading: TaskGroup) -> None:
-        """Fetch one request that only this rank wants, then queue the next one after the cells queued meanwhile."""
+        """Fetch one request that only this rank needs, then queue the next one behind the cells queued meanwhile."""
         try:
             request = self._alone.popleft()
         except IndexError:
@@ -169,13 +165,13 @@ class SharedLoad:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _is_ready(self, cells: Sequence[Cell]) -> bool:
-        """Return True if this rank has read its cells of a round, and is not behind with the checks of earlier ones."""
+        """Return True if this rank has read its cells of a round, and few earlier bytes still await verification."""
         if self._finishing_bytes > self._options.max_inflight_bytes * _ROUND:
             return False
         return all((cell.obj, cell.start) in self._read for cell in cells if cell.reader == self._exchange.rank)
 
     def _agree(self) -> None:
-        """Wait until all peers are ready for a round: before that, no rank hands out any bytes of it."""
+        """Wait until all peers are ready for a round, before any rank sends bytes of the round."""
         with self._state:
             error = self._error
         if error is not None:
@@ -213,7 +209,7 @@ class SharedLoad:
             self._memory.give(view)
 
     def _take(self, cell: Cell) -> tuple[memoryview, bool]:
-        """Take a cell that this rank has read. Return the bytes, and True if they are at their final place."""
+        """Take a cell that this rank has read. Return the bytes, and True if they are in the caller's memory."""
         with self._state:
             view = self._read.pop((cell.obj, cell.start))
         staying = self._targets.direct(cell) is not None
@@ -262,10 +258,9 @@ class SharedLoad:
 
 
 class Targets:
-    """The shared requests of a rank, with the assembly of each. A request holds a cell whole or not at all.
+    """The shared requests of a rank by number of the object, each with its assembly.
 
-    Args:
-        shared: the shared requests, each with the number of the object.
+    A request contains a cell completely or not at all.
     """
 
     def __init__(self, shared: Sequence[tuple[int, Request]], url: str, memory: BufferPool) -> None:
@@ -277,7 +272,7 @@ class Targets:
             self._longest[number] = max(self._longest.get(number, 0), request.nbytes)
 
     def holding(self, cell: Cell) -> list[Assembly]:
-        """Return the assemblies of the requests that hold a cell: several where the rank wants the same bytes twice."""
+        """Return the assemblies of the requests that contain a cell: several if the rank needs the bytes twice."""
         entries = self._by_object[cell.obj]
         first = bisect.bisect_right(
             entries, cell.start - self._longest[cell.obj], key=lambda entry: entry.request.start
@@ -286,11 +281,11 @@ class Targets:
         return [entry for entry in near if entry.request.stop > cell.start]
 
     def direct(self, cell: Cell) -> memoryview | None:
-        """Return the caller's memory into which a cell can be received, and from which it can be sent, if there is."""
+        """Return the caller's memory in which a cell can be received, and from which it can be sent; else None."""
         assemblies = self.holding(cell)
         return assemblies[0].direct(cell.start, cell.stop) if len(assemblies) == 1 else None
 
     def place(self, cell: Cell) -> memoryview | None:
-        """Return memory, of the caller or of the assembly, into which a cell can be received, if there is."""
+        """Return memory of the caller or of the assembly in which a cell can be received; else None."""
         assemblies = self.holding(cell)
         return assemblies[0].place(cell.start, cell.stop) if len(assemblies) == 1 else None

@@ -1,7 +1,8 @@
-"""The schedule of a cooperative load: which rank reads which bytes for which others.
+"""The schedule of a cooperative load: which rank reads which bytes for which other ranks.
 
-The ranges that ranks want are cut wherever one of them begins or ends, and then into cells: a rank wants all of a cell
-or nothing of it. One rank reads a cell, and the others that want it receive it. Every rank computes the same schedule.
+The ranges that ranks need are cut at every start and end of a range, and then into cells, so that a rank needs either
+all bytes of a cell or none. One rank reads a cell and sends it to the other ranks that need it. Every rank computes the
+same schedule.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from bucketpoint.errors import MetadataError
 
 LARGEST_CELL = 4 << 20
-"""Small enough for an even distribution and to overlap reading with exchange, large enough for a separate request."""
+"""Largest cell: small enough for an even distribution and for exchange during reads, large enough for a request."""
 
 SMALLEST_CELL = 256 << 10
-"""Below this, the latency of a request costs more than a smaller round saves."""
+"""Least size of a cell, unless a round is smaller: below, the latency of requests costs more than small rounds save."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Cell:
 
     Attributes:
         obj: number of the object in the rows.
-        reader: the rank that reads the cell; it wants the cell too.
-        ranks: the ranks that want the cell. The reader has all of them, any other rank only itself.
+        reader: the rank that reads the cell, and also needs it.
+        ranks: in the reader's schedule, all ranks that need the cell; in that of another rank, at most this rank.
     """
 
     obj: int
@@ -48,9 +49,9 @@ class Schedule:
     """The part of one rank in a cooperative load.
 
     Attributes:
-        peers: ranks that share bytes with this rank, directly or through other ranks; this rank included; ascending.
-        shared: for each of the rank's own rows, True if it is read cell by cell. Only this rank reads the other rows.
-        rounds: cells in the order in which they are handed out, the same for all peers.
+        peers: ranks that share bytes with this rank, directly or through other ranks, and this rank; ascending.
+        shared: for each row (request) of this rank, True if it is read in cells. Only this rank reads the other rows.
+        rounds: cells in the order in which they are sent, the same for all peers.
         cell_bytes: limit on the bytes of a cell, and of the cells that are read in one request.
     """
 
@@ -61,10 +62,10 @@ class Schedule:
 
 
 class Overlaps:
-    """The ranges of all ranks, on one common line of numbers, cut to pieces wherever one of them begins or ends.
+    """The ranges of all ranks, mapped to one address space, and cut into pieces at every start and end of a range.
 
     A stretch is the union of ranges that overlap, directly or through others. Each rank computes the parts of all ranks
-    in tensors, so that a group of a thousand ranks does not take a thousand times as long.
+    with tensor operations, so that the time hardly grows with the number of ranks.
 
     Args:
         tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last.
@@ -90,7 +91,7 @@ class Overlaps:
         self._nbytes = stop - start
         self._places = torch.unique(torch.cat([start, stop]))
         low, high = torch.searchsorted(self._places, start), torch.searchsorted(self._places, stop)
-        # One pair for each piece and each rank that wants it, ordered by piece.
+        # One pair for each piece and each rank that needs it, ordered by piece.
         row = torch.repeat_interleave(torch.arange(len(rows)), high - low)
         piece = torch.arange(len(row)) - (torch.cumsum(high - low, 0) - high)[row]
         pairs = torch.unique(piece * self._ranks + self._rank[row])
@@ -106,18 +107,13 @@ class Overlaps:
         self.distinct = int(sizes[torch.unique(self._piece)].sum())
 
     def schedule(self, rank: int, round_bytes: int) -> Schedule:
-        """Return the part of `rank` in a load in which every stretch that several ranks want is read once.
-
-        Args:
-            rank: the rank whose part is computed.
-            round_bytes: limit on the bytes of a round.
-        """
+        """Return the part of `rank` in a load that reads every shared byte once, in rounds of at most `round_bytes`."""
         stretch, count = self._stretch[self._piece], int(self._stretch[-1]) + 1
         wanted_by = torch.unique(stretch * self._ranks + self._holder) // self._ranks
         shared = torch.bincount(wanted_by, minlength=count) > 1
         mine = shared[self._stretch_of_row]
         alone = torch.bincount(self._rank[~mine], self._nbytes[~mine].double(), minlength=self._ranks)
-        # Ranks that share a stretch take the lowest number among them, until all that are connected have the same.
+        # Ranks that share a stretch take the lowest number among them, until all connected ranks have the same number.
         lowest = torch.arange(self._ranks)
         while True:
             of_stretch = torch.full((count,), self._ranks).scatter_reduce(0, stretch, lowest[self._holder], "amin")
@@ -133,13 +129,13 @@ class Overlaps:
         return Schedule(tuple(peers), shared_rows, tuple(_rounds(cells, round_bytes)), size)
 
     def _deal(self, here: int, piece: torch.Tensor, holder: torch.Tensor, load: list[int], size: int) -> Iterator[Cell]:
-        """Cut pieces into cells, and give each to the rank with the least to read so far among those that want it.
+        """Cut pieces into cells, and assign each cell to the least loaded of the ranks that need it.
 
-        Small cells that follow each other go to the same rank, which reads them in one request.
+        Adjacent small cells are assigned to the same rank, which reads them in one request.
 
         Args:
-            piece, holder: pairs of a piece and a rank that wants it, ordered by piece.
-            load: bytes that each rank has to read; those of the cells are added.
+            piece, holder: pairs of a piece and a rank that needs it, ordered by piece.
+            load: bytes that each rank has to read; the bytes of the cells are added.
         """
         pieces, counts = torch.unique_consecutive(piece, return_counts=True)
         first, last = self._places[pieces], self._places[pieces + 1]

@@ -1,1 +1,1 @@
-"""`save` and `load` as collective calls that all ranks leave by a deadline."""
+"""`save` and `load` as collective calls that end on all ranks by a deadline."""

@@ -1,4 +1,4 @@
-"""`save` and `load`: DCP's, in one call that succeeds or fails on all ranks together, by a deadline."""
+"""`save` and `load`: calls of DCP that succeed or fail on all ranks together, by a deadline."""
 
 from __future__ import annotations
 
@@ -53,25 +53,24 @@ def save(
     """Save a state, on all ranks or in a single process. Returns when the checkpoint is committed.
 
     If a rank fails, stalls or dies, every other rank raises: at once after a failure, at the next wait for a rank that
-        died, and by the deadline in any case. A stalled rank raises when it continues.
+    died, and by the deadline in any case. A stalled rank raises when it continues.
 
     Args:
         state: as for `dcp.save`.
         url: URL of the checkpoint, such as `"s3://bucket/run/step-500"`, or a `Path` of a local folder.
-        deadline_s: seconds from the call until the last rank has raised. Requests to S3 and GCS are cut off by then;
-            calls of other filesystems, and look-ups of names and credentials, continue without the caller.
+        deadline_s: seconds from the call until the last rank has raised. Requests to S3 and GCS are cancelled by then;
+            calls of other filesystems, and look-ups of host names and credentials, may continue in the background.
         overwrite, storage_options, fs, transfer, progress, retention: as for `BucketWriter`.
-        planner: a `SavePlanner` that you keep from save to save; by default one for this save alone.
-        process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The call uses the
-            gloo group that all saves and loads of these ranks share, and makes it if there is none.
+        planner: a `SavePlanner` that you keep from save to save; by default a new planner for this save.
+        process_group: the ranks that save, as a group of any backend; None for all ranks of the job. All saves and
+            loads of these ranks share one gloo group, which the first call makes.
 
     Returns:
-        As `dcp.save`: the checkpoint's metadata on the coordinator; elsewhere an object that names where to read it.
+        As `dcp.save`: the metadata of the checkpoint on the coordinator; elsewhere an object with the URL.
 
     Raises:
-        BucketpointError: on every rank, the error of the rank that failed, or one that names the missing ranks. Never
-            DCP's `CheckpointException`. An error of the state's own `state_dict()` is raised unchanged on the rank
-            where it occurs.
+        BucketpointError: on every rank, the error of the rank that failed, or an error that names the missing ranks;
+            never DCP's `CheckpointException`. An error of a `state_dict()` method is raised unchanged on its rank.
     """
     check_types(state=state, url=url, transfer=transfer)
     where = str(as_url(url))
@@ -144,34 +143,34 @@ def load(
     trusted: bool = False,
     strict: bool | None = None,
 ) -> dict[Any, Any] | None:
-    """Load a checkpoint into a state, in place and on all ranks; or, given only a URL, return the state that it holds.
+    """Load a checkpoint into a state, in place and on all ranks; or, given only a URL, return the saved state.
 
     `load(state, url)`: ranks that fail, stall or die are handled as in `save`. After an error the state is partly
     loaded.
 
-    `load(url)`: each calling process loads all that it asks for, independently of other processes and of the job that
-    saved. Tensors are whole, plain, and on `device`.
+    `load(url)`: each calling process loads the state alone, with any number of ranks in the job that saved. Tensors are
+    plain tensors on `device`, not shards.
 
     Args:
         state: as for `dcp.load`; for `load(url)` this is the URL.
         url: URL of the checkpoint, as for `save`.
-        step: only for `load(url)`: the URL is that of a run, of whose checkpoints `"latest"`, `"best"` or a number
-            names one as for `CheckpointManager.restore`: the next one is tried if it is damaged, unless it is a number.
-            The best is that by the policy of the job that saved the newest.
-        keys: only for `load(url)`: patterns of the flat names to load, such as `"model.*"`; None for everything.
+        step: only for `load(url)` with the URL of a run: the checkpoint to load, as for `CheckpointManager.restore`:
+            `"latest"`, `"best"` or a step number. If the latest or best checkpoint is damaged, the next one is tried.
+            The best checkpoint is defined by the policy of the job that saved the newest checkpoint.
+        keys: only for `load(url)`: patterns of the flat names to load, such as `"model.*"`; None for all keys.
         device: only for `load(url)`: device of the tensors.
         deadline_s, process_group: as for `save`.
         storage_options, fs, transfer, progress, trusted: as for `BucketReader`.
         planner: by default `LoadPlanner`.
-        strict: as in torch. True refuses a checkpoint that has keys that no rank asks for, or that lacks keys that a
-            rank asks for; False accepts both. By default only missing keys are refused.
+        strict: as in torch. True refuses a checkpoint with keys that no rank requests, or without keys that a rank
+            requests; False accepts both. By default only missing keys are refused.
 
     Returns:
         The nested state for `load(url)`, else None.
 
     Raises:
         BucketpointError: as `save`.
-        MismatchError: the state and the checkpoint do not fit, or no key fits one of `keys`.
+        MismatchError: the state and the checkpoint do not match, or one of the patterns in `keys` matches no key.
     """
     check_types(transfer=transfer)
     if isinstance(state, (str, os.PathLike)):
@@ -225,7 +224,7 @@ def load(
 
 
 def _load_of_run(run: Location, which: str | int, options: dict[str, Any]) -> dict[Any, Any]:
-    """Load the named checkpoint of a run, or for "latest" and "best" the first one that is not damaged."""
+    """Load the checkpoint of a step, or for "latest" and "best" the first checkpoint that is not damaged."""
     # Imported here: `save` and a load of one checkpoint need no catalog.
     from bucketpoint.catalog.catalog import open_catalog
     from bucketpoint.catalog.restore_candidates import restore_candidates
@@ -250,7 +249,7 @@ def _load_of_run(run: Location, which: str | int, options: dict[str, Any]) -> di
 
 
 class _Writer(BucketWriter):
-    """Writer that reports this rank's stage, and at once any error, to the other ranks of the call."""
+    """Writer that reports the stage of this rank, and any error without delay, to the other ranks of the call."""
 
     call: CollectiveCall
 
@@ -268,12 +267,12 @@ class _Writer(BucketWriter):
 
 
 class _DeadlineReader(BucketReader):
-    """Reader that reports this rank's stage, and at once any error, to the other ranks of the call."""
+    """Reader that reports the stage of this rank, and any error without delay, to the other ranks of the call."""
 
     call: CollectiveCall
 
     def _wait_for_saves(self) -> None:
-        # A process that loads alone makes no collectives, so there is nothing that could mix with those of a save.
+        # A process that loads alone makes no collectives, which could mix with the collectives of a save.
         if self.call.group is not None:
             super()._wait_for_saves()
 
@@ -284,9 +283,9 @@ class _DeadlineReader(BucketReader):
 
 @contextmanager
 def _watched(planner: Any, call: CollectiveCall) -> Iterator[Any]:
-    """Wrap a planner of any class so that an error in it is reported to the other ranks at once.
+    """Wrap a planner of any class so that its errors are reported to the other ranks at once.
 
-    DCP alone would report it only after all ranks have reached the same step.
+    DCP would report an error only after all ranks have reached the same step.
     """
     names = ("create_local_plan", "create_global_plan", "finish_plan")
     for name in names:

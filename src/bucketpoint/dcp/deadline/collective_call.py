@@ -1,8 +1,8 @@
-"""One call that all ranks of a group make together, and that all of them leave by a deadline.
+"""A collective call, which ends on all ranks of a group by a deadline.
 
-The ranks meet over the job's own key-value store, and use their mesh (see `meshes`), or make one if some of them have
-none. A failure, a lost rank or the deadline ends the call early: it closes the mesh's connections and cuts off the
-requests under way, so that every waiting thread wakes up.
+The ranks meet over the key-value store of the job, and then use their mesh (see `meshes`), or make a new mesh if some
+ranks have none. A failure, a lost rank or the deadline ends the call early: it closes the connections of the mesh and
+cancels pending requests, so that every waiting thread wakes up.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import RequestCanceller
 
 ANSWER_S = 5.0
-"""Seconds kept before the deadline to find out which ranks are missing. A live rank answers in a fraction of this."""
+"""Seconds reserved before the deadline to find the missing ranks. A live rank answers in a fraction of this time."""
 
 WAITS = ""
-"""Stage of a rank that only waits for others, and delays none."""
+"""Stage of a rank that only waits for other ranks."""
 
 _LOOK_S = 0.25
 _LOOKS_A_SECOND = 4000
@@ -52,17 +52,17 @@ DEADLINE_S = 1800.0
 def collective_call(
     what: str, parent: Any, deadline_s: float, *, url: str, alone: bool = False
 ) -> Iterator[CollectiveCall]:
-    """Run a block on all ranks of a group: they begin it together, and if one fails, all raise.
+    """Run a block on all ranks of a group, which begin together. If a rank fails, all ranks raise.
 
     Args:
         what: name of the call for messages; the same on all ranks.
         parent: torch's process group, of any backend; None for all ranks of the job, or for this process alone if
             torch.distributed is not initialised.
-        deadline_s: seconds from here until the last rank has raised.
-        alone: this process makes the call alone, whatever job it is part of.
+        deadline_s: seconds from the call until the last rank has raised.
+        alone: this process makes the call alone, even if it is part of a job.
 
     Raises:
-        BucketpointError: the error of another rank that failed; or an error that names the ranks that are missing.
+        BucketpointError: the error of another rank that failed, or an error that names the missing ranks.
     """
     deadline_s = checked_seconds("deadline_s", deadline_s)
     ranks = ALONE
@@ -71,11 +71,11 @@ def collective_call(
         ranks = process_groups.ranks_of(parent)
     call = CollectiveCall(what, parent, ranks, deadline_s, url)
     try:
-        # Requests get a little more time than the call, so that the canceller ends them, not their own timeout.
+        # Requests may take until `ends`, so that the canceller ends them at `stops`, and not their own timeout.
         with retry.deadline(call.ends - time.monotonic()), call.cut.over_here(), warnings.catch_warnings():
             call.join()
             if call.group is None:
-                # A process that works alone does so on purpose.
+                # The process works alone on purpose, so DCP need not warn.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield call
     except BaseException as error:
@@ -87,7 +87,7 @@ def collective_call(
         try:
             raise reason.with_traceback(None) from reason.__cause__
         finally:
-            # Otherwise the error and its traceback, which holds this frame, keep each other alive.
+            # Break the reference cycle of the error, its traceback and this frame.
             del reason
     finally:
         call.leave()
@@ -96,15 +96,15 @@ def collective_call(
 class CollectiveCall:
     """This rank's part in a call. Made by `collective_call`.
 
-    Each rank has one thread that asks the job's store, for which no other thread waits: it meets the other ranks, makes
-    the mesh, sends this rank's failure and receives those of others. Its messages wake the working thread.
+    On each rank, only one thread uses the job's store, so that no other thread waits for the store. It meets the other
+    ranks, makes the mesh, sends this rank's failure, receives failures of other ranks, and wakes the working thread.
 
     Attributes:
         mesh: the connections of the ranks, once all have begun the call; None for a process alone.
         group: process group for the collectives of this call; None before and after them, and for a process alone.
         cut: canceller of the requests of this call.
-        stops: time of the monotonic clock at which this rank gives up.
-        ends: time of the monotonic clock by which this rank must have raised.
+        stops: monotonic time at which this rank gives up.
+        ends: monotonic time by which this rank must have raised.
     """
 
     def __init__(self, what: str, parent: Any, ranks: tuple[int, ...], deadline_s: float, url: str) -> None:
@@ -124,13 +124,13 @@ class CollectiveCall:
         self._leaving = False
         self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
         self._timer.daemon = True
-        # Received over the job's store: why the call ends, the stages of the ranks that others wait for (None for a
-        # missing rank), and that the store is lost.
+        # Received over the job's store: the failure that ends the call, the stages of the ranks for which others wait
+        # (None for a missing rank), and True if the store is lost.
         self._received: Failure | None = None
         self._stages: dict[int, str | None] | None = None
         self._storeless = False
         self._changed = threading.Condition()
-        # Used only by the thread that asks the store.
+        # Used only by the thread that uses the job's store.
         self._thread: threading.Thread | None = None
         self._meeting: Meeting | None = None
         self._told = False
@@ -141,7 +141,7 @@ class CollectiveCall:
 
     @contextlib.contextmanager
     def doing(self, stage: str) -> Iterator[None]:
-        """Mark a block that other ranks may have to wait for. Any error in it is reported to them at once."""
+        """Mark a block for which other ranks may have to wait. An error in the block is reported to them at once."""
         self._stage = stage
         try:
             yield
@@ -157,9 +157,9 @@ class CollectiveCall:
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Wait for this process's saves in the background, and then for the other ranks to make the same call.
+        """Wait for this process's background saves, and then for the other ranks to make the same call.
 
-        The saves run on the same mesh. The call must not use the mesh, or cut it off, before they have ended.
+        Background saves use the same mesh, so the call must not use or close the mesh before they have ended.
         """
         self._timer.start()
         if self._ranks != ALONE:
@@ -177,9 +177,9 @@ class CollectiveCall:
         self._stage = "was planning"
 
     def failed(self, error: BaseException) -> BaseException:
-        """Return the error that this rank must raise. The other ranks have received it, or know as much."""
+        """Return the error that this rank must raise, and report it to ranks that would not raise otherwise."""
         if self._own is not None and self._own.kind == "error":
-            # Later errors, from DCP or from connections that were closed, are consequences of the first.
+            # Later errors, from DCP or from closed connections, are consequences of the first error.
             return self._own.error if self._interrupt is None else self._interrupt
         if not isinstance(error, Exception | CheckpointException):
             if self._stopped is None:
@@ -187,18 +187,18 @@ class CollectiveCall:
             return error
         if self._stopped is None:
             if isinstance(error, CheckpointException):
-                # DCP raises this on all ranks, so no report is needed.
+                # DCP raises a CheckpointException on all ranks, so no report is needed.
                 return interrupt_in(error, self._ranks) or as_ours(error, self._url, self._what, self._ranks)
             if self._thread is None or not isinstance(error, RuntimeError):
                 self._tell("error", error)
                 return error
-            # A broken connection raises a RuntimeError, but so may the user's code: then no rank is missing.
+            # A RuntimeError may come from a broken connection, or from the user's code, and then no rank is missing.
             self._tell("lost", error)
             self._stop("lost")
         return self._reason(error)
 
     def leave(self) -> None:
-        """Free the timer, thread and group of the call; after a success, once all ranks have arrived here."""
+        """Free the timer, thread and group of the call; after a success, wait until all ranks have finished."""
         self._leaving = True
         if self._timer.ident is not None:
             self._timer.cancel()
@@ -207,7 +207,7 @@ class CollectiveCall:
         if self._thread is not None:
             # If the store stalls, the thread ends later.
             self._thread.join(min(max(self.ends - time.monotonic(), 0.5), 2 * ANSWER_S))
-        # An error and the frames that refer to this call would keep each other alive, and the group's threads too.
+        # Break the reference cycle of the error and the frames with this call, which would keep the group's threads.
         self._own = self._received = self._interrupt = None
 
     def _tell(self, kind: Kind, error: BaseException) -> None:
@@ -218,12 +218,12 @@ class CollectiveCall:
         self._own = self._failure(kind, error)
         if self._thread is not None:
             self._wake.set()
-            # Wait until the others can have the reason: otherwise they would only see closed connections.
+            # Wait until the other ranks can have received the reason. Otherwise they would see only closed connections.
             ends = min(self.ends, time.monotonic() + ANSWER_S)
             self._wait(lambda: self._received is not None or self._storeless, ends)
 
     def _reason(self, error: BaseException) -> BaseException:
-        """Return the error that explains why the call stopped, as far as can be found out before it ends."""
+        """Return an error with the reason for which the call stopped, as far as it is found before the deadline."""
         if self._thread is None:
             return self._late({self._rank: self._stage_then})
         self._wait(
@@ -239,7 +239,7 @@ class CollectiveCall:
                 "Read the log of rank 0, or of the agent that started it: that process holds the TCP store",
             )
         if received is not None and received.kind == "lost" and None not in stages.values():
-            # All ranks answer, so no connection broke: the error came from the work itself.
+            # All ranks answer, so no connection broke, and the error came from the work.
             mine = self._own is not None and received.rank == self._own.rank and not isinstance(error, CallRefused)
             return error if mine else received.error
         return self._late(stages)
@@ -272,7 +272,7 @@ class CollectiveCall:
     # -- on any thread ------------------------------------------------------------------------------------------------
 
     def _stop(self, kind: Kind) -> None:
-        """End all waiting, for other ranks and for the object store: close connections and cancel requests."""
+        """End all waits for other ranks and for the object store: close connections and cancel requests."""
         with self._changed:
             if self._stopped is not None or self._leaving:
                 return
@@ -292,12 +292,12 @@ class CollectiveCall:
 
     @contextlib.contextmanager
     def _news(self) -> Iterator[None]:
-        """Wake the threads that `_wait` for what the block changes."""
+        """Change attributes in the block, and then wake the threads that `_wait` for them."""
         with self._changed:
             yield
             self._changed.notify_all()
 
-    # -- on the thread that asks the job's store ----------------------------------------------------------------------
+    # -- on the thread that uses the job's store ----------------------------------------------------------------------
 
     def _talk(self) -> None:
         mesh, parted = None, False
@@ -306,10 +306,10 @@ class CollectiveCall:
                 mesh = self._meet()
                 with self._news():
                     self.mesh, self.group = mesh, mesh.group
-            except Exception as error:  # noqa: BLE001 (told, and raised by the call)
+            except Exception as error:  # noqa: BLE001 (reported to the other ranks, and raised by the call)
                 self._refuse(error)
             if self._meeting is None:
-                # The other ranks have received why, unless the store is lost.
+                # `Meeting.begin` has sent the reason to the other ranks, unless the store is lost.
                 with self._news():
                     self._storeless = True
                 return
@@ -320,7 +320,7 @@ class CollectiveCall:
                 if self._leaving:
                     parted = self._part(self._meeting)
                     return
-        except Exception:  # noqa: BLE001 (the store is gone, and with it whom to tell)
+        except Exception:  # noqa: BLE001 (without the store, the error cannot be reported)
             with self._news():
                 self._storeless = True
             self._stop("lost")
@@ -328,7 +328,7 @@ class CollectiveCall:
             with self._news():
                 self.mesh = self.group = None
             if mesh is not None and not parted:
-                # Bytes of this call may still be on their way: no later call may read them.
+                # Bytes of this call may still be in transit, and must not be read by a later call.
                 mesh.cut()
                 mesh.drop()
 
@@ -349,7 +349,7 @@ class CollectiveCall:
             raise CallRefused
         same = meeting.verdict()
         left = timedelta(seconds=max(self.stops - time.monotonic(), 0.001))
-        # The deadline ends the waits, not an earlier timeout of the group.
+        # The deadline ends the waits, and not the timeout of the group, which may be earlier.
         if former is not None and same == former.name:
             former.wait_for(left)
             return former
@@ -360,7 +360,7 @@ class CollectiveCall:
         return meshes.Mesh.make(self._parent, meeting, left, left)
 
     def _refuse(self, error: Exception) -> None:
-        """End a call that could not begin, and record this rank's failure for the others."""
+        """End a call that could not begin, and record this rank's failure for the other ranks."""
         if self._stopped is not None:
             return
         known = isinstance(error, BucketpointError)
@@ -397,9 +397,9 @@ class CollectiveCall:
         return self._received is not None
 
     def _hear(self, meeting: Meeting) -> None:
-        """Receive the failures, and stop the call with one that is the same on all ranks.
+        """Receive the failures, and stop the call with the same failure on all ranks.
 
-        It is the first `"error"`, as lost connections follow from errors; without an error it is the first failure.
+        This is the first `"error"`, because lost connections are consequences of errors; or else the first failure.
         """
         failures = meeting.failures()
         if failures:
@@ -409,9 +409,9 @@ class CollectiveCall:
             self._stop(first.kind)
 
     def _call_roll(self, meeting: Meeting) -> None:
-        """Publish the stage of this rank, and receive those of the others. A rank that does not answer is missing.
+        """Publish the stage of this rank, and receive the stages of the others. A rank without an answer is missing.
 
-        One rank collects the answers for all: otherwise the store would get ranks x ranks requests.
+        One rank collects the answers for all ranks: otherwise the store would get ranks x ranks requests.
         """
         store, ranks = meeting.store, self._ranks
         self._answer(meeting, self._stage_then or "-")
@@ -443,9 +443,9 @@ class CollectiveCall:
             meeting.store.set("answered", "yes")
 
     def _part(self, meeting: Meeting) -> bool:
-        """Wait after a success until all ranks have finished. False if some have not, or the call has failed.
+        """Wait after a success until all ranks have finished; return False if some have not, or the call has failed.
 
-        Otherwise this rank would close connections from which another rank still reads.
+        Without the wait, this rank might close connections from which another rank still reads.
         """
         store = meeting.store
         if self._stopped is not None:
@@ -455,13 +455,13 @@ class CollectiveCall:
         poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S, self._look_s)
         if store.check(["parted"]):
             return True
-        # Answer for a roll call that other ranks may make later, so that they do not take this rank for missing.
+        # Answer a roll call that other ranks may make later, so that they do not report this rank as missing.
         self._answer(meeting, "-")
         return False
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error and of its causes: they hold the group, with its threads, and the state."""
+    """Clear the frames of an error and of its causes, which hold the group with its threads, and the state."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -1,1 +1,1 @@
-"""The load path: the bytes that are read for DCP's read items, and their decoding."""
+"""The load path: the byte ranges that DCP's read items need, and the decoding of their bytes."""

@@ -1,4 +1,4 @@
-"""Saved chunks whose elements are read in part, and the computation of elements that are stored quantized."""
+"""Saved chunks that can be read in part, and dequantization of elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.slicing import Box, Runs, blocks_of, contiguous_strides, slice_runs
 
 _PIECE = 1 << 16
-"""Elements that are computed at once, so that a computation takes little memory beside the bytes in flight."""
+"""Elements that are computed in one step, so that a step needs little memory in addition to the bytes in flight."""
 
 # https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 5.3.3
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -20,7 +20,7 @@ _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """A saved chunk with accessible raw elements: their start in the object, and their layout."""
+    """A saved chunk whose raw elements can be read: their start in the object, and their layout."""
 
     payload_start: int
     nbytes: int
@@ -32,7 +32,7 @@ class SavedChunk:
 
     @classmethod
     def of(cls, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> SavedChunk | None:
-        """Return the chunk of an item's raw elements; None if their place is not in the metadata."""
+        """Return the chunk of an item's raw elements; None if the metadata does not contain their location."""
         if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
             return None
         _, stored = cls.stored(((0,) * len(shape), shape))
@@ -57,14 +57,14 @@ class SavedChunk:
         return slice_runs(self.shape, *box, itemsize, strides=self.strides, storage_offset=origin)
 
     def fill(self, target: torch.Tensor, raw: torch.Tensor, box: Box) -> None:
-        """Fill a tensor with the elements of a box, from its bytes."""
+        """Fill a tensor with the elements of a box from the bytes in `raw`."""
         if raw.data_ptr() % self.dtype.itemsize:
             raw = raw.clone()
         target.copy_(raw.view(self.dtype).as_strided(box[1], self.strides))
 
 
 class Fp4Chunk(SavedChunk):
-    """A saved chunk of 4-bit floats. Two neighbours in the last dimension, of even size, are stored in one byte."""
+    """A saved chunk of 4-bit floats. A byte holds two neighbours in the last dimension, whose size is even."""
 
     @staticmethod
     def stored(box: Box) -> Box:
@@ -75,15 +75,11 @@ class Fp4Chunk(SavedChunk):
 
 
 def multiply(target: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int], block: Sequence[int]) -> None:
-    """Multiply the elements of a box by the scales of the blocks that it overlaps, rounding once.
-
-    Args:
-        offsets: of the box in the tensor.
-    """
+    """Multiply the elements of a box, at `offsets` in the tensor, by the scales of their blocks, rounding once."""
     scales = scales.float()
     for at, part in _pieces(target, tuple(offsets)):
         factors = scales
-        # The last dimension first, as copies of whole rows are cheap.
+        # Expand the last dimension first, because later copies of whole rows are cheap.
         for axis in reversed(range(part.dim())):
             start, size, step = at[axis], part.shape[axis], block[axis]
             first, stop = start // step, -(-(start + size) // step)
@@ -94,12 +90,8 @@ def multiply(target: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int],
 
 
 def _unpack_fp4(target: torch.Tensor, packed: torch.Tensor, odd: int) -> None:
-    """Fill a tensor with 4-bit floats, two in a byte, of which the one in the low bits is the first.
-
-    Args:
-        odd: 1 if the first element is in the high bits of the first byte, otherwise 0.
-    """
-    # Both values of a byte are looked up as one number of 8 bytes.
+    """Fill a tensor with 4-bit floats, two in a byte, the first in the low bits. `odd`: 1 to skip the first float."""
+    # One lookup of 8 bytes returns both values of a byte.
     pairs = [[low, high] for high in _FP4 for low in _FP4]
     table = torch.tensor(pairs, dtype=torch.float32, device="cpu").view(torch.int64).flatten()
     for at, part in _pieces(target, (*(0,) * (target.dim() - 1), odd)):
@@ -110,7 +102,7 @@ def _unpack_fp4(target: torch.Tensor, packed: torch.Tensor, odd: int) -> None:
 
 
 def _pieces(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Cut a tensor that begins at `offsets` into pieces; yield the offsets of each, and the piece."""
+    """Cut a tensor that begins at `offsets` into pieces; yield the offsets of each piece, and the piece."""
     if tensor.numel() <= _PIECE:
         yield offsets, tensor
         return

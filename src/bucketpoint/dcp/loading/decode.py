@@ -17,11 +17,11 @@ from bucketpoint.format.pickles.writing import rewritten, settled
 from bucketpoint.format.zip_probe import PROBE_BYTES, probe_frame
 
 FRAME_BYTES = 1 << 20
-"""Limit on the bytes that torch.save adds to a tensor's own: really some kilobytes for any tensor that DCP saves."""
+"""Limit on the bytes that torch.save adds to a tensor; it adds a few kilobytes to any tensor that DCP saves."""
 
 FREE_BYTES, MOST_GROWTH = 64 << 20, 64
-"""Limit on a byte item after its transforms are undone, as its size is not recorded: the larger of this many bytes and
-this multiple of its stored length. zstd shrinks real states to a half or a tenth, and a bomb to a 30,000th."""
+"""Limit on a byte item after its transforms are undone, because its size is not recorded: the larger of FREE_BYTES and
+MOST_GROWTH x stored length. zstd compresses real states 2 to 10 times, and a decompression bomb 30,000 times."""
 
 _PIECE_BYTES = 1 << 20
 
@@ -38,13 +38,13 @@ def decode_item(
     """Return the tensor in a whole item. The tensor may share the memory of `view`, which the caller may reuse later.
 
     Args:
-        tensor_nbytes: bytes of the saved chunk by its shape and dtype; they bound the item after its transforms are
-            undone. None: the bound is that of a byte item.
-        trusted: unpickle an item that is no plain tensor, whatever its pickle names.
+        tensor_nbytes: bytes of the saved chunk by its shape and dtype, which limit the item after its transforms are
+            undone; None for the limit of a byte item.
+        trusted: unpickle without restrictions an item that is not a plain tensor.
 
     Raises:
-        CorruptDataError, UnsafeDataError: the item exceeds the bound after its transforms are undone.
-        UnsafeDataError: the item is no plain tensor.
+        CorruptDataError, UnsafeDataError: the item exceeds the limit after its transforms are undone.
+        UnsafeDataError: the item is not a plain tensor.
         MetadataError: the item is not in a format that torch saves.
     """
     view = without_transforms(view, info, transforms, key=key, tensor_nbytes=tensor_nbytes)
@@ -68,17 +68,17 @@ def decode_item(
 
 
 def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy a decoded tensor into the target, which may be sparse, and may store other elements than were saved.
+    """Copy a decoded tensor into the target, which may be sparse, with other indices than the saved tensor.
 
-    A quantised target gets the quantiser of the saved tensor: with its own one the same numbers mean other values.
+    A quantised target gets the quantiser of the saved tensor, because the integers have no meaning without it.
 
     Raises:
-        MismatchError: the target is a part of a quantised tensor, and the whole has another quantiser.
+        MismatchError: the target is a part of a quantised tensor with another quantiser than the saved one.
     """
     with torch.no_grad():
         if target.is_quantized and saved.is_quantized:
             if target._is_view():
-                # A part cannot set the quantiser of the whole.
+                # The quantiser of the whole tensor cannot be set through a view.
                 target.detach().copy_(saved)
                 if not torch.equal(target, saved):
                     raise MismatchError(
@@ -105,8 +105,8 @@ def load_bytes(
     The planner's `torch.load` is unrestricted, so unless trusted the item is parsed safely and pickled again.
 
     Raises:
-        UnsafeDataError: the pickle names something outside the allow-list; nothing was run. Also if the item becomes
-            absurdly large when its transforms are undone.
+        UnsafeDataError: the pickle names something outside the allow-list (nothing was run), or the item exceeds the
+            limit after its transforms are undone.
     """
     data = bytes(without_transforms(view, info, transforms, key=key, trusted=trusted))
     if trusted:
@@ -116,8 +116,8 @@ def load_bytes(
     except RefusedError as error:
         raise UnsafeDataError(f"The pickle of the item names {error}", key=key) from None
     except UnreadableError:
-        # A planner with its own way to read bytes may get bytes that are no pickle. The planners of torch and of
-        # bucketpoint unpickle all they get, and Python may find a pickle where our reader finds none: refuse.
+        # A custom planner may decode bytes that are not a pickle. But the planners of torch and of bucketpoint unpickle
+        # all bytes, and Python may accept a pickle that our reader does not recognise. So refuse for these planners.
         unpickles = type(planner).load_bytes.__module__.partition(".")[0] in ("torch", "bucketpoint")
         if not unpickles and not may_be_archive(data):
             return data
@@ -133,14 +133,14 @@ def without_transforms(
     tensor_nbytes: int | None = None,
     trusted: bool = False,
 ) -> memoryview:
-    """Return an item without the transforms that its descriptors name. It grows to the bound plus one piece at most.
+    """Undo the transforms of an item. The memory of the result exceeds the limit by at most one piece.
 
     Args:
         tensor_nbytes: as for `decode_item`.
-        trusted: leave a byte item without a bound.
+        trusted: set no limit.
 
     Raises:
-        CorruptDataError, UnsafeDataError: a tensor's item, or a byte item, exceeds the bound.
+        CorruptDataError, UnsafeDataError: a tensor's item, or a byte item, exceeds the limit.
         BucketpointError: a transform is not registered here.
         MetadataError: a transform cannot be undone.
     """
@@ -168,7 +168,7 @@ def without_transforms(
                 )
     except BucketpointError:
         raise
-    except Exception as error:  # noqa: BLE001 (each transform has exceptions of its own; none may escape unnamed)
+    except Exception as error:  # noqa: BLE001 (a transform may raise any error, which must be raised with the key)
         raise MetadataError(
             f"The transforms of the item cannot be undone: {type(error).__name__}: {error}"[:400], key=key
         ) from None

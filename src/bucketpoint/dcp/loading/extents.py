@@ -1,7 +1,7 @@
 """Computation of all byte ranges that a rank's load plan needs, with the small reads that must come first.
 
-Two facts are in the objects and not in the metadata: the position of the payload in a frame of another writer, and the
-checksums of the blocks of an item of which only a part is wanted.
+Two facts are in the objects and not in the metadata: the position of the payload in another writer's frame, and the
+block checksums of an item that is read in part.
 """
 
 from __future__ import annotations
@@ -31,18 +31,15 @@ Complete = Callable[[PlannedItem], PlannedItem]
 def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *, url: str | None) -> list[Extent]:
     """Return the byte ranges that the items need, in the order of the items.
 
-    Args:
-        url: URL of the checkpoint, for messages.
-
     Raises:
         MetadataError: the metadata names no data for an item.
-        MismatchError: a target or a wanted slice does not fit what was saved; or two items with other bytes are to go
-            into one tensor.
+        MismatchError: a target or a slice does not fit the saved data, or two items with different bytes have the same
+            target.
         CorruptDataError: a table of block checksums is damaged.
     """
-    # Chunks of other writers are known only now, and are received in place too.
+    # Chunks of other writers are located only now; they can be received in place too.
     planned = _apart(_read_first(plan.resolve(items), plan.needs_probe, _probe, read_now))
-    # Bytes of the node's copy are verified before it is known whether others must be read, so each range alone.
+    # Each range from the node's copy is verified alone, because it is not yet decided whether other ranges are read.
     needs_table = functools.partial(PlannedItem.needs_table, alone=plan.options.node_copy is not None)
     planned = _read_first(planned, needs_table, functools.partial(_table, url=url), read_now, checked=True)
     return [extent for item in planned for extent in plan.extents(item)]
@@ -56,11 +53,11 @@ def _read_first(
     *,
     checked: bool = False,
 ) -> list[PlannedItem]:
-    """Complete items by what one small read for each saved chunk finds, however many items are parts of it.
+    """Complete items by one small read for each saved chunk, also if several items are parts of the chunk.
 
     Args:
-        read: returns the range of the read, and the function that makes of its bytes one that completes an item.
-        checked: that function raises CorruptDataError for other bytes than those written.
+        read: returns start and length of the read, and a function that turns its bytes into a `Complete`.
+        checked: this function raises CorruptDataError for damaged bytes.
     """
     wanted = {item.place: item for item in items if needed(item)}
     if not wanted:
@@ -82,7 +79,7 @@ def _read_first(
 
 
 def _probe(item: PlannedItem) -> tuple[int, int, Callable[[memoryview], Complete]]:
-    """Locate the payload in a chunk of another writer of which only a part is wanted."""
+    """Locate the payload in another writer's chunk that is read in part."""
 
     def understand(view: memoryview) -> Complete:
         return functools.partial(_with_frame, frame=probe_frame(bytes(view)))
@@ -99,7 +96,7 @@ def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
 
 
 def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memoryview], Complete]]:
-    """Read the block checksums that are needed to verify parts of an item. Those of an object are neighbours."""
+    """Read the block checksums that verify parts of an item. The tables of an object are adjacent."""
     from bucketpoint.checkpoint.block_tables import with_blocks
 
     def understand(view: memoryview) -> Complete:
@@ -117,13 +114,13 @@ def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memo
 
 
 def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
-    """Return the items, with `shared` set where two of them go into the same memory. All their chunks must be known.
+    """Return the items, with `shared` set if the targets of two items overlap in memory. All chunks must be located.
 
     Raises:
-        MismatchError: one tensor of the state has two names, under which other values were saved, or quantized ones.
+        MismatchError: one tensor of the state has two names, under which different or quantized values were saved.
     """
     quantized = [item for item in items if item.scales is not None]
-    # Memory of any device: what one item has filled the other would multiply.
+    # On any device: otherwise one item would multiply elements that another item has filled.
     starts = Counter(map(_start, items if quantized else ()))
     for item in quantized:
         if _start(item) is not None and starts[_start(item)] > 1:
@@ -160,7 +157,7 @@ def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
 
 
 def _start(item: PlannedItem) -> tuple[torch.device, int] | None:
-    """Return the place of a target's first element; None if it has none in memory."""
+    """Return device and address of a target's first element; None if the target has no strided memory."""
     target = item.target
     if target is None or not target.numel() or type(target) not in (torch.Tensor, torch.nn.Parameter):
         return None

@@ -34,11 +34,11 @@ class PlannedItem:
 
     Attributes:
         target: the tensor into which the item is read; None for bytes.
-        etag: the ETag that the object must have; None if it is not known.
+        etag: the ETag that the object must have; None if unknown.
         chunk: the saved chunk of which a slice is read; None if the item is read whole.
-        shared: another item has the same target. Both are received elsewhere, because one could overwrite the other
-            before its checksum is compared.
-        scales: the item of the scales, without a target, by which quantized elements are multiplied.
+        shared: the target overlaps that of another item. Both items are received in other memory, because one could
+            overwrite the other before its checksum is compared.
+        scales: the item with the scales of quantized elements; it has no target.
     """
 
     read: ReadItem
@@ -69,9 +69,9 @@ class PlannedItem:
         return target
 
     def needs_table(self, *, alone: bool = False) -> bool:
-        """True if the table of block checksums must be read first: only part of the item is wanted.
+        """Return True if the table of block checksums must be read first, because only a part of the item is read.
 
-        A whole item is verified by the one checksum in the metadata, unless each range must be verified `alone`.
+        A whole item is verified by the checksum in the metadata, unless each range must be verified `alone`.
         """
         if self.chunk is None or self.target is None or not self.target.numel():
             return False
@@ -80,9 +80,9 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Translator of one rank's items to extents; it commits each item to the planner once all of it has arrived.
+    """Translator of one rank's items to extents; it commits each item to the planner once the item has arrived.
 
-    The planner is called by one thread at a time, as planners are not written for several.
+    Only one thread at a time calls the planner, because planners are not thread-safe.
     """
 
     metadata: Metadata
@@ -101,8 +101,8 @@ class ReadPlan:
 
         Raises:
             MetadataError: the metadata names no data for an item.
-            MismatchError: the planner's tensor is not of the size that the planner asked for, or cannot hold the values
-                of a quantized tensor.
+            MismatchError: the planner passed a tensor of another size than requested, or one that cannot hold the
+                values of a quantized tensor.
         """
         quantized = {} if self.quantization is None else self.quantization.scales
         resolved = []
@@ -110,7 +110,7 @@ class ReadPlan:
             target = None
             if item.type != LoadItemType.BYTE_IO:
                 target = self.planner.resolve_tensor(item)
-                # Other elements or another quantiser can be set only on the tensor itself, not on an alias.
+                # Sparse elements and a quantiser can be replaced only on the tensor itself, not on an alias.
                 plain = target.layout is torch.strided and not target.is_quantized
                 target = target.detach() if plain else target
                 if tuple(target.shape) != tuple(item.lengths):
@@ -139,7 +139,6 @@ class ReadPlan:
         return PlannedItem(read, info, key, target, etag, chunk_of(info))
 
     def _quantized(self, read: ReadItem, target: torch.Tensor | None) -> PlannedItem:
-        """Return the item of a quantized tensor with its chunk and its scales."""
         quantization, shape = self.quantization, self.shapes.of(read.storage_index) or ()
         assert quantization is not None
         kind, stored = (SavedChunk, torch.float8_e4m3fn) if quantization.method == FP8 else (Fp4Chunk, torch.uint8)
@@ -168,12 +167,12 @@ class ReadPlan:
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def _chunk_of(self, item: ReadItem, info: ItemInfo) -> SavedChunk | None:
-        """Return the place of the raw elements of the item's saved chunk; None if it is not in the metadata."""
+        """Return the saved chunk of the item; None if the metadata does not locate its raw elements."""
         entry, shape = self._tensor(item), self.shapes.of(item.storage_index)
         return None if entry is None or shape is None else SavedChunk.of(info, entry.properties.dtype, shape)
 
     def needs_probe(self, item: PlannedItem) -> bool:
-        """Return True if the item is a frame of a foreign writer that is wanted in part, or too large to read whole."""
+        """Return True for another writer's frame that is read in part, or is too large to read whole."""
         info = item.info
         ours = info.payload_offset is not None or info.crc32c is not None
         if item.target is None or ours or info.transform_descriptors:
@@ -183,7 +182,6 @@ class ReadPlan:
         return info.length > self.options.lease_bytes or wanted * 2 < info.length
 
     def extents(self, item: PlannedItem) -> Iterator[Extent]:
-        """Return the byte ranges that one item needs."""
         chunk, info, read = item.chunk, item.info, item.read
         if chunk is None:
             yield self._whole(item)
@@ -235,7 +233,7 @@ class ReadPlan:
             at += size
 
     def _band(self, item: PlannedItem, chunk: SavedChunk, axis: int, lengths: tuple[int, ...], runs: Runs) -> int:
-        """Return the number of indices of `axis` in one band: always fewer than there are, so that splitting ends."""
+        """Return the number of indices of `axis` in one band: fewer than the axis has, so that the recursion ends."""
         if not self._affordable(item, runs):
             return 1
         row = chunk.strides[axis] * chunk.dtype.itemsize
@@ -279,7 +277,7 @@ class ReadPlan:
         block, saved = self.quantization.block_in(chunk.shape), scales.chunk
         scales_box = blocks_of(box, block)
         runs = saved.runs(*scales_box)
-        # Emptied as soon as it is used: the extents are kept until the end of the load.
+        # The list is emptied after use, because the extents are kept until the end of the load.
         held: list[torch.Tensor] = []
 
         def both_arrived() -> None:
@@ -371,7 +369,7 @@ def _fits_in_place(item: PlannedItem, chunk: SavedChunk) -> bool:
 
 
 def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
-    """Widen payload bytes `[start, stop)` to whole blocks, and return the checksum of each block too.
+    """Widen payload bytes `[start, stop)` to whole blocks, and return the new range and the checksums of the blocks.
 
     Without block checksums the range stays as it is.
     """

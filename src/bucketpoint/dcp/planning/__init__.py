@@ -1,1 +1,1 @@
-"""Planners: which rank saves which item, and which saved chunks a state is loaded from."""
+"""Planners: assignment of items to ranks for a save, and selection of saved chunks for a load."""

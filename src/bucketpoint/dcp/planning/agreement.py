@@ -1,7 +1,7 @@
-"""Check that the ranks of a save or a load agree; the error names those that differ.
+"""Checks that the ranks of a save or a load agree. The error names the ranks that differ.
 
-A rank sends its statement with its plan, so that ranks which differ raise before any data is sent. It sends the
-statement again with its results: cached plans are not sent, and DCP's planner drops what is added to a plan.
+Each rank sends a statement with its plan, so that disagreement is found before any data is uploaded. It sends the
+statement again with its results, because DCP's planner does not send cached plans, and drops data added to a plan.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Statement:
     """One rank's view of the save: destination, options, number of ranks, and version of bucketpoint.
 
     Attributes:
-        place: digest of the store, with its endpoint, and of the key prefix in it.
-        options: digest of the options that shape the objects.
+        place: digest of the store (with its endpoint) and of the key prefix.
+        options: digest of the options that decide the layout of objects.
         world: number of ranks in the job.
-        end: the last characters of the URL, and the endpoint if it is not the service's own; for messages.
-        rank: number of the rank in the job.
-        version: version of bucketpoint; empty from ranks with 0.2.
-        created: time of this process's monotonic clock at which the statement was made or received here.
+        end: for error messages, the last characters of the URL, and the endpoint if it is not the service's default.
+        rank: global rank.
+        version: version of bucketpoint; empty if the rank has 0.2.
+        created: monotonic time at which this process made or received the statement.
     """
 
     place: bytes
@@ -69,16 +69,16 @@ class Statement:
 
 
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int, rank: int) -> Statement:
-    """Make the statement of this rank. `options` is any value with equal `repr` for equal options."""
+    """Make the statement of this rank. `options`: a value whose `repr` is equal for equal options."""
     place, end = _place(store, prefix, url)
     return Statement(place, _digest(options, 4), world, end, rank, __version__)
 
 
 def _place(store: Store, prefix: str, url: str) -> tuple[bytes, str]:
-    """Return a digest of the store and the prefix in it, and the end of the URL for messages."""
-    # Not the identity of a local folder: it is the inode's, which exists only after a write.
+    """Return a digest of store and prefix, and the end of the URL for error messages."""
+    # The identity of a local folder is its inode, which exists only after the first write.
     identity = store.url if isinstance(store, LocalStore) else store.identity
-    # For a local folder the absolute URL: the same relative path may lead to different places.
+    # Show the absolute URL of a local folder, since ranks may resolve the same relative path differently.
     shown = clean(store.url if isinstance(store, LocalStore) else url)
     end = shown if len(shown) <= _END_CHARS else f"…{shown[-_END_CHARS:]}"
     if identity != store.url:
@@ -91,15 +91,15 @@ def _digest(value: object, size: int) -> bytes:
 
 
 def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) -> list[SavePlan]:
-    """Raise if the statements on the ranks' plans differ, or the tensors in them. Return the plans without statements.
+    """Return the plans without statements; raise RanksDisagreeError if the ranks' statements or tensors differ.
 
     Args:
-        since: when this save began. A planner that keeps plans also keeps the statements of earlier saves on them;
-            those are ignored.
+        since: monotonic time at which the save began. Older statements are ignored: they are in plans that a planner
+            has cached.
     """
     statements = [plan.storage_data for plan in plans]
     agree([each if isinstance(each, Statement) and each.created >= since else None for each in statements], url)
-    # Plans of our planner are skipped: it has compared the tensors, and reading its lazy items would create them.
+    # Skip plans of our planner: it has compared the tensors already, and access would decode its lazy items.
     agree_on_tensors([SavePlan([]) if assigned_items(plan.items) is not None else plan for plan in plans], url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, Statement) else plan for plan in plans]
 
@@ -136,11 +136,7 @@ def agree(statements: Sequence[Statement | None], url: str | None) -> None:
 def _refuse(
     message: str, stated: Mapping[int, tuple[Any, str]], url: str | None, remedy: str, key: str | None = None
 ) -> NoReturn:
-    """Raise the error for ranks that differ. It lists the ranks that stated the same, the largest group first.
-
-    Args:
-        stated: for each rank, a value to compare and its text.
-    """
+    """Raise RanksDisagreeError with the ranks grouped by value, the largest group first. `stated`: values and texts."""
     groups: dict[Any, tuple[list[int], str]] = {}
     for rank, (value, words) in sorted(stated.items()):
         groups.setdefault(value, ([], words))[0].append(rank)
@@ -154,7 +150,7 @@ def _refuse(
 
 
 def rank_of(place: int, plan: SavePlan | LoadPlan) -> int:
-    """Return the job's number of the rank that sent a plan, or its place in the group if the plan has none."""
+    """Return the global rank that is stated in a plan; without a statement, `place`, the rank in the group."""
     return _rank_of(place, plan.storage_data)
 
 
@@ -163,7 +159,7 @@ def _rank_of(place: int, stated: object) -> int:
 
 
 def _by_rank(values: Sequence[_T], stated: Sequence[object]) -> dict[int, _T]:
-    """Return values by the stated numbers of their ranks, or by position if two are equal, so that none is lost."""
+    """Return values by stated global rank; by position if two ranks state the same number, so that no value is lost."""
     ranks = list(itertools.starmap(_rank_of, enumerate(stated)))
     return dict(zip(ranks if len({*ranks}) == len(ranks) else range(len(ranks)), values, strict=True))
 
@@ -173,12 +169,12 @@ def _by_rank(values: Sequence[_T], stated: Sequence[object]) -> dict[int, _T]:
 
 @dataclass(frozen=True)
 class CommitRead:
-    """The commit whose metadata a rank of a load has read.
+    """Statement of a rank in a load: the commit whose metadata the rank has read.
 
     Attributes:
-        commit: a value that is equal on exactly the ranks that read one commit.
-        shown: the end of the URL, and the commit, for messages.
-        rank: number of the rank in the job.
+        commit: id of the commit, equal on exactly the ranks that have read the same commit.
+        shown: for error messages, the end of the URL and of the id.
+        rank: global rank.
     """
 
     commit: str
@@ -187,10 +183,10 @@ class CommitRead:
 
 
 def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: str) -> CommitRead:
-    """Make the statement of this rank on metadata of a save with a token, or else with the bytes `data`.
+    """Make the statement of this rank. The id of the commit is `token`, or else a digest of store, prefix and `data`.
 
-    A save of `BucketWriter` has a token that no other save has, wherever its objects were copied. Metadata of another
-    writer may be the same in two saves, so there the place counts too.
+    Each save of `BucketWriter` has a unique token, which copies of the checkpoint keep. Other writers store no token,
+    and the metadata of two of their saves may be equal, so the digest includes store and prefix.
     """
     place, end = _place(store, prefix, url)
     commit = token or f"{place.hex()}-{hashlib.blake2b(data, digest_size=8).hexdigest()}"
@@ -198,7 +194,7 @@ def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: 
 
 
 def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan]:
-    """Raise if the ranks have read different commits. Return the plans without statements."""
+    """Return the plans without statements; raise RanksDisagreeError if the ranks have read different commits."""
     refuse_saves(plans, url)
     stated = [plan.storage_data for plan in plans]
     refuse_two_commits(_by_rank(stated, stated), url)
@@ -206,7 +202,7 @@ def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan
 
 
 def refuse_saves(plans: Sequence[LoadPlan | SavePlan], url: str | None) -> None:
-    """Raise RanksDisagreeError if a rank takes part in a load with the plan of a save."""
+    """Raise RanksDisagreeError if a rank of a load has sent the plan of a save."""
     saving = [rank_of(place, plan) for place, plan in enumerate(plans) if isinstance(plan, SavePlan)]
     if saving:
         raise RanksDisagreeError(
@@ -234,7 +230,7 @@ def refuse_two_commits(statements: Mapping[int, Any], url: str | None) -> None:
 
 
 def agree_on_tensors(plans: Sequence[SavePlan], url: str | None = None) -> None:
-    """Raise if ranks describe one tensor, or one chunk of it, differently: the bytes of one rank would be misread."""
+    """Raise RanksDisagreeError if ranks differ on a tensor's or chunk's dtype or shape: bytes would be misread."""
     tensors: dict[str, Any] = {}
     chunks: dict[MetadataIndex, Any] = {}
     for plan in plans:
@@ -249,7 +245,7 @@ def _description(data: TensorWriteData | None) -> tuple[Any, Any]:
 
 
 def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) -> None:
-    """Raise an error that lists what each rank holds of a tensor, or of one chunk if only its size differs."""
+    """Raise an error that lists each rank's part of a tensor, or of one chunk if only the size of the chunk differs."""
     name = item.index.fqn
     held = {
         rank: [each for each in plan.items if each.index.fqn == name]
@@ -282,7 +278,7 @@ def _in_words(items: Iterable[WriteItem]) -> str:
 
 
 def descriptions(items: Iterable[WriteItem]) -> bytes:
-    """Return 4 bytes for each item: a checksum of dtype and shapes as the rank that writes the item sees them."""
+    """Return for each item a 4-byte checksum of the dtype and the shapes that the writing rank has."""
     every = [item.tensor_data for item in items]
     checksums = [
         _NO_TENSOR if data is None else _checksum(data.properties.dtype, data.size, data.chunk.sizes) for data in every
@@ -295,13 +291,13 @@ def _checksum(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
 
 
 def reports_of(results: Sequence[Any]) -> dict[int, object]:
-    """Return what the ranks have reported of the save with their results, by their numbers in the job."""
+    """Return the `report` that each rank sent with its results, by global rank."""
     statements = [getattr(each, "statement", None) for each in results]
     return _by_rank([getattr(each, "report", None) for each in results], statements)
 
 
 def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None) -> None:
-    """Raise if the ranks' results belong to different saves, or describe an item differently from the metadata."""
+    """Raise RanksDisagreeError if results belong to different saves, or dtypes or shapes differ from the metadata."""
     statements = [getattr(each, "statement", None) for each in results]
     agree(statements, url)
     every: list[tuple[list[Any], bytes]] = [getattr(each, "named", ([], b"")) for each in results]

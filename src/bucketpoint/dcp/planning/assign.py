@@ -1,8 +1,8 @@
-"""Assignment of items to ranks over columns, without an object for each item.
+"""Assignment of items to ranks, computed on columns (int64 tensors), without an object for each item.
 
-Large duplicates are cut, each item is given to a rank (`balance.py`), and hints and metadata are made as DCP's global
-plan makes them of such items. Irregular items are not assigned here (chunks on which ranks disagree, chunks that do not
-fit, or chunks that several items of one rank hold): they go through DCP's own plan.
+Large replicated items are cut, each item is assigned to a rank (`balance.py`), and hints and metadata are the same as
+from DCP's global plan. Irregular items are left to DCP's planner: chunks on which ranks disagree, chunks outside their
+tensor, and chunks that one rank holds twice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 _MAX_DIMS = 8
 _MAX_KEY = 1 << 62
 _WHOLE = -1
-"""First row of an entry that is not cut: the chunk as the rank holds it."""
+"""Value for the first row of an entry that is not cut."""
 
 
 class _IrregularError(Exception):
-    """Raised for items that cannot be assigned over columns."""
+    """Raised for irregular items (see the module)."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,15 @@ class Assignment:
 def assign_items(
     asked: Sequence[PackedItems], tables: Mapping[bytes, Table], nodes: Sequence[object], apart: Sequence[str] = ()
 ) -> Assignment | None:
-    """Assign the items of all ranks; return None if they are not regular.
+    """Assign the items of all ranks; return None if some are irregular.
 
     Args:
-        asked: items of each rank.
         tables: unpacked tables, by the bytes in which they were sent.
-        nodes: for each rank a value that identifies the node: ranks of one node share a network card.
-        apart: names under which ranks hold different tensors: the first rank that has one saves it, whole.
+        nodes: for each rank, an id of the node: ranks of one node share a network card.
+        apart: names of replicated tensors that differ between ranks. The first rank that holds one saves it, uncut.
     """
     try:
-        # A training script may have set another default device; planning runs on the CPU.
+        # Planning runs on the CPU, also if a training script has set another default device.
         with without_gc(), torch.device("cpu"):
             return _assigned(_held(asked, tables), len(asked), nodes, frozenset(apart))
     except _IrregularError:
@@ -88,7 +87,7 @@ def _require(condition: Any) -> None:
 
 
 _Kind = tuple[int, torch.Size, Any, Any]
-"""Kind of a name: TENSOR, SHARD or BYTE_IO; then size, dtype and layout of the whole tensor."""
+"""TENSOR, SHARD or BYTE_IO; then size, dtype and layout of the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset
     cut = first != _WHOLE
     offsets[cut, 0] += first[cut]
     sizes[cut, 0] = rows[cut]
-    # A hint is the number of a chunk among those of its tensor, in the order of assignment.
+    # The hint of a chunk is its number within the tensor, in the order of assignment.
     by_tensor = torch.sort(number, stable=True).indices
     grouped = number[by_tensor]
     begins, lengths = _runs(grouped)
@@ -242,7 +241,7 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset
     nbytes = sizes.prod(1) * names.itemsizes[number]
     nbytes[is_bytes] = -1
     borders = torch.searchsorted(rank, torch.arange(ranks + 1)).tolist()
-    # Tensors in the order in which their first chunk is assigned.
+    # Order the tensors by the place of their first chunk in the assignment.
     order = torch.sort(by_tensor[begins]).indices
     firsts = by_tensor[begins][order]
     spans = list(zip(begins[order].tolist(), lengths[order].tolist(), strict=True))
@@ -272,8 +271,8 @@ def _chosen(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[s
     """Choose the rank of each item.
 
     Returns:
-        Five columns, for the entries in the order of assignment: the chosen rank's item, the item of the first rank
-        that holds the same chunk, first row, number of rows, and chosen rank.
+        Five columns, with a row for each entry in the order of assignment: the chosen rank's item, the item of the
+        first rank that holds the same chunk, first row, number of rows, and chosen rank.
     """
     keys, order = torch.sort(held.keys, stable=True)
     begins, counts = _runs(keys)
@@ -337,7 +336,7 @@ def _shared(rows: torch.Tensor, seen: dict[tuple[int, ...], torch.Size]) -> list
 
 
 def _chunk(offsets: torch.Size, sizes: torch.Size) -> ChunkStorageMetadata:
-    # Without the dataclass's own __init__, which is slow.
+    # The __init__ of the dataclass would be slow.
     chunk = object.__new__(ChunkStorageMetadata)
     vars(chunk).update(offsets=offsets, sizes=sizes)
     return chunk

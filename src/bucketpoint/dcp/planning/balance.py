@@ -1,8 +1,8 @@
-"""Balance of the upload over ranks: for each duplicated item, the choice of the rank that writes it.
+"""Load balance of the upload: for each replicated item, the choice of the rank that writes it.
 
-DCP keeps each duplicated item on one of the ranks that hold it, in the order in which it meets the items and by the
-size of the whole tensor. A few large tensors then decide how long the slowest rank uploads. Here large duplicates are
-first cut into slices; then the largest slice is assigned first, to the rank that has the least to write.
+DCP assigns replicated items whole, in the order of the plan, so a few large tensors decide how long the slowest rank
+uploads. Here large replicated items are first cut into slices. Then each slice is assigned to the rank with the fewest
+bytes to write, the largest slice first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MIN_SLICE_BYTES = 64 << 10
 """Smaller slices are not worth an entry in the metadata."""
 
 _SLICES_A_RANK = 32
-"""Number of slices in each rank's share. Largest-first assignment leaves ranks at most one slice apart, 3 %."""
+"""Number of slices in each rank's share: ranks then differ by at most one slice (3 %)."""
 
 BYTES_OF_AN_OBJECT = 1024
-"""Assumed bytes of a value that is not a tensor, whose size is not known until it is pickled."""
+"""Assumed bytes of a value that is not a tensor: the size is unknown until the value is pickled."""
 
 
 def slice_nbytes(replicated: int, ranks: int) -> int:
@@ -58,8 +58,8 @@ def assign(pieces: Sequence[tuple[int, tuple[int, ...]]], loads: list[int], node
 
     Args:
         pieces: for each piece the bytes, and the ranks that hold it, ascending.
-        loads: bytes that each rank must write anyway. The assigned bytes are added to this list.
-        nodes: for each rank a value that identifies the node: ranks of one node share a network card.
+        loads: bytes that each rank already has to write. The assigned bytes are added to this list.
+        nodes: for each rank, an id of the node: ranks of one node share a network card.
     """
     number = {name: at for at, name in enumerate(dict.fromkeys(nodes))}
     node_of = [number[name] for name in nodes]

@@ -1,7 +1,6 @@
-"""Overlaps of local chunks with saved ones, by arithmetic over the columns of an index.
+"""Read items for the overlaps of local and saved chunks, computed from the columns of an index.
 
-The read items are those that DCP's planner makes, but for all tensors at once, and without an object for each saved
-chunk that does not overlap.
+DCP's planner makes the same read items, but one tensor at a time, and with an object for each saved chunk.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from bucketpoint.format.index.int_columns import CPU, Segments
 from bucketpoint.format.index.view import Chunks, Entries
 
 _PAIRS_AT_ONCE = 1 << 20
-"""Pairs of a local and a saved chunk that are compared in one step: about 50 MB of memory."""
+"""Number of pairs of a local and a saved chunk that are compared in one step: about 50 MB of memory."""
 
 _MANY = 64
-"""Above this number of local chunks of one tensor, DCP's sweep is faster, although it makes objects."""
+"""Local chunks of one tensor above which DCP's algorithm is faster, although it makes objects for saved chunks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class WantedChunks:
         return self.saved.source.shape(self.saved.number)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return no chunk to DCP's planner, as this module plans the tensor."""
+        """Return an empty list, so that DCP's planner leaves the tensor to this module."""
         return []
 
 

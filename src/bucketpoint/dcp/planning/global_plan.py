@@ -1,6 +1,6 @@
-"""The plan of all ranks with its metadata, and the cache of plans of earlier saves.
+"""Global plan of a save with its metadata, and a cache of the plans of earlier saves.
 
-A plan is made over columns if columns hold all items, and else by DCP's own functions, which balance nothing.
+If columns can hold all items, the plan is computed on columns. Otherwise DCP's functions make it, without balance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from bucketpoint.format.index.encode import IndexTemplate
 
 KEPT_PLANS = 4
-"""Limit on the plans in a cache, one for each structure: two models and two optimizers, saved separately."""
+"""Limit on the plans in a cache: enough for two models and two optimizers that are saved separately."""
 
 KEPT_CACHES = 8
 
@@ -40,12 +40,12 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class Templates:
-    """Templates of metadata and index for items in the same places.
+    """Templates of metadata and index, for saves with the same layout of items.
 
     Attributes:
         layouts: positions of each rank's items.
-        indexed: an index was asked for.
-        metadata, index: None if they cannot be made of columns.
+        indexed: an index was requested.
+        metadata, index: None if columns cannot hold their content.
     """
 
     layouts: tuple[ItemColumns, ...]
@@ -56,16 +56,14 @@ class Templates:
 
 @dataclass
 class GlobalPlan:
-    """The decision of the coordinator.
+    """Plan of the coordinator for all ranks.
 
     Attributes:
-        items: the items that each rank must write.
-        assignment: the assignment over columns; None if DCP's own functions have planned.
-        senders: global rank of each rank.
+        assignment: the assignment as columns; None if DCP's functions have made the plan.
+        senders: global rank of each rank of the group.
         int_keys: paths of dicts with integer keys, on any rank.
-        templates: those of the last save with this plan.
-        uncovered: tensors of which the ranks do not hold all: see `uncovered`.
-        shapes: size and number of chunks of each tensor. A planner may alter the metadata after this plan was made.
+        uncovered: tensors that the ranks do not hold completely, with the reasons: see `coverage.uncovered`.
+        shapes: size and number of chunks of each tensor, by which later changes to the metadata are detected.
     """
 
     items: Sequence[AssignedItems] | Sequence[list[Any]]
@@ -81,18 +79,17 @@ class GlobalPlan:
         self.shapes = shapes_of(self.metadata)
 
     def lists(self) -> list[Any]:
-        """Return a list of items for each rank, which the caller may alter."""
         return [PlanItems(columns=each) if isinstance(each, AssignedItems) else list(each) for each in self.items]
 
 
 class PlanCache:
-    """Plans of earlier saves, the last used one last.
+    """Plans of earlier saves; the most recently used plan is the last.
 
     Attributes:
-        kept: the items that this rank holds and those that it was assigned last, by the signature of its state.
-            Decoding the latter takes 2.5 microseconds an item.
-        agreed: plans of all ranks, on the coordinator, by a digest of all that they had sent.
-        warned: names that were in a warning.
+        kept: the items that this rank holds, and the items that it was assigned last (decoded, which takes
+            2.5 microseconds an item), by the signature of the state.
+        agreed: on the coordinator, the plans of all ranks, by a digest of everything that the ranks sent.
+        warned: names that a warning has named.
     """
 
     def __init__(self, identity: str | None = None) -> None:
@@ -102,21 +99,18 @@ class PlanCache:
         self.warned: set[str] = set()
 
     def find(self, signature: Hashable) -> PlanItems | None:
-        """Return the items of a state; None if there are none, or if the list was altered."""
+        """Return the cached items of a state; None if there are none, or if the list was altered."""
         items, _ = self.kept.get(signature, (None, None))
         return items if packed_items(items) is not None else None
 
     def keep(self, signature: Hashable, items: PlanItems, assigned: PlanItems) -> None:
-        """Keep the items that this rank holds, and those that it was assigned."""
         self.kept = _with_last(self.kept, signature, (items, assigned))
 
     def keep_agreed(self, content: bytes, plan: GlobalPlan) -> None:
-        """Keep a plan of all ranks."""
         self.agreed = _with_last(self.agreed, content, plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A checkpoint process receives new copies of planner and writer for each save, and keeps the plans that it has
-        # made.
+        # A checkpoint process unpickles new planners and writers for each save; by the identity they find their cache.
         return _cache_of, (self.identity,)
 
 
@@ -126,7 +120,7 @@ def _with_last(plans: Mapping[_Key, _Plan], key: _Key, plan: _Plan) -> dict[_Key
 
 
 _caches: dict[str, PlanCache] = {}
-"""Caches of the planners and writers that were sent to this process."""
+"""By identity, the caches of planners and writers that were unpickled in this process."""
 
 
 def _cache_of(identity: str) -> PlanCache:
@@ -150,13 +144,10 @@ def plan_globally(
     nodes: Sequence[object],
     apart: Sequence[str] = (),
 ) -> GlobalPlan:
-    """Assign the items that all ranks hold to ranks.
-
-    Args:
-        nodes, apart: as in `assign_items`.
+    """Assign the items of all ranks to ranks. `nodes` and `apart` as in `assign_items`.
 
     Raises:
-        BucketpointError: the chunks that the ranks hold do not make up the tensors.
+        BucketpointError: the ranks' chunks overlap, or do not cover their tensors.
         RanksDisagreeError: ranks hold different tensors under one name.
     """
     packed = [each for each in (packed_items(plan.items) for plan in plans) if each is not None]
@@ -165,7 +156,7 @@ def plan_globally(
         return _plan_of_dcp(plans, frozenset(apart))
     state = assignment.metadata.state_dict_metadata
     lacking = list(uncovered(assignment.metadata, {}))
-    # DCP's check takes long for many chunks, so it gets only the tensors that may fail it.
+    # DCP's check is slow for many chunks, so it gets only the tensors that may fail.
     doubtful = {name for name, _ in lacking}
     doubtful |= {name for name, entry in state.items() if len(getattr(entry, "size", ())) > MAX_CUT_AXES}
     _validate(plans, Metadata({name: state[name] for name in doubtful}))
@@ -178,7 +169,7 @@ def _plan_of_dcp(plans: Sequence[SavePlan], apart: frozenset[str]) -> GlobalPlan
     taken: set[Any] = set()
     held = []
     for plan in plans:
-        # A name in `apart`: all its items come from the first rank that has it.
+        # For names in `apart`, the first rank that holds an item keeps it.
         own = [item for item in plan.items if item.index.fqn not in apart or item.index not in taken]
         taken.update(item.index for item in own)
         held.append(replace(plan, items=own))
@@ -195,7 +186,7 @@ def shapes_of(metadata: Metadata) -> list[tuple[Any, ...]]:
 
 def _validate(plans: Sequence[SavePlan], metadata: Metadata) -> None:
     """Run DCP's own check: chunks lie within their tensors, do not overlap, and fill them."""
-    # Up to torch 2.11 the check returns a bool, from then on a list of faults.
+    # The check returns a bool up to torch 2.11, and a list of faults in later versions.
     faults: Any = _validate_global_plan(list(plans), metadata)
     if faults is not True and faults != []:
         why = "; ".join(faults)[:500] if isinstance(faults, list) else "see the log of DCP for the tensor"
@@ -204,7 +195,7 @@ def _validate(plans: Sequence[SavePlan], metadata: Metadata) -> None:
 
 # -- metadata ---------------------------------------------------------------------------------------------------------
 
-# When a save is done, DCP sends the planner's metadata object to every rank. That would be the largest message of a
+# At the end of a save, DCP sends the planner's metadata object to every rank. This would be the largest message of a
 # save, and no rank needs it, so a stub with the URL is sent instead.
 
 _STOCK_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
@@ -212,11 +203,11 @@ _STOCK_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 @dataclass
 class WriterMeta(StorageMeta):
-    """Storage metadata by which our planner recognises our writer: no other writer can handle `PlannedMetadata`."""
+    """Storage metadata by which our planner recognises our writer, the only writer that handles `PlannedMetadata`."""
 
 
 def _saved(url: str | None, committed: Any) -> str:
-    """Return a short representation of a save. A notebook shows it where the metadata would fill a page."""
+    """Return a short `repr` of a save, because the whole metadata would fill a page of a notebook."""
     return f"Saved({url}{f', {committed[0] / 1e6:.1f} MB, {committed[3]:.1f} s' if committed else ''})"
 
 
@@ -224,14 +215,13 @@ def _saved(url: str | None, committed: Any) -> str:
 class PlannedMetadata(Metadata):
     """Metadata that our planner makes and our writer commits.
 
-    Until the commit it is pickled as stock `Metadata`, after the commit as a small `RemoteMetadata`.
+    Pickled as stock `Metadata`, or as a small `RemoteMetadata` once `committed_at` is set.
 
     Attributes:
-        plan: the plan to which the metadata belongs.
         url: URL of the checkpoint, once it is committed.
-        committed_at: the same, if other ranks are to read the metadata there.
-        committed: bytes, step and metrics of the checkpoint, and seconds of the save, once it is committed: a plain
-            tuple, which is short when it is pickled for the other ranks.
+        committed_at: the same URL, if other ranks are to get a `RemoteMetadata`.
+        committed: bytes, step and metrics of the committed checkpoint, and seconds of the save: a plain tuple, because
+            its pickle is short.
     """
 
     plan: GlobalPlan | None = field(default=None, repr=False, compare=False)
@@ -247,7 +237,7 @@ class PlannedMetadata(Metadata):
             return RemoteMetadata, (self.committed_at, self.committed)
         attributes = vars(stock(self))
         if self.committed is not None:
-            # A checkpoint process returns this to the trainer, whose handle shows it.
+            # A checkpoint process returns these figures to the handle in the training process.
             attributes["committed"] = self.committed
         return Metadata, (self.state_dict_metadata,), attributes
 
@@ -255,12 +245,12 @@ class PlannedMetadata(Metadata):
         return dataclasses.replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
-        # A deep copy is always full metadata, although a pickle may be a stub.
+        # Without this method, a deep copy could be the stub that is pickled.
         return copy.deepcopy(stock(self), memo)
 
 
 def stock(metadata: Metadata) -> Metadata:
-    """Return a shallow copy of DCP's own class, with DCP's own fields."""
+    """Return a shallow copy as DCP's class `Metadata`, with DCP's fields only."""
     return Metadata(**{name: getattr(metadata, name) for name in _STOCK_FIELDS})
 
 

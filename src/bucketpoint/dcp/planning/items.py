@@ -1,7 +1,7 @@
-"""Wire format of the items of a plan, in both directions: columns with a few bytes for each item, and `PlanItems`.
+"""Wire format of the items of a plan: columns with a few bytes for each item, and `PlanItems`.
 
-Names, dtypes and shapes are the same on most ranks. They are encoded in tables, which the coordinator unpacks once
-however many ranks send the same bytes. Offsets and sizes of a rank's chunks are encoded separately.
+Names, dtypes and shapes are the same on most ranks. They are encoded in tables, and the coordinator decodes equal
+tables only once. Offsets and sizes of a rank's chunks are encoded separately.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Table:
-    """Facts about items, equal on all ranks that send the same bytes.
+    """Facts about items, except offsets and sizes of chunks.
 
     Attributes:
-        names: name of each item.
         kinds: kind of each item: TENSOR, SHARD or BYTE_IO.
         hints: DCP's index hint of each item, or None.
-        described: for each item the number of its description, or -1 for bytes.
+        described: for each item, the number of its description, or -1 for bytes.
         descriptions: properties and size of whole tensors.
     """
 
@@ -75,7 +74,6 @@ class PackedItems:
         return content_digest(*self.tables, self.offsets, self.sizes)
 
     def items(self) -> list[WriteItem]:
-        """Decode the items."""
         offsets, sizes = (iter(array("q", zlib.decompress(blob))) for blob in (self.offsets, self.sizes))
         items = []
         for table in map(unpack_table, self.tables):
@@ -107,8 +105,8 @@ def pack_items(items: Sequence[WriteItem]) -> PackedItems | None:
         if item.tensor_data is not None:
             offsets.extend(item.tensor_data.chunk.offsets)
             sizes.extend(item.tensor_data.chunk.sizes)
-    # One table for each top-level name: items of only one rank have their own name, so that the tables of all other
-    # names are the same on all ranks.
+    # One table for each top-level name: if some names exist on one rank only, the tables of all other names are still
+    # the same on all ranks.
     sections = _sections(items, lambda item: item.index.fqn.partition(".")[0])
     try:
         tables = tuple([_pack_table(section) for section in sections])
@@ -152,8 +150,8 @@ def _pack_table(items: Sequence[WriteItem]) -> bytes:
 
 
 def _same_bytes(value: Any) -> bytes:
-    # In fast mode the pickler does not refer back to objects that it has seen. So equal values give equal bytes,
-    # whether or not their parts are the same object.
+    # In fast mode the pickler makes no references to earlier objects. So equal values give equal bytes, whether or not
+    # they share objects.
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.fast = True
@@ -162,8 +160,7 @@ def _same_bytes(value: Any) -> bytes:
 
 
 def pack_mappings(mappings: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Encode DCP's mappings from flattened names to paths, in parts that are the same on most ranks."""
-    # One part for each top-level name, as in `pack_items`.
+    """Encode DCP's mappings from flat names to paths, in one part for each top-level name, as in `pack_items`."""
     return tuple([_same_bytes(each) for each in _sections(mappings.items(), lambda pair: str(pair[1][:1]))])
 
 
@@ -173,7 +170,7 @@ def _sections(values: Iterable[T], key: Callable[[T], str]) -> list[list[T]]:
 
 
 def merged_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
-    """Merge the mappings of all ranks; where ranks differ, the first rank counts. Like `dict(ChainMap(*mappings))`."""
+    """Merge the mappings of all ranks, like `dict(ChainMap(*mappings))`: where ranks differ, the first rank counts."""
     sections: dict[bytes, dict[str, Any]] = {}
     whole: dict[str, Any] = {}
     before = None
@@ -189,7 +186,6 @@ def merged_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
 
 
 def unpack_table(blob: bytes) -> Table:
-    """Decode a table that a rank sent."""
     return Table(*pickle.loads(zlib.decompress(blob)))
 
 
@@ -199,7 +195,6 @@ def compress(values: Any) -> bytes:
 
 
 def unaltered(items: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Return True if a list still holds the same objects."""
     return len(items) == len(before) and all(map(operator.is_, items, before))
 
 
@@ -208,8 +203,8 @@ class AssignedItems:
     """The items that the coordinator assigned to a rank.
 
     Attributes:
-        encoded: the encoded assignment: numbers of the rank's own items, and cuts.
-        asked: all items that the rank holds; None on arrival at the rank, which has them.
+        encoded: the encoded assignment: positions among the items that the rank holds, and cuts.
+        asked: all items that the rank holds; None after unpickling on that rank, which has the items.
     """
 
     encoded: bytes
@@ -222,7 +217,6 @@ class AssignedItems:
         return hashlib.blake2b(self.asked.digest + self.encoded, digest_size=16).digest()
 
     def items(self) -> list[WriteItem]:
-        """Decode the items."""
         if self.asked is None:
             raise BucketpointError(
                 "The items assigned to this rank are known only after SavePlanner.finish_plan",
@@ -235,7 +229,7 @@ class AssignedItems:
 
 
 class PlanItems(UserList[WriteItem]):
-    """Items of a plan: a list with a small pickle, which makes its items from columns on first access."""
+    """Items of a plan: a list with a small pickle, whose items are decoded from columns at the first access."""
 
     def __init__(
         self, items: Iterable[WriteItem] | None = None, columns: PackedItems | AssignedItems | None = None
@@ -251,7 +245,7 @@ class PlanItems(UserList[WriteItem]):
 
     @property
     def columns(self) -> PackedItems | AssignedItems | None:
-        """The columns; None if the items cannot be columns, or if the list has been altered since."""
+        """The columns; None if columns cannot hold the items, or if the list was altered."""
         return self._columns if "data" not in vars(self) or unaltered(self.data, self._made_of) else None
 
     @cached_property
@@ -272,13 +266,13 @@ class PlanItems(UserList[WriteItem]):
 
 
 def packed_items(items: Any) -> PackedItems | None:
-    """Return the columns of all items that a rank holds; None if there are none, or the items were altered."""
+    """Return the columns of all items that a rank holds; None if there are none, or the list was altered."""
     columns = items.columns if isinstance(items, PlanItems) else None
     return columns if isinstance(columns, PackedItems) else None
 
 
 def assigned_items(items: Any) -> AssignedItems | None:
-    """Return the columns of the items that a rank was assigned; None if there are none, or the items were altered."""
+    """Return the columns of the items that a rank was assigned; None if there are none, or the list was altered."""
     columns = items.columns if isinstance(items, PlanItems) else None
     return columns if isinstance(columns, AssignedItems) else None
 
@@ -292,7 +286,7 @@ def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
         if data is None:
             items.append(item)
         elif first < 0:
-            # Not by `replace`, which takes twice as long: this runs for each item of each save.
+            # `replace` would take twice as long, and this runs for each item of each save.
             items.append(WriteItem(MetadataIndex(index.fqn, index.offset, hint), item.type, tensor_data=data))
         else:
             items.append(rows_of(item, data, first, first + rows, hint))
@@ -300,7 +294,7 @@ def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
 
 
 def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
-    """Decode the entries of an encoded assignment."""
+    """Decode an assignment: position, hint, first row and number of rows of each entry."""
     numbers = int_column(encoded)
     return list(zip(*numbers.view(4, len(numbers) // 4).tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""`KeysPlanner`: load planner that makes the state itself, from the keys of the checkpoint."""
+"""`KeysPlanner`: load planner that creates the state from the keys of the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bucketpoint.format.name_patterns import matching
 
 
 class KeysPlanner(LoadPlanner):
-    """Load planner that makes a state for the requested keys of a checkpoint, and loads into it.
+    """Load planner that creates a state for the requested keys of a checkpoint, and loads into it.
 
     Args:
         keys: `fnmatch` patterns on the flat names of the checkpoint, such as `"model.*"`; a pattern without wildcards
@@ -41,7 +41,7 @@ class KeysPlanner(LoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state. Tensors in it go to `device`, whatever device they were saved from."""
+        """Put an object into the state, with its tensors on `device`."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location=self._device, weights_only=False)
         self._note(read_item)
 
@@ -52,7 +52,7 @@ class KeysPlanner(LoadPlanner):
         return nested(self.state_dict, self.metadata, noted_int_keys(self.metadata, url=url), url=url)
 
     def _compare(self, plans: list[LoadPlan]) -> None:
-        """Do nothing: keys that the caller left out are no mistake."""
+        """Do nothing: the caller has selected the keys, so unused keys are expected."""
 
     def _wanted_names(self, metadata: Metadata) -> list[str]:
         names = list(metadata.state_dict_metadata)
@@ -65,7 +65,7 @@ class KeysPlanner(LoadPlanner):
         properties = entry.properties
         try:
             if str(properties.dtype).startswith(("torch.qint", "torch.quint")):
-                # With any quantiser: that of the saved tensor is in the item, and replaces it.
+                # The quantiser is a placeholder: the load replaces it by the saved tensor's.
                 return torch._empty_affine_quantized(
                     entry.size, scale=1.0, zero_point=0, dtype=properties.dtype, device=self._device
                 )
@@ -79,7 +79,7 @@ class KeysPlanner(LoadPlanner):
 
 
 def _usable(device: Any) -> torch.device:
-    """Return torch's device of a name. Raises BucketpointError if torch has no such device, or not on this machine."""
+    """Return the `torch.device`; raise BucketpointError if torch or this machine has no such device."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)

@@ -1,4 +1,4 @@
-"""`LoadPlanner`: DCP's default load planner, extended to report all misfits at once and to track what has arrived."""
+"""`LoadPlanner`: DCP's default load planner, extended to report all mismatches at once and to track arrived data."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ _NAMED_AT_MOST = 3
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner that reports every misfit before anything is read, and tracks what has arrived.
+    """Load planner that reports every mismatch before any data is read, and tracks the data that has arrived.
 
-    DCP's `DefaultLoadPlanner` differs in three ways. It stops at the first key or shape that does not fit, and names
-    neither the checkpoint nor a remedy. It leaves elements unchanged that no saved chunk covers. It replaces every
-    object in the state but tensors, numbers, strings and bytes by None, permanently if the checkpoint lacks the key.
+    DCP's `DefaultLoadPlanner` differs in three ways. It stops at the first key or shape that does not match, and names
+    neither the checkpoint nor a remedy. It silently leaves elements unchanged that no saved chunk covers. It replaces
+    every object but tensors, numbers, strings and bytes by None, permanently if the checkpoint lacks the key.
 
-    A plain tensor may hold several chunks of a larger one, given by the attributes of torch 2.15's
-    `CheckpointableTensor` (`global_shape`, `global_offsets`, `local_offsets`, `local_sizes`), on every torch.
+    With every version of torch, a plain tensor may hold several chunks of a larger tensor. Its attributes describe
+    them: `global_shape`, `global_offsets`, `local_offsets`, `local_sizes`, as in torch 2.15's `CheckpointableTensor`.
 
-    One log line counts the keys of the checkpoint that no rank asks for, and the keys that the checkpoint lacks.
+    One log line counts the keys of the checkpoint that no rank requests, and the keys that the checkpoint lacks.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors: as in `DefaultLoadPlanner`.
-        allow_partial_load: skip keys that the checkpoint lacks; their values stay as they were.
-        strict: refuse checkpoints with keys that no rank asks for.
+        allow_partial_load: skip keys that the checkpoint lacks; their values stay unchanged.
+        strict: refuse checkpoints with keys that no rank requests.
 
     Attributes:
-        pending: amount that was planned and has yet to arrive, by key: elements of a tensor, items of anything else.
-            Empty once the load is complete.
+        pending: planned data that has not arrived, by key: number of elements of a tensor, or of other items. Empty
+            once the load is complete.
         skipped: keys of the state that the checkpoint lacks, with `allow_partial_load`.
     """
 
@@ -80,9 +80,9 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state to load into, on all ranks.
+        """Set the state to load into. Called on all ranks.
 
-        In a process group, tensors on the meta device are given memory, on the device of the group.
+        In a process group, tensors on the meta device are allocated on the device of the group.
 
         Raises:
             MismatchError: there are tensors on the meta device and no process group.
@@ -99,13 +99,13 @@ class LoadPlanner(DefaultLoadPlanner):
         """Plan this rank's reads.
 
         Raises:
-            MismatchError: names all misfits: keys that the checkpoint lacks; tensors that have another shape in it, or
-                that it has only in part; tensors whose placement or chunks cannot be loaded into.
+            MismatchError: lists all mismatches: keys that the checkpoint lacks; tensors that were saved with another
+                shape or only in part; tensors whose placement or chunks cannot be loaded into.
         """
         assert self.metadata is not None
         plan, refusal = None, None
         state = self.state_dict
-        # Tensors of several chunks are replaced by a description that every version of DCP understands.
+        # Replace tensors of several chunks by descriptions that every version of DCP understands.
         described = {fqn: chunks for fqn, value in state.items() if (chunks := chunks_in(value)) is not None}
         with _replaced(state, described):
             wanted = self._wanted()
@@ -133,16 +133,16 @@ class LoadPlanner(DefaultLoadPlanner):
         unmatched = find_unmatched(state, self.original_state_dict, self.metadata.state_dict_metadata)
         self._unmatched = replace(unmatched, strict=self.strict)
         self.skipped = unmatched.lacking
-        # Sent to the coordinator, which compares the keys of all ranks.
+        # The coordinator compares the keys of all ranks.
         told = self._unmatched != Unmatched() and plan.planner_data is None
         return replace(plan, planner_data=self._unmatched) if told else plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare the keys that all ranks ask for with those of the checkpoint, on the coordinator.
+        """Compare the keys that all ranks request with those of the checkpoint. Called on the coordinator.
 
         Raises:
-            RanksDisagreeError: a rank makes a save in place of this load.
-            MismatchError: with `strict` on any rank, no rank asks for some keys of the checkpoint.
+            RanksDisagreeError: a rank has sent the plan of a save.
+            MismatchError: a rank sets `strict`, and no rank requests some keys of the checkpoint.
         """
         refuse_saves(global_plan, url_of(self.metadata) if self.metadata is not None else None)
         self._compare(global_plan)
@@ -150,7 +150,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return plans
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Fill `pending` with the final plan of this rank, on all ranks."""
+        """Set `pending` from the final plan of this rank. Called on all ranks."""
         plan = super().finish_plan(new_plan)
         self.pending = Counter()
         for item in plan.items:
@@ -158,7 +158,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Replace an object of the state by the one that was saved."""
+        """Replace an object of the state by the saved object."""
         if self.flatten_state_dict:
             path = self.mappings[read_item.dest_index.fqn]
             put(self.original_state_dict, path, torch.load(value, weights_only=False))
@@ -167,7 +167,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._note(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Note that all elements of an item are in the tensor that `resolve_tensor` returned for it."""
+        """Remove an item from `pending`: all its elements are in the tensor that `resolve_tensor` returned."""
         super().commit_tensor(read_item, tensor)
         self._note(read_item)
 
@@ -181,7 +181,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _compare(self, plans: list[LoadPlan]) -> None:
         assert self.metadata is not None
-        # Empty tensors have no read items, but count as asked for.
+        # The keys of the state are passed too: an empty tensor is requested, but has no read item.
         difference = compare_keys(self.metadata, plans, self.state_dict, self._unmatched)
         url = url_of(self.metadata)
         if difference.unused and (self.strict or any(getattr(plan.planner_data, "strict", False) for plan in plans)):
@@ -194,7 +194,7 @@ class LoadPlanner(DefaultLoadPlanner):
         difference.log(url)
 
     def _alike(self, misfits: list[str]) -> tuple[str, str]:
-        """Return a text for an error about keys of the checkpoint that resemble missing ones, and the remedy."""
+        """Return text for an error, with keys of the checkpoint that are similar to missing keys, and the remedy."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         lacking = [fqn for fqn in misfits if fqn not in saved and rank_state_name(fqn) is None]
@@ -208,7 +208,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return f"; {renaming}", f"{renaming.remedy}. {remedy}"
 
     def _other_sizes(self, misfits: list[str]) -> str:
-        """Return, for an error, words on the size by which most of the tensors differ; empty if it is of one alone."""
+        """Return text for an error, with the most frequent difference in size; empty if only one tensor has it."""
         assert self.metadata is not None
         sizes: Counter[tuple[int, int]] = Counter()
         for fqn in misfits:
@@ -224,10 +224,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @contextmanager
     def _original_flattened(self) -> Iterator[None]:
-        """Remove from the original state what a rank has no part of, as `state_dict` does.
+        """Remove ShardedTensors without a local shard from `original_state_dict`, as from `state_dict`.
 
-        Otherwise torch finds keys of FSDP1 in only one of them, treats the checkpoint as torch 2.3's, and asks for old
-        keys.
+        If only one of the two has FSDP1's keys, torch takes the checkpoint for one of torch 2.3, and requests old keys.
         """
         whole = self.original_state_dict
         if self.flatten_sharded_tensors:
@@ -248,7 +247,7 @@ class LoadPlanner(DefaultLoadPlanner):
             del self.pending[fqn]
 
     def _wanted(self) -> dict[str, WantedChunks]:
-        """Return the tensors that fit those of an index: they are planned here, and the rest by DCP."""
+        """Return by key the tensors that match an entry of an index. They are planned here, all others by DCP."""
         assert self.metadata is not None
         wanted = {}
         for fqn, value in self.state_dict.items():
@@ -257,10 +256,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 wanted[fqn] = WantedChunks(fqn, entry.chunks, [] if _is_elsewhere(value) else _create_chunk_list(value))
         return wanted
 
-    # -- misfits ------------------------------------------------------------------------------------------------------
+    # -- mismatches ---------------------------------------------------------------------------------------------------
 
     def _misfits(self, plan: LoadPlan | None, indexed: Mapping[str, list[ReadItem]]) -> Iterator[tuple[str, str]]:
-        """Yield each key that does not fit, with the reason. `plan` is None if DCP has refused to make one."""
+        """Yield each key that does not match, with the reason. `plan` is None if DCP's planner raised an error."""
         assert self.metadata is not None
         planned: dict[str, list[ReadItem]] = {}
         for item in plan.items if plan is not None else ():
@@ -295,7 +294,6 @@ def _replaced(state: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None
 
 
 def _remedy(misfits: list[str], metadata: Metadata) -> str:
-    """Return the remedies for the kinds of misfit that occur."""
     lacking = [fqn for fqn in misfits if fqn not in metadata.state_dict_metadata]
     by_rank = sorted({name for fqn in lacking if (name := rank_state_name(fqn)) is not None})
     remedies = []
@@ -325,7 +323,7 @@ def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
         if isinstance(value, torch.Tensor) and value.is_meta:
             empty.append(".".join(map(str, path)))
 
-    # Not flattened: two values may have the same dotted name.
+    # The nested state is traversed, because two values may have the same flat name.
     traverse_state_dict(state, visit)
     if empty:
         raise MismatchError(
@@ -338,7 +336,7 @@ def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
 
 
 def url_of(metadata: Metadata) -> str | None:
-    """Return the URL at which the checkpoint of this metadata was saved; None if the metadata does not name it."""
+    """Return the URL at which the checkpoint of this metadata was saved; None if the metadata has no URL."""
     meta = metadata.storage_meta
     return str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id else None
 
@@ -358,7 +356,7 @@ def _joined(plan: LoadPlan, indexed: Mapping[str, list[ReadItem]], state: Mappin
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Return True for a DTensor whose mesh this rank is not in: the rank holds no chunk of it."""
+    """Return True for a DTensor whose mesh does not include this rank, which then holds no chunk."""
     return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
 
 
@@ -379,11 +377,11 @@ def _gap(value: Any, items: list[ReadItem]) -> str | None:
     arriving: Counter[int | None] = Counter()
     for item in items:
         arriving[item.dest_index.index] += math.prod(item.lengths)
-    # In the order in which DCP numbers the chunks.
+    # Number of elements of each chunk, in DCP's order.
     if _is_elsewhere(value):
         counts = []
     elif isinstance(value, DTensor) and not hasattr(value._local_tensor, "__create_chunk_list__"):
-        # A shortcut: for a DTensor, DCP would compute shapes and offsets anew each time, which is slow.
+        # Faster than DCP's function, which computes shapes and offsets of a DTensor at each call.
         counts = [value._local_tensor.numel()]
     else:
         counts = [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]

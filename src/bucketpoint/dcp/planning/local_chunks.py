@@ -1,7 +1,7 @@
-"""Chunks of a larger tensor, held in one local tensor or in one tensor each.
+"""Chunks of a larger tensor, in one local tensor or in a separate tensor for each chunk.
 
-Tensors with the attributes of torch 2.15's `CheckpointableTensor` are described here in the protocol that every version
-of DCP understands.
+Tensors with the attributes of torch 2.15's `CheckpointableTensor` are described by DCP's protocol
+`__create_chunk_list__`, which every version of DCP supports.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bucketpoint.staging.flatten import SHARD_OF_A_WHOLE
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """The chunks of one saved tensor in one local tensor, or each in another one.
+    """Chunks of one saved tensor, in one local tensor or in a separate tensor for each chunk.
 
-    Each chunk is a box of `sizes`, at `local_offsets` in its local tensor and at `global_offsets` in the whole tensor,
-    which has `shape`.
+    Each chunk has a size in `sizes`, is at `local_offsets` in its local tensor, and at `global_offsets` in the whole
+    tensor of `shape`.
     """
 
     tensors: torch.Tensor | Sequence[torch.Tensor]
@@ -36,7 +36,7 @@ class LocalChunks:
         return torch.Size(self.shape)
 
     def fault(self) -> str | None:
-        """Return a text for the fault of the description; None if it has none."""
+        """Return an error text if offsets and sizes contradict each other or the shapes; otherwise None."""
         counts = {len(self.global_offsets), len(self.local_offsets), len(self.sizes)}
         if len(counts) != 1:
             return "has global_offsets, local_offsets and local_sizes of different lengths"
@@ -55,10 +55,9 @@ class LocalChunks:
         return None
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the chunks in order, for DCP's protocol."""
         fault = self.fault()
         if fault is not None:
-            # DCP's own planner expects this type of error.
+            # DCP's planner expects a ValueError.
             raise ValueError(fault)
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
@@ -66,7 +65,7 @@ class LocalChunks:
         ]
 
     def find(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the chunk at `index.offset` as a view of the local tensor; BucketpointError if there is none."""
+        """Return a view of the chunk at `index.offset`; raise BucketpointError if there is none."""
         offset = tuple(index.offset) if index.offset is not None else (0,) * len(self.shape)
         # Try the hint first: replicas of a chunk within one tensor have the same offset, and only the hint differs.
         hinted = [index.index] if index.index is not None and index.index < len(self.sizes) else []

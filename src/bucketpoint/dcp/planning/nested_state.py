@@ -1,7 +1,7 @@
 """Conversion from DCP's flat names back to the nested state that was saved, with integer keys.
 
 DCP flattens a state into dotted names, and turns every key in its paths into text. So a save records which dicts had
-integer keys, and a load restores them.
+integer keys, and a load restores these keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path: TypeAlias = tuple[str | int, ...]
 """Path of a value in a state: text for the key of a dict, a number for the place in a list."""
 
 IntKeys: TypeAlias = tuple[Path, tuple[str, ...] | None]
-"""The path of a dict with integer keys, and the text of those keys; None if all keys that look so are integers."""
+"""Path of a dict with integer keys, and these keys as text, or None if all decimal keys are integers."""
 
 INT_KEYS = "int_keys"
 """Name of the list of `IntKeys` in bucketpoint's part of the metadata."""
@@ -27,8 +27,7 @@ INT_KEYS = "int_keys"
 _DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _MOST_DEPTH = 200
 _FREE_PLACES = 1 << 16
-"""Empty places in lists that are accepted, beside 16 for each value. Real states have fewer; faulty paths could ask for
-any number."""
+"""Limit on the length of all lists together, plus 16 for each value: paths in damaged metadata may claim any length."""
 
 
 def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:
@@ -49,15 +48,14 @@ def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:
 
 
 def plain_int_keys(int_keys: Iterable[IntKeys]) -> list[Any]:
-    """Convert `IntKeys` to plain lists for the metadata."""
     return [[list(path), keys if keys is None else list(keys)] for path, keys in int_keys]
 
 
 def noted_int_keys(metadata: Metadata, *, url: str | None = None) -> tuple[IntKeys, ...]:
-    """Return the dicts with integer keys that bucketpoint noted in metadata; none for other writers' metadata.
+    """Return the dicts with integer keys that bucketpoint recorded in metadata; empty for other writers' metadata.
 
     Raises:
-        MetadataError: the list of them is malformed.
+        MetadataError: the record is malformed.
     """
     int_keys: dict[Path, frozenset[str] | None] = {}
     try:
@@ -72,7 +70,7 @@ def noted_int_keys(metadata: Metadata, *, url: str | None = None) -> tuple[IntKe
 
 
 def integer_like(metadata: Metadata) -> set[Path]:
-    """Return the paths of the dicts that have a key which is the text of an integer."""
+    """Return the paths of the dicts that have a key of decimal digits."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     return {
         tuple(path[:depth])
@@ -84,10 +82,10 @@ def integer_like(metadata: Metadata) -> set[Path]:
 
 
 def put(state: Any, path: Path, value: Any) -> None:
-    """Replace a value in a state, at a path of DCP, in which every dict key is text, whatever type the state has.
+    """Replace the value of a state at a path of DCP. Dict keys in the path are text, whatever their type in the state.
 
     Raises:
-        KeyError: there is no such place.
+        KeyError: the state has no such path.
     """
     for part in path[:-1]:
         state = state[_key_of(state, part)]
@@ -97,7 +95,7 @@ def put(state: Any, path: Path, value: Any) -> None:
 def _key_of(container: Any, part: str | int) -> Any:
     if not isinstance(container, Mapping) or part in container:
         return part
-    # Nearly all keys that are no text are integers; try that first, as a scan for each of many keys would be slow.
+    # Nearly all keys that are not text are integers. Try an integer first, because a scan for each key would be slow.
     if isinstance(part, str) and _DECIMAL.fullmatch(part) and int(part) in container:
         return int(part)
     for key in container:
@@ -109,10 +107,10 @@ def _key_of(container: Any, part: str | int) -> Any:
 def nested(
     values: Mapping[str, Any], metadata: Metadata, int_keys: Iterable[IntKeys] = (), *, url: str | None = None
 ) -> dict[Any, Any]:
-    """Build the nested state from values by flat names. Places of a list for which there is no value hold None.
+    """Build the nested state from values by flat name. Missing elements of a list are None.
 
     Raises:
-        MetadataError: the paths in the metadata contradict each other, or claim far longer lists than there are values.
+        MetadataError: paths in the metadata contradict each other, or claim lists far longer than the number of values.
     """
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     ints = {path: keys if keys is None else frozenset(keys) for path, keys in int_keys}
@@ -133,7 +131,7 @@ def nested(
     free_places = _FREE_PLACES + 16 * len(values)
 
     def converted(node: Any, path: Path) -> Any:
-        """Convert a node, which is a dict of nodes and leaves, to a dict or list of the state."""
+        """Convert a dict of nodes and leaves to a dict or list of the state, and a leaf to its value."""
         nonlocal free_places
         if isinstance(node, _NestedLeaf):
             return node.value

@@ -1,7 +1,7 @@
-"""State that differs between ranks: a key for each rank, so that all values are saved, and checks for lost values.
+"""State that differs between ranks: a separate key for each rank, and detection of values that would be lost.
 
-DCP saves one rank's value under each name. Every rank has the position of a dataloader, or the state of a random
-generator, under the same name: without a key for each rank, the value of one rank is saved for all.
+DCP saves one rank's value under each name. If all ranks keep the position of a dataloader, or the state of a random
+generator, under the same name, the values of all other ranks are lost.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ DIGEST_BYTES = 4
 
 _UNKNOWN = bytes(DIGEST_BYTES)
 _MAX_BYTES = 64 << 10
-"""Limit on the compared bytes of a value; the state of a random generator has 5 kB."""
+"""Limit on the bytes of a value that is compared; the state of a random generator has 5 kB."""
 
 _MAX_NODES = 20_000
-"""Limit on the compared nested values, over all items: takes about 20 ms."""
+"""Limit on the nested values that are compared, over all items: about 20 ms."""
 
 _SAMPLE_BYTES = 2
 _COMPARED_BYTES = 512
-"""Bytes that are compared at the beginning, in the middle and at the end of each replica of a tensor."""
+"""Bytes compared at the beginning, in the middle and at the end of each replica; on a device, only in the middle."""
 
 
 def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
-    """Wrap a value that belongs to this rank, so that other ranks can save theirs under the same name.
+    """Wrap a value of this rank, so that the ranks can save different values under the same name.
 
     Args:
         value: anything that a state dict may hold.
@@ -63,7 +63,7 @@ def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
 
 
 def saved_ranks(metadata: Metadata, name: str) -> list[int]:
-    """Return the ranks, ascending, that saved a value by `rank_state` under a name.
+    """Return the ranks that saved a value under `name` with `rank_state`, in ascending order.
 
     Args:
         metadata: metadata of the checkpoint, as a reader's `read_metadata` returns it.
@@ -76,26 +76,26 @@ def saved_ranks(metadata: Metadata, name: str) -> list[int]:
 def rank_state_name(fqn: str) -> str | None:
     """Return the name under which `rank_state` was used for this key: `"loader"` for `"loader.rank-3.position"`.
 
-    None if the key has no part of `rank_state`.
+    None if the key does not come from `rank_state`.
     """
     match = RANK.search(fqn)
     return fqn[: match.start()] if match is not None else None
 
 
 def compared_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> bytes:
-    """Return 4 bytes for each value and then 2 for each replica that `_compared` names. Zeros: not comparable.
+    """Return a 4-byte digest for each value, then a 2-byte digest for each replica; zeros for incomparable values.
 
-    A replica takes some 4 us in host memory, and a copy of 512 bytes on a device.
+    A replica takes about 4 us in host memory, and a copy of 512 bytes on a device.
     """
     budget = [_MAX_NODES]
     values, replicas = _compared(_rows(items))
     digests = [_digest(state.get(name), budget) for name in values]
-    # After the values: a coordinator of an older version then compares neither.
+    # An older coordinator does not expect digests of replicas; due to their length it then compares nothing.
     return b"".join(digests + [_sample(state.get(name)) for name in replicas])
 
 
 _Row: TypeAlias = tuple[str, bool, tuple[TensorProperties, torch.Size] | None]
-"""Name of an item, True unless it is a shard, and properties and size of the tensor; None for bytes."""
+"""Name of an item; True unless it is a shard; properties and size of the tensor, or None for bytes."""
 
 
 def _rows(items: Iterable[WriteItem]) -> list[_Row]:
@@ -112,11 +112,11 @@ def _rows_of_table(table: Table) -> list[_Row]:
 
 
 def _compared(rows: Iterable[_Row]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the items that are compared with those of other ranks, in order.
+    """Return the names of the values, and of the replicas, that are compared with those of other ranks.
 
-    First those that may rightly differ between ranks, and of which one rank's value is saved: objects, and vectors of
-    bytes, such as the state of a random generator. Then replicas that may be cut, so that several ranks save parts of
-    them. Smaller ones are saved by one rank, as DCP does, and may differ rightly: running statistics of BatchNorm do.
+    Values are objects and vectors of bytes, such as the state of a random generator: only one rank's value is saved.
+    Replicas are tensors large enough to be cut, of which several ranks save parts. Smaller tensors are not compared:
+    one rank saves them, and they may differ legitimately, as running statistics of BatchNorm do.
     """
     values, replicas = [], []
     for name, whole, about in rows:
@@ -134,11 +134,11 @@ def _compared(rows: Iterable[_Row]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def differences(
     plans: Sequence[SavePlan], tables: Mapping[bytes, Table], digests: Sequence[bytes]
 ) -> tuple[list[str], list[str]]:
-    """Return the names of the values that differ between ranks, and of the tensors of one shape that do, sorted.
+    """Return the sorted names of the values, and of the replicas, that differ between ranks.
 
     Args:
-        tables: of all ranks, decoded.
-        digests: for each rank, the result of `compared_digests`; of another length if it sent none.
+        tables: decoded tables of all ranks.
+        digests: for each rank, the result of `compared_digests`; ignored if its length is unexpected.
     """
     of_table = {blob: _compared(_rows_of_table(table)) for blob, table in tables.items()}
     values, replicas = [], []
@@ -153,9 +153,9 @@ def differences(
 
 
 def _differing(sent: Sequence[tuple[tuple[str, ...], bytes]]) -> list[str]:
-    """Return the names that have more than one digest, of those that are not zeros."""
+    """Return the names that have more than one digest, zeros not counted."""
     seen: dict[str, set[bytes]] = defaultdict(set)
-    # Each distinct pair once, as most ranks send the same.
+    # Most ranks send the same pair, which is processed only once.
     for mine, joined in dict.fromkeys(sent):
         width = len(joined) // max(len(mine), 1)
         if width and len(joined) == width * len(mine):
@@ -171,7 +171,7 @@ def _sample(value: Any) -> bytes:
         return bytes(_SAMPLE_BYTES)
     nbytes = value.numel() * value.element_size()
     if is_viewable(value):
-        # Few bytes are copied, because a view of the whole tensor takes longer to make.
+        # Copying a few bytes is faster than making a view of the whole tensor.
         begin, crc = value.data_ptr(), 0
         for start in (0, nbytes // 2, nbytes - _COMPARED_BYTES):
             crc = zlib.crc32(ctypes.string_at(begin + start, _COMPARED_BYTES), crc)
@@ -186,7 +186,7 @@ def _digest(value: Any, budget: list[int]) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     try:
         _describe(value, digest.update, budget)
-    except Exception:  # noqa: BLE001 (the comparison only warns: no value that it cannot describe may fail the save)
+    except Exception:  # noqa: BLE001 (the comparison only warns: a value that it cannot describe must not fail the save)
         return _UNKNOWN
     return digest.digest()
 
@@ -196,7 +196,7 @@ class _UnknownError(Exception):
 
 
 def _describe(value: Any, say: Any, budget: list[int]) -> None:
-    """Feed a description of a value to `say`. Equal values give the same bytes on all ranks; their pickles may not."""
+    """Pass a description of a value to `say`. Unlike pickles, it has the same bytes on all ranks for equal values."""
     budget[0] -= 1
     if budget[0] < 0:
         raise _UnknownError
@@ -224,7 +224,7 @@ def _describe(value: Any, say: Any, budget: list[int]) -> None:
             part = hashlib.blake2b(digest_size=8)
             _describe(each, part.update, budget)
             parts.append(part.digest())
-        # Sorted, as the order of a set, or of a dict, may differ between processes.
+        # The order of a set or a dict may differ between processes.
         say(b"".join(sorted(parts)))
     elif kind is torch.Tensor:
         if value.device.type != "cpu" or not value.is_contiguous() or value.nbytes > _MAX_BYTES:

@@ -1,6 +1,6 @@
 """Results that each rank reports to the coordinator after its upload, and their union on the coordinator.
 
-A rank that was assigned columns of items reports columns in the order of these items, so that no result names its item.
+A rank whose items were assigned as columns reports columns in the same order, so that results need not name items.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from bucketpoint.format.metadata.template import make_template
 
 @dataclass(frozen=True)
 class Results:
-    """Report of a rank to the coordinator, which reads columns together with the plan.
+    """Report of a rank to the coordinator. Columns have a meaning only together with the plan.
 
     Attributes:
-        content: columns; or pickled, a list of results that name their items, and `agreement.descriptions` of these.
+        content: columns; or the pickle of results that name their items, and of the items' `agreement.descriptions`.
         items: digest of the items to which the columns belong.
-        statement: the rank's statement on the save (see `agreement`).
         report: figures of the rank's save: see `SaveTimes.report`.
-        own: the results on the rank that made them, for a writer that wraps ours; None on another rank.
+        own: the results as a list, for a writer that wraps ours; None on every rank that receives the report.
     """
 
     content: Columns | bytes
@@ -59,9 +58,8 @@ class Results:
     def of(
         results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None, report: bytes | None = None
     ) -> Results:
-        """Return the results of this rank for the items of a plan."""
         assigned = assigned_items(plan.items)
-        # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
+        # Pack here: an error while DCP pickles the results would not be reported to the other ranks.
         columns = _columns(results, plan) if assigned is not None else None
         if assigned is not None and columns is not None:
             return Results(columns, assigned.digest, statement, report, results)
@@ -77,12 +75,12 @@ class Results:
 
     @cached_property
     def named(self) -> tuple[list[WriteResult], bytes]:
-        """Results that name their items, and descriptions of these; nothing if there are columns."""
+        """Results that name their items, and the items' descriptions; empty if the content is columns."""
         named: tuple[list[WriteResult], bytes] = ([], b"")
         return named if isinstance(self.content, Columns) else pickle.loads(zlib.decompress(self.content))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As plain values, because the names of the classes are 50 bytes each from every rank.
+        # Plain values, because each class name in a pickle would add 50 bytes for every rank.
         content: Any = self.content
         if isinstance(content, Columns):
             content = content.layout, content.objects, content.checksums
@@ -114,8 +112,8 @@ class RankResults:
     """The results that all ranks reported: lists of results as in DCP, or columns.
 
     Attributes:
-        sent: the results of each rank that name their items.
-        plan: the plan, if the metadata is a `PlannedMetadata`.
+        sent: for each rank, the results that name their items; empty for a rank with columns.
+        plan: the plan; None if the metadata is not a `PlannedMetadata`.
         columns: columns of each rank; None for a rank whose results name their items.
     """
 
@@ -126,7 +124,6 @@ class RankResults:
 
     @property
     def count(self) -> int:
-        """Number of items that were reported."""
         return sum(
             len(each) if columns is None else columns.layout.count
             for each, columns in zip(self.sent, self.columns, strict=True)
@@ -139,7 +136,6 @@ class RankResults:
 
     @property
     def known(self) -> list[Columns]:
-        """Columns of the ranks that sent columns."""
         return [columns for columns in self.columns if columns is not None]
 
     def objects(self) -> dict[str, dict[str, Any]]:
@@ -152,7 +148,7 @@ class RankResults:
         }
 
     def uncovered(self) -> Sequence[tuple[str, str]]:
-        """Return the tensors that the ranks hold only in part, with the reasons: see `coverage.uncovered`."""
+        """Return the tensors that the ranks do not hold completely, with the reasons: see `coverage.uncovered`."""
         plan = self.plan
         if (
             plan is not None
@@ -177,13 +173,10 @@ class RankResults:
         return items
 
     def templates(self, *, indexed: bool) -> Templates | None:
-        """Return the part of the metadata that the next save can reuse.
+        """Return the part of the metadata that the next save can reuse, with that of the index if `indexed`.
 
-        None if the metadata must be made of an object for each item: a rank sent no columns, the planner's metadata was
-        altered, or an item is missing.
-
-        Args:
-            indexed: the checkpoint gets an index too.
+        None if the metadata must be encoded item by item: a rank sent no columns, the planner's metadata was altered,
+        or an item does not have the planned size.
         """
         plan = self.plan
         if plan is None or plan.assignment is None or len(self.known) != len(plan.items):
@@ -236,7 +229,7 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
         assigned = plan.items[rank]
         if not isinstance(assigned, AssignedItems) or sent.items != assigned.digest:
             raise IncompleteSaveError("A rank reported items that it was not assigned", rank=plan.senders[rank])
-        # The layout of the last save is decoded.
+        # Prefer the equal layout of the last save: it is already decoded.
         layout = before if (before := layouts[rank]) == columns.layout else columns.layout
         count = plan.assignment.count(rank) if plan.assignment is not None else 0
         if layout.count != count:

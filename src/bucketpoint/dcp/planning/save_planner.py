@@ -1,7 +1,7 @@
-"""`SavePlanner`: DCP's default save planner, extended to balance duplicates over their holders and to reuse plans.
+"""`SavePlanner`: DCP's default save planner, extended to balance replicated data over ranks and to reuse plans.
 
-Each rank sends its items at each save, as columns that it has kept, and the coordinator finds its plan by a digest of
-all of them. So no rank depends on what another one keeps.
+At each save, every rank sends its items as columns from its cache, and the coordinator looks up the plan by a digest of
+all columns. So no rank depends on the cache of another rank.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ _NAMED_AT_MOST = 5
 
 
 class _Local(NamedTuple):
-    """Data that a rank sends to the coordinator beside its items.
+    """Data that a rank sends to the coordinator with its items.
 
     Attributes:
-        sender: global rank, whatever the process group.
-        node: name of the rank's node.
+        sender: global rank.
         mappings: DCP's mappings from flattened names to paths: see `pack_mappings`.
         digests: digests of the values that may differ between ranks.
         int_keys: paths of dicts with integer keys.
@@ -72,13 +71,13 @@ class _Local(NamedTuple):
 class SavePlanner(DefaultSavePlanner):
     """Save planner that balances replicated data over the ranks that hold it, and reuses plans.
 
-    A plan is made only once for as long as the structure of the state does not change. Make one planner for each thread
-    that saves, and pass it to every save, of one state or of several: it keeps a plan for each structure. Any reader
-    can read the checkpoints.
+    A plan is reused until the structure of the state changes. Make one planner for each thread that saves, and pass it
+    to every save, also of different states: it caches one plan for each structure. Any DCP reader can read the
+    checkpoints.
 
     Args:
         flatten_state_dict, flatten_sharded_tensors: as in `DefaultSavePlanner`.
-        dedup_replicated_tensors, dedup_save_to_lowest_rank: accepted for compatibility; duplicates are balanced.
+        dedup_replicated_tensors, dedup_save_to_lowest_rank: ignored, because replicated data is always balanced.
         enable_plan_caching: reuse the plan while the structure of the state does not change.
     """
 
@@ -109,18 +108,18 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state to save, and the writer's `storage_meta`, on all ranks."""
+        """Set the state to save and the writer's `storage_meta`. Called on all ranks."""
         self._thread = threading.get_ident()
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._int_keys = int_keys_of(state_dict) if self.flatten_state_dict else ()
         self._writer_is_ours = isinstance(storage_meta, WriterMeta)
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan with the items of this rank's state. On all ranks.
+        """Return a plan with the items of this rank's state. Called on all ranks.
 
         Raises:
-            BucketpointError: a DTensor is a partial sum, or a value cannot be planned, with its key; or a save on
-                another thread uses this planner, too.
+            BucketpointError: a DTensor is a partial sum, a value cannot be planned, or a save on another thread uses
+                this planner.
         """
         self._refuse_two_threads()
         try:
@@ -143,18 +142,18 @@ class SavePlanner(DefaultSavePlanner):
             items = PlanItems.packed(write_items(self.state_dict, self.is_coordinator))
         self._asked = items
         mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
-        # A process without a group has no ranks to compare with.
+        # Without a process group, there is no other rank to compare with.
         digests = compared_digests(items, self.state_dict) if is_initialized() else b""
         local = _Local(this_rank(), node, mappings, digests, self._int_keys)
         self.plan = SavePlan(cast(Any, items), planner_data=local)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign the items to ranks; or reuse the plan of an earlier save with the same items. On the coordinator.
+        """Assign the items to ranks, or reuse an earlier plan for the same items. Called on the coordinator.
 
         Raises:
-            BucketpointError: the items of the ranks do not make up the tensors.
-            RanksDisagreeError: a rank plans with another planner, or ranks hold different tensors under one name.
+            BucketpointError: the ranks' chunks overlap, or do not cover their tensors.
+            RanksDisagreeError: a rank uses another planner, or ranks hold different tensors under one name.
         """
         strangers = [rank for rank, plan in enumerate(all_plans) if not isinstance(plan.planner_data, _Local)]
         if strangers:
@@ -164,11 +163,11 @@ class SavePlanner(DefaultSavePlanner):
                 remedy="Pass the same kind of planner on all ranks",
             )
         plan = self._agree(all_plans)
-        # `storage_data`, where writers put data of this save, is taken from the new plans and never cached.
+        # `storage_data` holds a writer's data for the current save, so it comes from the new plans, not the cache.
         assigned = [
             replace(asked, items=items, planner_data=None) for asked, items in zip(all_plans, plan.lists(), strict=True)
         ]
-        # A copy, as some writers add to the metadata the place of each item.
+        # Copy the metadata, because some writers add the location of each item to it.
         self.metadata = stock(plan.metadata)
         if self._writer_is_ours:
             self.metadata = PlannedMetadata(**vars(self.metadata), plan=plan)
@@ -194,8 +193,8 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the rows of a tensor that an item names, without a copy; for any other value, the pickle."""
-        # Other writers may call this on their own threads: torch's then drops an error, and the items with it.
+        """Return the item's rows of a tensor, without a copy, or the pickle of any other value."""
+        # Other writers may call this on their own threads, where torch's writer ignores an error and loses the items.
         if self._writer_is_ours:
             self._refuse_two_threads()
         rows = rows_of_item(self.state_dict.get(write_item.index.fqn), write_item)
@@ -205,14 +204,14 @@ class SavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor, the shard of a tensor, or the value that an item names."""
+        """Return the tensor, the shard of a tensor, or the object at an index."""
         value: Any = self.state_dict.get(index.fqn)
         if is_plain(value) and index.offset in (None, (0,) * value.dim()):
             return value
         return super().lookup_object(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only the configuration: attributes of one save may hold the whole state.
+        # Only the configuration is pickled: the attributes of one save may hold the whole state.
         return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -221,7 +220,7 @@ class SavePlanner(DefaultSavePlanner):
         self._int_keys, self._thread = (), 0
 
     def _refuse_two_threads(self) -> None:
-        """Raise if another thread has set this planner up for its own state, which would be saved in place of ours."""
+        """Raise if another thread has set up this planner, because its state would be saved in place of ours."""
         if self._thread != threading.get_ident():
             raise BucketpointError(
                 "Saves on two threads use one SavePlanner at the same time",
@@ -229,10 +228,9 @@ class SavePlanner(DefaultSavePlanner):
             )
 
     def _agree(self, plans: list[SavePlan]) -> GlobalPlan:
-        """Return the plan for the ranks' items: a kept one, or a new one."""
         every: list[_Local] = [plan.planner_data for plan in plans]
         tables = unpack_tables(plans)
-        # A tensor that differs between ranks is not composed of their parts: the first rank that has it saves it whole.
+        # If replicas differ, slices of several ranks would mix them, so the first rank saves the whole tensor.
         values, apart = differences(plans, tables, [local.digests for local in every]) if len(plans) > 1 else ([], [])
         self._warn_of_lost_values(values, "values for these keys")
         self._warn_of_lost_values(apart, "tensors under these names")
@@ -276,7 +274,7 @@ _OF_ONE_SAVE = {
 
 
 def _content(plans: Sequence[SavePlan], apart: Sequence[str]) -> bytes | None:
-    """Return a digest of all that a plan depends on; None if some rank did not send columns."""
+    """Return a digest of all facts on which a plan depends; None if some rank did not send columns."""
     described = [repr(apart).encode()]
     for plan in plans:
         packed, local = packed_items(plan.items), plan.planner_data
@@ -287,7 +285,7 @@ def _content(plans: Sequence[SavePlan], apart: Sequence[str]) -> bytes | None:
 
 
 def _refuse_partial(state: dict[str, Any]) -> None:
-    """Refuse partial sums: torch 2.9 saves one rank's addend as the tensor, newer versions do not name the tensor."""
+    """Raise for partial sums: torch 2.9 saves one rank's addend as the tensor, and newer errors name no tensor."""
     partial = [
         f"{name} has the placements {list(value.placements)}" for name, value in state.items() if is_partial(value)
     ]

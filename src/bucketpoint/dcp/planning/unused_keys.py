@@ -1,4 +1,4 @@
-"""Comparison of the keys of a checkpoint with those that a load asks for: what is not loaded, and probable reasons."""
+"""Comparison of a checkpoint's keys with the keys that a load requests: the differences, and probable reasons."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Unmatched:
 
     Attributes:
         lacking: flat names of keys that the checkpoint lacks.
-        containers: flat names of the outermost containers (dicts, lists) without a key that the checkpoint has; an
-            empty container is one of them. The state of an object that makes it lazily is an empty dict.
-        strict: the rank refuses keys of the checkpoint that no rank asks for.
+        containers: flat names of the outermost containers (dicts, lists) of which the checkpoint has no key. Among them
+            are empty containers, such as the state of an object that creates its state lazily.
+        strict: the rank refuses keys of the checkpoint that no rank requests.
     """
 
     lacking: tuple[str, ...] = ()
@@ -43,11 +43,10 @@ class Unmatched:
 
 
 def find_unmatched(flat: Iterable[str], nested: Mapping[Any, Any], saved: Collection[str]) -> Unmatched:
-    """Find the parts of a state that a checkpoint with the keys `saved` lacks."""
     containers: list[str] = []
 
     def visit(parts: Iterable[tuple[Any, Any]], prefix: str) -> bool:
-        """Return True if the checkpoint has a key of the container; if so, note the containers in it without one."""
+        """Return True if the checkpoint has a key of the container; then also collect inner containers without one."""
         matched, without = not prefix, []
         for key, value in parts:
             name = f"{prefix}{key}"
@@ -74,12 +73,12 @@ def find_unmatched(flat: Iterable[str], nested: Mapping[Any, Any], saved: Collec
 
 @dataclass(frozen=True)
 class KeyDifference:
-    """The difference between the keys that all ranks ask for and those of the checkpoint.
+    """Difference between the keys that all ranks request and the keys of the checkpoint.
 
     Attributes:
-        unused: keys of the checkpoint that no rank asks for.
-        lacking: keys that ranks ask for and that the checkpoint lacks.
-        losses: texts about what is not loaded although the state seems to want it.
+        unused: keys of the checkpoint that no rank requests.
+        lacking: requested keys that the checkpoint lacks.
+        losses: texts about values that are not loaded although the state seems to need them.
     """
 
     unused: list[str]
@@ -103,11 +102,11 @@ class KeyDifference:
 def compare_keys(
     metadata: Metadata, plans: Iterable[LoadPlan], own: Iterable[str], unmatched: Unmatched
 ) -> KeyDifference:
-    """Compare the keys of a checkpoint with those that the plans of all ranks ask for, on the coordinator.
+    """Compare the keys of a checkpoint with the keys that all ranks request, on the coordinator.
 
     Args:
-        own: keys that this rank asks for: empty tensors are not in a plan.
-        unmatched: this rank's; plans of `LoadPlanner` contain those of their ranks.
+        own: keys that this rank requests, with those of empty tensors, which are not in a plan.
+        unmatched: `Unmatched` of this rank; those of other ranks are in plans of `LoadPlanner`.
     """
     saved = metadata.state_dict_metadata
     plans = list(plans)
@@ -131,7 +130,7 @@ def compare_keys(
 
 @dataclass(frozen=True)
 class _NotLoaded:
-    """A container of the state, with keys of the checkpoint below it, none of which is loaded."""
+    """A container of the state. The checkpoint has keys below it, and none of these keys is loaded."""
 
     name: str
     saved: list[str]
@@ -159,8 +158,7 @@ def _loss(part: _NotLoaded, renamed: Renaming | None) -> str:
 def _not_loaded(
     metadata: Metadata, unused: list[str], wanted: set[str], loaded: set[str], lacking: list[str]
 ) -> Iterator[_NotLoaded]:
-    """Yield the containers of the state below which the checkpoint has keys, and none of them is loaded."""
-    # By the content of torch's optimizer states, under whatever key a program keeps them.
+    # torch's optimizer states are recognised by their content, since a program may choose any key for them.
     optimizers = {
         name[:at] for name in loaded if (at := name.find(_PARAM_GROUPS)) == 0 or (at > 0 and name[at - 1] == ".")
     }
@@ -175,7 +173,7 @@ def _not_loaded(
         loaded_below = _by_prefix(loaded, below) if below else {}
         lacking_below = _by_prefix(lacking, below) if below else {}
         for name, names in below.items():
-            # Objects alone may be the None of an optimizer without momentum, which need no tensor to load into.
+            # If only objects are saved, they may be the None values of an optimizer without momentum: nothing is lost.
             if name not in loaded_below and ("." not in name or has_tensors(names)):
                 reported.append(name)
                 of_optimizer = f"{name.rpartition('.')[0]}.".lstrip(".") in optimizers
@@ -190,7 +188,7 @@ def _not_loaded(
 
 
 def _by_prefix(names: Iterable[str], containers: Collection[str]) -> dict[str, list[str]]:
-    """Return for each container the names below it, for those that have any."""
+    """Return the names below each container, without containers that have none."""
     below: dict[str, list[str]] = {}
     for name in names:
         dot = name.find(".")
@@ -201,18 +199,18 @@ def _by_prefix(names: Iterable[str], containers: Collection[str]) -> dict[str, l
     return below
 
 
-# -- names that are alike ---------------------------------------------------------------------------------------------
+# -- similar names ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Renaming:
-    """Segments that the names of one side have, and those of the other side lack.
+    """Segments in names of the checkpoint that the state's names lack, or the reverse.
 
     Attributes:
         segments: the segments, each followed by a dot.
-        in_checkpoint: True if the names of the checkpoint have them.
-        count, of: number of the state's names that differ in this way, and number compared.
-        example: a name of the state, and that of the checkpoint.
+        in_checkpoint: True if names of the checkpoint have the segments, False if names of the state do.
+        count, of: number of the state's names that differ by the segments, and number of names compared.
+        example: a name of the state, and the same name in the checkpoint.
     """
 
     segments: str
@@ -246,7 +244,7 @@ class Renaming:
 
 
 def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | None:
-    """Find the segments by which most of the names that the checkpoint lacks differ from its unused ones."""
+    """Return the most frequent difference of missing names from unused names; None if fewer than 10 % differ so."""
     alike = _Alike(unused)
     compared = lacking[:_COMPARED_AT_MOST]
     kinds: Counter[tuple[str, bool]] = Counter()
@@ -262,7 +260,7 @@ def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | N
             examples.setdefault(kind, (name, other))
     if not kinds:
         return None
-    # Of equals the shortest: a name may occur once more, deeper in the checkpoint.
+    # Among equally frequent differences the shortest: a name may occur a second time, deeper in the checkpoint.
     (kind, count) = min(kinds.items(), key=lambda pair: (-pair[1], len(pair[0][0])))
     if count * 10 < len(compared):
         return None
@@ -270,20 +268,20 @@ def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | N
 
 
 def nearest_keys(lacking: Sequence[str], unused: Iterable[str]) -> str:
-    """Return a text with the unused names that are most similar to the first missing one."""
+    """Return a text with the first missing names and the unused names that are most similar to them."""
     here, there = first_of(lacking, _NAMED_AT_MOST), first_of(nearest(lacking, unused), _NAMED_AT_MOST)
     return f"the state has {here}, and the nearest keys of the checkpoint are {there}"
 
 
 def nearest(names: Sequence[str], others: Iterable[str]) -> list[str]:
-    """Return for each of the first names the most similar one of `others`."""
+    """Return the names in `others` that are most similar to the first of `names`."""
     alike = _Alike(others)
     pairs = [next(iter(alike.to(name)), None) for name in names[:_NAMED_AT_MOST]]
     return list(dict.fromkeys(other for other in pairs if other is not None))
 
 
 class _Alike:
-    """Search among many names for those that begin or end like a given one."""
+    """Search for the names that begin or end like a given name."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._sorted = sorted(names)
@@ -316,14 +314,14 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _inserted(here: str, there: str) -> tuple[str, bool] | None:
-    """Return the segments that only one of two names has, and True if that is `there`."""
+    """Return the segments that only one of two names has, and True if that name is `there`."""
     for shorter, longer, in_checkpoint in ((here, there, True), (there, here, False)):
         parts, more = shorter.split("."), longer.split(".")
         end = _common(parts[::-1], more[::-1])
         begin = min(_common(parts, more), len(parts) - end)
         inserted = more[begin : len(more) - end]
         if not end or len(parts) != begin + end:
-            # In several places, as in a model whose layers are compiled one by one.
+            # Segments may be inserted in several places, as in a model whose layers are compiled one by one.
             own = set(parts)
             inserted = list(dict.fromkeys(part for part in more if part not in own))
             if parts != [part for part in more if part in own]:

@@ -1,4 +1,4 @@
-"""The items that a rank asks to write, the facts that they depend on, and the rows of a tensor in an item."""
+"""Write items of a rank, the signature of a state, and the rows of a tensor that belong to an item."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for a tensor that is certainly no shard: it is of torch's own class, without further attributes.
+    """Return True for a tensor of torch's class without added attributes, which is certainly not a shard.
 
-    From torch 2.15 on DCP asks each tensor by a `Protocol` whether it is a shard, which takes most of the time of
-    planning, under the interpreter's lock.
+    From torch 2.15 on, DCP checks each tensor against the `Protocol` of shards. This takes most of the time of
+    planning, during which the GIL is held.
     """
     return type(value) in _PLAIN and not value.__dict__
 
 
 def is_partial(value: Any) -> TypeGuard[DTensor]:
-    """Return True for a DTensor that is a partial sum: each rank holds an addend, and no rank a chunk."""
+    """Return True for a DTensor that is a partial sum, of which each rank holds an addend."""
     return isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)
 
 
@@ -43,7 +43,7 @@ def write_items(state: dict[str, Any], is_coordinator: bool) -> list[WriteItem]:
 
 
 def signature_of(state: dict[str, Any]) -> Hashable:
-    """Return all that a plan depends on: names, kinds, shapes, dtypes and placements. Values are left out."""
+    """Return the facts on which a plan depends: names, types, shapes, dtypes and placements, but no values."""
     return tuple([(name, *_facts(value)) for name, value in state.items()])
 
 
@@ -57,14 +57,14 @@ def _facts(value: Any) -> tuple[Any, ...]:
         return (value.size(), value.dtype, tuple((*shard.shard_offsets, *shard.shard_sizes) for shard in shards))
     described = getattr(value, "__create_chunk_list__", None)
     if described is not None or hasattr(value, "global_shape"):
-        # Several chunks of a tensor in one (CheckpointableTensor): the items that DCP makes of it describe the chunks.
+        # The tensor holds several chunks of a larger tensor (CheckpointableTensor); DCP's items describe the chunks.
         chunks = (item.tensor_data.chunk for item in _create_write_items("", value) if item.tensor_data is not None)
         return (value.dtype, *((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks))
     return (value.shape, value.dtype)
 
 
 def rows_of_item(value: Any, item: WriteItem) -> torch.Tensor | None:
-    """Return the part of this rank's tensor that a slice names; None for an item that is no slice."""
+    """Return the item's rows of this rank's tensor; None if the item is not a slice."""
     if item.type != WriteItemType.SHARD or item.tensor_data is None or isinstance(value, ShardedTensor):
         return None
     if not isinstance(value, torch.Tensor) or hasattr(value, "global_shape"):
@@ -84,7 +84,7 @@ def rows_of_item(value: Any, item: WriteItem) -> torch.Tensor | None:
 
 
 def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
-    """Like `rows_of_item`, for a tensor of several pieces with known places (torchrec's wrapper)."""
+    """Like `rows_of_item`, for a tensor of several pieces (torchrec's wrapper)."""
     for piece in value.__create_chunk_list__():
         first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
         beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (

@@ -1,1 +1,1 @@
-"""The save path: the layout of objects, what ranks report, and the commit."""
+"""The save path: layout of objects, upload, comparison with earlier saves, and commit."""

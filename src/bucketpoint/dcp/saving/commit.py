@@ -1,7 +1,6 @@
-"""The commit protocol of a save: check that no item is missing, PUT `.metadata` with a condition, clean up, and record.
+"""Commit protocol of a save: check for missing items, conditional PUT of `.metadata`, cleanup, and catalog record.
 
-Only `.metadata` decides whether a checkpoint exists. Every step after its PUT is best effort, and an error there never
-fails the save, which has committed.
+Only `.metadata` decides whether a checkpoint exists. An error in a step after its PUT never fails the committed save.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ VERSION = "1.0.0"
 def complete_metadata(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta
 ) -> tuple[Metadata, dict[str, Any]]:
-    """Return the metadata to commit, with the place of each item, and the table of objects.
+    """Return the metadata to commit, with the location of each item, and the table of objects.
 
-    Works on a copy: DCP broadcasts the metadata that it passed in to every rank, and would broadcast the places too.
+    The result is a copy, because DCP broadcasts the metadata object that it passed in, and no rank needs the locations.
 
     Raises:
         IncompleteSaveError: an item of the plan has no result, or a size that does not match its shape.
@@ -71,7 +70,7 @@ def complete_metadata(
 
 @dataclass(frozen=True)
 class Committed:
-    """A committed checkpoint: its items, objects and bytes, and the log's step and metrics."""
+    """Number of items, objects and bytes of a committed checkpoint, and the step and metrics of the save log."""
 
     items: int
     objects: int
@@ -80,7 +79,7 @@ class Committed:
     metrics: Mapping[str, float]
 
     def log(self, url: str, seconds: float, blocked_s: float | None, *, ranks: int) -> None:
-        """Log what was saved, in how many seconds since the call, and how long training stood still, if it is known."""
+        """Log one line. `seconds`: since the call of the save; `blocked_s`: training was blocked, None if unknown."""
         megabytes = self.nbytes / 1e6
         blocked = "" if blocked_s is None else f", blocked {1000 * blocked_s:.0f} ms"
         speed = f"{megabytes:.1f} MB in {seconds:.2f} s ({megabytes / max(seconds, 1e-6):.0f} MB/s){blocked}"
@@ -90,11 +89,11 @@ class Committed:
 def commit(
     request: Commit, metadata: Metadata, results: RankResults, *, world_size: int, created: float, endpoint: str
 ) -> Committed:
-    """Commit a checkpoint: it does not exist before, and exists as a whole after.
+    """Commit a checkpoint atomically.
 
     Raises:
-        IncompleteSaveError: as `complete_metadata`; or the chunks do not make up the tensors.
-        CheckpointExistsError: something is committed there and `overwrite` is False.
+        IncompleteSaveError: as `complete_metadata`; or the chunks do not cover their tensors.
+        CheckpointExistsError: the URL has a checkpoint, and `overwrite` is False.
         CommitConflictError: another job committed to the same URL meanwhile; this save committed nothing.
     """
     lost = results.uncovered()
@@ -115,7 +114,7 @@ def commit(
     }
     data, index, items, objects = _encoded(request, metadata, results, facts)
     if index is not None:
-        # Written before the commit that names it. Only this attempt uses the key, so nothing is overwritten.
+        # The index is put before the commit that names it. Only this attempt uses the key, so nothing is overwritten.
         key, body = keys.join(request.prefix, index_path(request.token)), memoryview(index)
         retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
     sizes = {path: fact["size"] for path, fact in objects.items()}
@@ -128,7 +127,7 @@ def commit(
         known = {**facts, "writer": __version__}
         etag = info.etag
         record = make_record(metadata, known, data, sizes, items=items, metadata_etag=etag, covers=True)
-        # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
+        # The record comes last, because it removes the intent, by which sweeps find remains of the old checkpoint.
         _write_record(request, dated(record, info.modified), again=again)
     return Committed(items, len(objects), sum(sizes.values()), facts.get("step"), facts.get("metrics", {}))
 
@@ -146,13 +145,14 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
 
 
 def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, bool]:
-    """Put the metadata and remove the fence. Returns what `put_commit` does, and whether a request was sent again.
+    """Put the metadata and remove the fence. Return the results of `put_commit`, and True if a request was retried.
 
-    A request without an answer may still arrive for as long as its signature is valid. If the checkpoint were deleted
-    before that request arrives, the request would commit the checkpoint without its data. So the fence and the intent
-    stay, and a prune leaves the checkpoint alone until they are an hour old.
+    A request without an answer may still reach the store while its signature is valid. If the checkpoint is deleted
+    before, the late request commits the checkpoint again, without its data. So after a retry the fence and the intent
+    stay, and no prune deletes the checkpoint until they are an hour old.
     """
-    # Counted for the whole process, since a store may send from another thread: extra counts only cost that hour.
+    # The retries of the whole process are counted, since a store may send on another thread. Retries of other requests
+    # only keep the fence for an hour.
     before = process_budget().counts["retried"]
     info, replaced = put_commit(request, data)
     again = process_budget().counts["retried"] != before
@@ -169,7 +169,7 @@ def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, boo
 def _encoded(
     request: Commit, metadata: Metadata, results: RankResults, facts: dict[str, Any]
 ) -> tuple[bytes, bytes | None, int, dict[str, Any]]:
-    """Return `.metadata`, the index that it names (None if it names none), the number of items, and the objects."""
+    """Return the encoded metadata, the encoded index or None, the number of items, and the table of objects."""
     storage_meta = StorageMeta(checkpoint_id=request.url, save_id=keys.save_id(request.token))
     version = {"version": VERSION} if hasattr(metadata, "version") else {}
 
@@ -204,7 +204,7 @@ def _ref_to(request: Commit, index: bytes | None) -> IndexRef | None:
 
 
 def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:
-    # A user's group of objects may have the same name as the index: then there is no index, as it would overwrite data.
+    # If a user's group of objects has the same path as the index, the index would overwrite data, so none is made.
     free = index_path(request.token) not in objects
     return free and request.name == keys.METADATA and items >= index_ref.INDEX_ITEMS
 
@@ -216,7 +216,7 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
             return
         body = memoryview(record.to_json())
         request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
-    # The checkpoint exists by now: no error, such as one of a caller's own `CommitLog`, may make the save seem failed.
+    # The checkpoint exists, so no error may fail the save, not even one of a caller's own log.
     except Exception as error:  # noqa: BLE001
         logger.warning(
             "the checkpoint is committed, but its catalog record was not written (`bucketpoint gc ROOT --adopt` writes "
@@ -226,12 +226,11 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
 
 
 def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
-    """Delete the data of the checkpoint that was overwritten. Without the right to delete, the data stays."""
+    """Delete the data of the overwritten checkpoint. Without permission to delete, the data stays."""
     try:
         index = ref_of(replaced)
         paths = (data_paths(replaced) | ({index.path} if index is not None else set())) - kept
-        # The writer of the replaced metadata may have named the commit just made, or another one below this URL: delete
-        # only paths that can be data.
+        # Delete only paths that can be data: the replaced metadata may name the new commit, or a commit below this URL.
         paths = {path for path in paths if keys.may_be_data(path)}
         failures = request.store.delete([keys.join(request.prefix, path) for path in sorted(paths)])
     except BucketpointError as error:

@@ -19,9 +19,9 @@ class CommitInfo:
         url: URL of the checkpoint.
         step: training step; None if the save has no log in a catalog.
         nbytes: bytes of the checkpoint's data on all ranks.
-        blocked_s: seconds that `async_save` took on the coordinator, in which training stood still.
+        blocked_s: seconds for which `async_save` blocked training on the coordinator.
         commit_s: seconds from the call of `async_save` to the commit, on the coordinator.
-        metrics: metrics that were known at the save.
+        metrics: metrics of the step at the time of the save.
         stats: figures of the save; None with a checkpoint process.
     """
 
@@ -38,12 +38,12 @@ OnCommit = Callable[[CommitInfo], None]
 
 
 def tell(on_commit: OnCommit, info: CommitInfo) -> None:
-    """Call a program's `on_commit`. Its error is logged: the checkpoint is committed, and the save has not failed."""
+    """Call `on_commit` and log its error, which must not fail the committed save."""
     try:
         on_commit(info)
     except KeyboardInterrupt:
-        # Only the main thread receives it: the program should stop.
+        # Only the main thread receives a KeyboardInterrupt, and the program should stop.
         raise
-    # An exit or DCP's CheckpointException would end the thread that must report the end of the save.
+    # SystemExit or DCP's CheckpointException would end the thread that must report the end of the save.
     except BaseException:
         logger.exception("%s is committed, but on_commit raised an error", info.url)

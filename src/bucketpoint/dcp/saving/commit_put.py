@@ -1,6 +1,6 @@
-"""The one request that makes a checkpoint exist: the conditional PUT of `.metadata`.
+"""The conditional PUT of `.metadata`, which commits a checkpoint.
 
-It succeeds only if there is no commit, or exactly the one that was found when the save began.
+The PUT succeeds only if the URL has no commit, or still the commit that was found when the save began.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Commit:
 
     Attributes:
         name: `.metadata`, or `__{rank}.metadata` for a save without collectives.
-        seen: commit found when the save began; only it may be replaced. None: unknown, not checked.
+        seen: commit found when the save began, the only one that may be replaced; None (unknown) allows any.
         fence: protects the data of the attempt against sweeps.
-        partial: the caller has said that this rank saves its part of the state alone.
+        partial: the caller has declared that this rank saves only its part of the state.
         ranks: number of ranks whose `rank_state` values the state must have.
     """
 
@@ -64,24 +64,24 @@ class Commit:
     overwrite: bool
     log: SaveLog | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further plain values to put into the metadata. Values of the log with the same names replace them."""
+    """Further plain values for the metadata. Values of the log with the same names replace them."""
     seen: PriorCommit | None = None
     fence: AttemptFence | None = None
     partial: bool = False
     ranks: int = 1
 
     def ensure_alive(self) -> None:
-        """Make sure that no sweep takes this attempt for dead. Called right before each PUT of the commit.
+        """Ensure that no sweep deletes the data of this attempt. Called right before each PUT of the commit.
 
         Raises:
-            IncompleteSaveError: a sweep has taken it for dead.
+            IncompleteSaveError: a sweep has declared the attempt dead.
         """
         if self.fence is not None:
             self.fence.ensure()
 
 
 def prior_commit(store: Store, prefix: str, name: str) -> PriorCommit | None:
-    """Return the present commit; None if this process may not read it."""
+    """Return the current commit; None if this process has no permission to read it."""
     try:
         head, info = retry_transient(
             lambda: store.get(keys.join(prefix, name), first=MARKER_HEAD_BYTES), attempts=COMMIT_ATTEMPTS
@@ -89,7 +89,7 @@ def prior_commit(store: Store, prefix: str, name: str) -> PriorCommit | None:
     except ObjectNotFoundError:
         return PriorCommit(there=False)
     except AccessDeniedError:
-        # S3 answers 403 for a missing key if the caller may not list.
+        # S3 answers 403 for a missing key if the caller has no permission to list.
         return None
     return PriorCommit(there=False) if is_marker(head) else PriorCommit(there=True, etag=info.etag)
 
@@ -97,25 +97,25 @@ def prior_commit(store: Store, prefix: str, name: str) -> PriorCommit | None:
 def refuse_existing(
     seen: PriorCommit | None, url: str | None, *, overwrite: bool, replaces_only: frozenset[str] | None
 ) -> None:
-    """Refuse a save that would replace a commit that it may not replace.
+    """Raise if the URL has a commit that the save may not replace.
 
     Args:
         replaces_only: marks of the commits that may be replaced; None for any commit.
 
     Raises:
-        CheckpointExistsError: such a commit is there.
+        CheckpointExistsError: the URL has such a commit.
     """
-    # A save replaces no other commit than the one that it found.
+    # It is enough to check `seen`: the PUT replaces no other commit.
     replaceable = replaces_only is None or (seen is not None and mark_of(seen.etag) in replaces_only)
     if seen is not None and seen.there and not (overwrite and replaceable):
         raise CheckpointExistsError("Checkpoint already exists at this URL", url=url)
 
 
 def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
-    """Refuse a save without collectives at a commit's URL: no reader reads `__{rank}.metadata` beside `.metadata`.
+    """Raise if the URL of a save without collectives has a commit: its `__{rank}.metadata` would never be read.
 
     Raises:
-        CheckpointExistsError: a commit is there.
+        CheckpointExistsError: the URL has a commit.
     """
     if seen is not None and seen.there:
         raise CheckpointExistsError(
@@ -126,7 +126,7 @@ def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
 
 
 def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
-    """Commit where nothing is committed, or replace exactly the checkpoint that was seen. Return the replaced one too.
+    """Create the commit, or replace exactly the commit that was seen, whose metadata is returned too.
 
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
@@ -180,12 +180,12 @@ def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
     try:
         return retry_transient(lambda: _metadata_at(store, key), attempts=COMMIT_ATTEMPTS)
     except (ObjectNotFoundError, AccessDeniedError) as error:
-        # It was deleted in between, by a pruner or a person. S3 answers 403 instead of 404 if the caller may not list.
+        # The object was deleted in between. S3 answers 403 in place of 404 without permission to list.
         raise _GoneError(error) from None
 
 
 def _create(request: Commit, key: str, data: bytes) -> ObjectInfo | None:
-    """Commit where nothing is committed. Return None if there is a commit."""
+    """Put the metadata if the key has no object; return None if it has."""
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     request.ensure_alive()
     try:
@@ -197,27 +197,23 @@ def _create(request: Commit, key: str, data: bytes) -> ObjectInfo | None:
 def _replace(
     request: Commit, key: str, data: bytes, there: bytes, info: ObjectInfo, *, verified: bool
 ) -> tuple[ObjectInfo, Metadata | None] | None:
-    """Replace the existing commit or deletion marker. Return None if the caller must look again.
-
-    The caller must look again if a deletion marker has appeared or changed meanwhile.
+    """Replace the existing commit or deletion marker; return None if a marker has appeared or changed meanwhile.
 
     Args:
         there: content of the existing object.
-        info: the existing object.
-        verified: read the metadata again after the write: the store does not check conditions atomically.
+        verified: read the metadata again after the write, because the store does not check conditions atomically.
 
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
         _GoneError: the existing object is gone.
     """
     if there == data:
-        # Our own commit: an earlier attempt succeeded, but the store's answer was lost on the way.
+        # This is our commit: an earlier request succeeded, but the answer of the store was lost.
         return info, None
     replaced = None
     if is_marker(there) and not _settled(request, info):
         return None
-    # A marker is no checkpoint, so any save may replace it: the deletion removes only objects that the earlier commit
-    # named.
+    # Any save may replace a marker: the deletion removes only objects that the earlier commit named.
     if not is_marker(there):
         replaced = _to_be_replaced(request, info, there)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
@@ -237,17 +233,16 @@ def _replace(
 
 
 def _settled(request: Commit, marker: ObjectInfo) -> bool:
-    """Wait until no request to delete the marker can be under way: it would delete the new commit instead.
+    """Wait until no request to delete the marker can arrive any more: the request would delete the new commit.
 
-    In stores whose DELETE takes no condition, the request to delete is signed before the marker is put, and expires.
-    The service goes by the clock of the machine that signed, which may be up to a quarter of an hour ahead.
+    In stores without a conditional DELETE, the DELETE is signed before the marker is put, and its signature expires.
+    The time in the signature is from the signing machine, whose clock may be up to 15 minutes ahead.
 
     Returns:
-        False if the marker is gone or was replaced.
+        False if the marker was deleted or replaced.
     """
     store = request.store
-    # Not isinstance(): from Python 3.12 on, a protocol check does not see the attributes that a wrapper of a store
-    # passes on.
+    # isinstance() would return False: from Python 3.12 on, it does not see attributes that a wrapper forwards.
     if store.capabilities.conditional_delete or getattr(store, "expiring_delete", None) is None:
         return True
     from bucketpoint.catalog.deletion.delete import SIGNED_S
@@ -266,7 +261,7 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
 
 
 def _refuse_others(request: Commit, info: ObjectInfo, data: bytes) -> None:
-    """Raise if the existing commit was made after this attempt began: its job was answered with success."""
+    """Raise if another job has committed since this attempt began, because that job's save has succeeded."""
     seen = request.seen
     if seen is None or (seen.there and (seen.etag == info.etag or seen.etag == _thinned_from(data))):
         return
@@ -291,7 +286,7 @@ def _conflict(request: Commit) -> CommitConflictError:
 
 
 def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
-    """Commit to a store without conditional writes: read, write, and read again. Two jobs at once may still collide."""
+    """Commit to a store without conditional writes: read, write, read again. Concurrent jobs may still collide."""
     replaced, there = None, b""
     try:
         there, info = _metadata_at(request.store, key)
@@ -303,7 +298,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     try:
         info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
     except StoreError:
-        # If another job's commit came right after this one, the store finds that one in place of what it wrote.
+        # The store may fail because it found another job's commit, made right after ours, in place of ours.
         with contextlib.suppress(ObjectNotFoundError):
             _check_ours(request, key, data, there)
         raise
@@ -317,10 +312,10 @@ def _check_ours(request: Commit, key: str, *ours: bytes) -> None:
 
 
 def _to_be_replaced(request: Commit, info: ObjectInfo, data: bytes) -> Metadata | None:
-    """Return the metadata about to be replaced; None if it cannot be read: its data objects then stay.
+    """Return the metadata to be replaced; None if it cannot be decoded, and its data objects must stay.
 
     Raises:
-        CheckpointExistsError, CommitConflictError: it must not be replaced.
+        CheckpointExistsError, CommitConflictError: the commit must not be replaced.
     """
     if not request.overwrite:
         raise CheckpointExistsError("Checkpoint already exists at this URL", url=request.url)

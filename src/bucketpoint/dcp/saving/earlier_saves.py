@@ -1,7 +1,7 @@
-"""The last saves of a rank, with which the next one is compared: from the process's memory, or read from the store.
+"""The earlier save of a rank with which the next save is compared, from memory or from the store.
 
-The ranks of a save must compare with the same earlier save, and only the coordinator knows which saves were committed.
-So it announces to each rank, with the rank's plan, an id for this save and the id of the one to compare with.
+All ranks must compare with the same earlier save, and only the coordinator learns which saves were committed. So the
+coordinator sends each rank, with its plan, the id of this save and the id of the save to compare with.
 
 After each commit the coordinator also compares the checksums of an optimizer's moments with those of the last save.
 """
@@ -40,7 +40,7 @@ from bucketpoint.transfer.pieces import for_each
 logger = logging.getLogger(__name__)
 
 _ELEMENT_BYTES = 8
-"""Largest size of one element: larger tensors of an optimizer are moments, others may be its counts of steps."""
+"""Largest size of one element. Larger tensors of an optimizer are moments, smaller ones may be step counters."""
 
 _ALARM = (
     "no byte of the optimizer's moments (group %r) changed in %s, although training went on: they have not changed "
@@ -50,15 +50,15 @@ _ALARM = (
 )
 
 _STILL_SAVES = 2
-"""Saves in a row, each of a higher step than the one before, in which moments did not change before there is an alarm.
-A first try of the library saves twice without training."""
+"""Number of consecutive saves, at rising steps and with unchanged moments, after which a warning is logged. More than
+one, because a first trial of the library often saves twice without training."""
 
 
 KEPT_SAVES = 3
-"""Saves that are kept of one run: the last one committed, and those that have begun since."""
+"""Saves kept for each run: the last committed save, and saves that have begun since."""
 
 KEPT_RUNS = 4
-"""Runs of which saves are kept, for a writer that saves to several."""
+"""Runs whose saves are kept, for a writer that saves to several runs."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Announcement:
 
     Attributes:
         save: id of this save.
-        since: id of the last save of the run that this process committed; None if it has committed none.
-        url: URL of the checkpoint to compare with, for ranks that do not know it from memory; None if they need not.
-        span: name of the coordinator's span of OpenTelemetry; None if it records none.
+        since: id of the last save of the run that the coordinator's process committed; None if there is none.
+        url: URL of the checkpoint to compare with, for ranks that have not kept save `since`; None if there is none.
+        span: name of the coordinator's OpenTelemetry span; None without OpenTelemetry.
     """
 
     save: str
@@ -79,17 +79,17 @@ class Announcement:
 
     @property
     def fields(self) -> tuple[str | None, ...]:
-        """Sent as plain values: the name of a class would be 50 bytes for each rank."""
+        """The values to send: the name of a class would add 50 bytes for each rank."""
         return (self.save, self.since, self.url) if self.span is None else (self.save, self.since, self.url, self.span)
 
     def put_on(self, plans: Iterable[SavePlan]) -> list[SavePlan]:
-        """Return the ranks' plans with the announcement, except for those with which a planner sends other data."""
+        """Return the plans with the announcement added, except to plans that hold other data of a planner."""
         fields = self.fields
         return [replace(plan, storage_data=fields) if plan.storage_data is None else plan for plan in plans]
 
     @classmethod
     def received(cls, fields: Any) -> Announcement | None:
-        """Return the announcement in a plan; None for anything else that a planner may put there."""
+        """Return the announcement from a plan's data; None for other data of a planner."""
         return cls(*fields) if type(fields) is tuple and len(fields) in (3, 4) else None
 
 
@@ -97,8 +97,8 @@ class SavedItem(NamedTuple):
     """An item in an object of an earlier save.
 
     Attributes:
-        digest: digest of the item's bytes, its frame included.
-        sample: digest of a few of these bytes, by which most changes are seen; None if it is not known.
+        digest: digest of the item's bytes, with its frame.
+        sample: digest of a few of these bytes, which detects most changes; None if unknown.
     """
 
     info: ItemInfo
@@ -124,12 +124,11 @@ class Written:
 
 @dataclass(frozen=True)
 class EarlierSave:
-    """One rank's part of a save, as far as the next save needs it.
+    """One rank's part of a save, for comparison with the next save.
 
     Attributes:
-        id: as announced.
         items: the items with digests.
-        objects: the objects in which these lie, by path.
+        objects: the objects that hold these items, by path.
     """
 
     id: str
@@ -140,13 +139,13 @@ class EarlierSave:
 
 @dataclass
 class _Moments:
-    """The optimizer's moments of one group of objects, at the last save that had this group.
+    """The optimizer's moments in one group of objects, at the last save with this group.
 
     Attributes:
-        digest: of their checksums.
-        url: of that save.
-        changed: URL of the last save in which they changed; None if they have not.
-        still: saves of higher steps since then.
+        digest: digest of the checksums of the moments.
+        url: URL of the save.
+        changed: URL of the last save in which the moments changed; None if they never changed.
+        still: number of saves at rising steps since the last change.
     """
 
     digest: bytes
@@ -156,17 +155,13 @@ class _Moments:
 
 
 class MomentsWatch:
-    """The memory of one run's saves, on the coordinator. An alarm is given once, until the moments change again."""
+    """Comparison of the moments in the saves of one run, on the coordinator. It warns once per pause in changes."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Moments] = {}
 
     def look(self, url: str, digests: Mapping[str, bytes]) -> None:
-        """Compare a committed save with the last one, and warn of moments that do not change while training continues.
-
-        Args:
-            digests: the result of `checksum_digests`.
-        """
+        """Compare the `checksum_digests` of a committed save with the last save, and warn if moments do not change."""
         for group, digest in digests.items():
             last = self._groups.setdefault(group, _Moments(digest, url))
             if digest != last.digest:
@@ -192,9 +187,9 @@ class EarlierSaves:
         self._watches: dict[str, MomentsWatch] = {}
 
     def keep(self, said: Announcement | None, url: str, written: Written) -> None:
-        """Keep a save whose objects this rank has uploaded, committed or not. A save without an announcement has no id.
+        """Keep a save whose objects this rank has uploaded, committed or not, if it has an announcement with a new id.
 
-        A planner of DCP's that keeps plans sends an old announcement again, with the id of the save it was made for.
+        DCP's planner repeats old announcements with its cached plans.
         """
         if said is None:
             return
@@ -217,7 +212,6 @@ class EarlierSaves:
                 self._watches.pop(old, None)
 
     def watch(self, url: str) -> MomentsWatch:
-        """Return the watch of the run of a checkpoint, on the coordinator."""
         with self._lock:
             return self._watches.setdefault(run_of(url), MomentsWatch())
 
@@ -233,14 +227,14 @@ class EarlierSaves:
     def compared_with(
         self, url: str, said: Announcement | None, read: Callable[[Announcement], EarlierSave | None]
     ) -> EarlierSave | None:
-        """Return the save that the coordinator has announced: from memory, or else from the store by `read`."""
+        """Return the announced save to compare with, from memory, or else from the store by `read`."""
         if said is None:
             return None
         last = self._find(run_of(url), said)
         return read(said) if last is None and said.url is not None else last
 
     def _find(self, run: str, said: Announcement) -> EarlierSave | None:
-        """Return the save to compare with, and drop earlier ones. None if this process has not kept it."""
+        """Return the save to compare with, and discard older saves; None if this process has not kept the save."""
         with self._lock:
             kept = self._kept.get(run, [])
             at = next((at for at, save in enumerate(kept) if save.id == said.since), None)
@@ -250,20 +244,20 @@ class EarlierSaves:
             return kept[0]
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A checkpoint process reads what it needs from the store.
+        # A checkpoint process reads earlier saves from the store.
         return EarlierSaves, ()
 
 
 def run_of(url: str) -> str:
-    """Return the URL of the folder above a checkpoint, in which the other checkpoints of its run are."""
+    """Return the URL of the folder that contains a checkpoint and the other checkpoints of its run."""
     split = parent_and_name(url)
     return split[0] if split is not None else url
 
 
 def newest_commit(place: Location) -> str | None:
-    """Return the URL of the newest checkpoint in the folder above a place; None if none is there or found.
+    """Return the URL of the newest checkpoint of the run; None without one, or if the search fails.
 
-    As many requests as `latest_checkpoint`.
+    Sends as many requests as `latest_checkpoint`.
     """
     from bucketpoint.catalog.catalog import latest_checkpoint
 
@@ -281,9 +275,9 @@ def read_earlier_save(
     open_url: Callable[[str], tuple[Store, str]],
     said: Announcement,
 ) -> EarlierSave | None:
-    """Read the checkpoint to compare with from the store, for these items. None if it cannot be read.
+    """Read from the store the save to compare with, for these items only; return None if the save cannot be read.
 
-    One or two small requests for the metadata, and one for each object that holds such items.
+    Sends one or two small requests for the metadata, and one for each object that holds such items.
     """
     indices = [item.index for item in items]
     try:
@@ -334,7 +328,7 @@ _NUMBER = re.compile(r"^(.*?)([0-9]+)$", re.DOTALL)
 
 
 def is_later(url: str, last: str) -> bool:
-    """Return True if two folders have one name with a number at its end, and the number of `url` is higher."""
+    """Return True if the names of two folders differ only in the number at their end, and that of `url` is higher."""
     before, now = (_NUMBER.match(each.rstrip("/").rpartition("/")[2]) for each in (last, url))
     if before is None or now is None or before[1] != now[1]:
         return False
@@ -364,7 +358,7 @@ def _of_columns(columns: Columns) -> Iterator[tuple[str, bytes]]:
 
 
 def _of_items(results: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
-    """Yield the same for results that name their items."""
+    """Yield the checksums of one rank's moments by group, from results that name their items."""
     for result in results:
         info = read_item(result.storage_data)
         group = _watched(info.path)
@@ -373,6 +367,6 @@ def _of_items(results: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def _watched(path: str) -> str | None:
-    """Return the group of an object if it is one of an optimizer, else None."""
+    """Return the group of an object if the group belongs to an optimizer, else None."""
     named = keys.parse_data_path(path)
     return named[2] if named is not None and OPTIM in named[2] else None

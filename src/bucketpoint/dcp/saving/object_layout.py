@@ -1,4 +1,4 @@
-"""Layout of a rank's write items in objects, and the results that are reported for them."""
+"""Layout of a rank's write items in objects, and the results that the rank reports for the items."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from bucketpoint.transfer.upload import Fill
 logger = logging.getLogger(__name__)
 
 DEFAULT_OBJECT_BYTES = 4 << 30
-"""Default size of an object: below 5 GiB, the most that one CopyObject moves (Amazon S3 service limit)."""
+"""Default size of an object: below 5 GiB, the limit of one CopyObject request (Amazon S3 service limit)."""
 
 WHOLE_OBJECT_BYTES = 64 << 20
-"""Default size of an object for stores that take an object in one piece only."""
+"""Default size of an object for stores without multipart uploads."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ItemBytes:
     """A write item with the bytes that are stored for it.
 
     Attributes:
-        payload: index of the segment over which the item's checksum and digest are taken; 0 unless the item is framed.
+        payload: index of the segment of which checksum and digest are computed; 0 unless the item is framed.
         tensor: a tensor that keeps the memory of the segments alive.
     """
 
@@ -61,12 +61,11 @@ class ItemBytes:
 
     @property
     def body(self) -> Segment:
-        """The segment of the payload."""
         return self.segments[self.payload]
 
     @property
     def payload_offset(self) -> int | None:
-        """Bytes from the start of the item to its payload, if the item is one of our frames; else None."""
+        """Bytes from the start of the item to its payload; None if the item is not framed."""
         return self.segments[0].nbytes if self.payload else None
 
 
@@ -122,7 +121,7 @@ def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
     try:
         data = planner.resolve_data(item)
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
-        # The error of pickle names a type, but not the key in the state, so it is raised again with the key.
+        # The error of pickle names a type, but not the key in the state.
         if item.type != WriteItemType.BYTE_IO:
             raise
         raise BucketpointError(
@@ -166,21 +165,17 @@ def default_object_bytes(store: Capabilities, options: TransferOptions) -> int:
     """Return the size, in bytes, at which a group of items continues in another object."""
     if store.multipart:
         return DEFAULT_OBJECT_BYTES
-    # Where a copy of the whole object is held in memory during its upload, several objects should fit the budget.
+    # If the upload holds a copy of the whole object in memory, several objects should fit the memory budget.
     return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
 
 
 def item_bytes(item: WriteItem, planner: SavePlanner, *, digests: bool = False) -> ItemBytes:
-    """Resolve an item to the bytes that are stored for it.
-
-    Args:
-        digests: compute a digest of items whose bytes lie in memory.
-    """
+    """Resolve an item to the bytes that are stored for it. `digests`: compute a digest if the bytes are in memory."""
     data = resolve(item, planner)
     segments = item_segments(item, data)
     payload = 1 if len(segments) > 1 else 0
     if digests and segments[payload].data is not None:
-        # The frame is mixed into the digest: the same bytes of another dtype or shape are another item.
+        # The digest includes the frame, because the same bytes with another dtype or shape are another item.
         frame = b"".join(segment.data or b"" for number, segment in enumerate(segments) if number != payload)
         segments[payload] = replace(segments[payload], digest_seed=digest(memoryview(frame), b""))
     return ItemBytes(item, segments, payload, data if payload and isinstance(data, torch.Tensor) else None)
@@ -189,10 +184,10 @@ def item_bytes(item: WriteItem, planner: SavePlanner, *, digests: bool = False) 
 def plan_objects(
     group: str, items: Sequence[ItemBytes], names: ObjectNames, *, target_object_bytes: int
 ) -> list[PlannedObject]:
-    """Lay items of one group out in objects.
+    """Arrange the items of one group in objects.
 
-    Groups go to separate objects, so that a checkpoint can later be thinned to its weights by deleting objects. A group
-    larger than `target_object_bytes` is spread over several; an item is never split over two.
+    Each group has separate objects, so that objects can be deleted to thin a checkpoint to its weights. A group larger
+    than `target_object_bytes` is spread over several objects, but an item is never split.
     """
     batches = batched(items, lambda entry: entry.body.nbytes, target_object_bytes)
     return [_lay_out(names.next(group), names.prefix, batch) for batch in batches]
@@ -209,7 +204,7 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
     for number, item in enumerate(placed):
         body = item.entry.body
         if body.nbytes > body.block_nbytes:
-            # Tables lie behind all items: checksums are known only when everything before them is about to be sent.
+            # Tables follow all items, because the checksums are computed while the items are sent.
             placed[number] = replace(item, table=offset)
             offset += 4 * -(-body.nbytes // body.block_nbytes)
     tabled = [item.payload for item in placed if item.table is not None]
@@ -226,22 +221,22 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
 
 
 def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Segment]:
-    """Return the bytes of one item: header, payload and trailer of a framed tensor; one segment for anything else."""
+    """Return header, payload and trailer of a tensor that can be framed, or one segment for any other item."""
     if isinstance(data, torch.Tensor) and frameable(data):
         if is_viewable(data):
             return framed_segments(data.dtype, data.shape, data=tensor_bytes(data))
         return framed_segments(data.dtype, data.shape, fill=functools.partial(copy_stretch, data))
     if isinstance(data, torch.Tensor):
-        # Our frames cannot hold it: it is sparse, quantised, or of a subclass.
+        # Our frames cannot hold a sparse or quantised tensor, or a subclass.
         buffer = io.BytesIO()
         torch.save(data.cpu(), buffer)
         data = memoryview(buffer.getvalue())
     if write.type == WriteItemType.BYTE_IO:
-        # The warning comes now, while the program can still change the value.
+        # Warn at the save, while the program can still change the value.
         try:
             read_item(bytes(data))
         except UnreadableError:
-            pass  # bytes of a planner's own, which no load unpickles
+            pass  # bytes that a custom planner made, and that no load unpickles
         except RefusedError as error:
             logger.warning(
                 "%s contains %s, which a load refuses by default: save plain values, or load with trusted=True",
@@ -254,7 +249,7 @@ def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Seg
 def framed_segments(
     dtype: torch.dtype, shape: Sequence[int], *, data: memoryview | None = None, fill: Fill | None = None
 ) -> list[Segment]:
-    """Return header, payload and trailer of a tensor whose elements lie in memory, or are produced on demand.
+    """Return header, payload and trailer of a tensor whose elements are in `data`, or are produced by `fill`.
 
     Raises:
         TypeError: our frames cannot hold this dtype.
@@ -288,7 +283,7 @@ def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
 def results_with(infos: Sequence[tuple[MetadataIndex, Any]], stored: ObjectInfo) -> list[WriteResult]:
     """Return the results for the items of one stored object.
 
-    Only the first one holds the size and ETag of the object; the commit moves them to a table of objects.
+    Only the first result holds the size and ETag of the object; the commit moves them to a table of objects.
     """
     set_object_facts(infos[0][1], size=stored.size, etag=stored.etag)
     return [WriteResult(index=index, size_in_bytes=info.length, storage_data=info) for index, info in infos]

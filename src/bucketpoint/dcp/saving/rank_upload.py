@@ -1,4 +1,4 @@
-"""Upload of one rank's items: objects whose bytes are in the store already are copied there, all others are sent."""
+"""Upload of one rank's items. Unchanged objects of an earlier save are copied inside the store, all others are sent."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COPIES_AT_ONCE = 4
-"""Limit on the copies that a rank has under way. From about 16 copies on, of all clients together, those in a MinIO
-with one drive delay each other until they time out."""
+"""Limit on concurrent copies of a rank. In a MinIO with one drive, copies time out if all clients together make about
+16 or more at once."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class RankUpload:
     """The upload of one rank's items in one save.
 
     Attributes:
-        options: options of this process's own transfers: reads for the comparison, and copies.
+        options: options for transfers by this process: copies, and reads of items that are compared.
         open_url: opens the store of any URL with the writer's options.
-        announced: notes the uploads to these paths while they run: see `announce_uploads`.
-        digests: compute digests of the items, for the comparison at the next save.
+        announced: records uploads to the given paths while they run: see `announce_uploads`.
+        digests: compute digests of the items, which the next save compares.
     """
 
     place: Location
@@ -86,8 +86,8 @@ class RankUpload:
         """Upload the items, and return once all of them are stored.
 
         Args:
-            last: save of which unchanged objects are copied; None to send everything.
-            extensions: stream transforms, through which all items are sent.
+            last: earlier save whose unchanged objects are copied; None to send everything.
+            extensions: stream transforms for all items.
         """
         try:
             if extensions:
@@ -153,7 +153,7 @@ class RankUpload:
     def _send(
         self, planned: Sequence[PlannedObject], copies: Sequence[ObjectCopy], last: EarlierSave | None, written: Written
     ) -> list[ObjectCopy]:
-        """Upload objects while the store copies others. Return the copies that it did not make."""
+        """Upload objects while the store copies others. Return the copies that failed."""
         done: dict[str, ObjectInfo | None] = {}
 
         def copy(one: ObjectCopy) -> None:
@@ -161,7 +161,7 @@ class RankUpload:
             done[one.path] = copy_object(one, last, self.place.url, self.open_url)
 
         large = [entry.path for entry in planned if entry.source.nbytes > self.options.single_put_bytes]
-        # A store copies an object of more than 5 GiB by a multipart upload, too.
+        # The copy of an object of more than 5 GiB is a multipart upload, too.
         large += [one.path for one in copies if one.source.size > self.options.single_put_bytes]
         at_once = min(COPIES_AT_ONCE, self.options.connections)
         tasks = TaskGroup(at_once, name="bucketpoint-copy", nice=self.options.nice)
@@ -192,7 +192,7 @@ class RankUpload:
         items: Sequence[tuple[ItemBytes, bytes | None]],
         written: Written,
     ) -> None:
-        """Add an object to what was written, and its items with their digests, if they have one."""
+        """Add an object to `written`, with those of its items that have a digest."""
         written.results.extend(results)
         if self.digests:
             written.objects[path] = stored
@@ -205,7 +205,7 @@ class RankUpload:
 def _by_steadiness(
     entries: Sequence[ItemBytes], unchanged: Mapping[MetadataIndex, SavedItem]
 ) -> Iterator[Sequence[ItemBytes]]:
-    """Yield changed items apart from unchanged ones, if the latter are worth a copy at the next save."""
+    """Yield changed and unchanged items separately, if the unchanged are large enough for a copy at the next save."""
     steady = [entry for entry in entries if entry.item.index in unchanged]
     if sum(entry.nbytes for entry in steady) < LEAST_COPIED_BYTES:
         yield entries
@@ -216,9 +216,9 @@ def _by_steadiness(
 
 @contextlib.contextmanager
 def announce_uploads(log: SaveLog | None, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
-    """Note a rank's uploads to these paths in the log while they run, if the store finds uploads by exact keys only.
+    """Record a rank's uploads to these paths in the log while they run, if the store lists uploads only by exact key.
 
-    Otherwise the uploads of a killed rank could not be found.
+    Without the record, a sweep could not find the unfinished uploads of a killed rank.
     """
     limits = store.capabilities
     if log is None or not paths or limits.lists_uploads or not limits.multipart:

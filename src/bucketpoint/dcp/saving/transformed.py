@@ -1,7 +1,7 @@
 """Upload of items through torch's stream transforms (compression, encryption), whose output has an unknown length.
 
-Each group is one object, written item by item, so that memory stays within the budget. No part of such an item can be
-read alone.
+Each group is one object, written item by item, so that memory stays within the budget. Such an item can be read only
+as a whole.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _SLACK = 1 << 16
 
 
 class _ItemStream(io.RawIOBase):
-    """The object's stream for one item. Closing a transform closes the stream that it wraps, but further items follow.
+    """Stream of one item, written to the stream of its object.
 
-    The item's stream does close: a transform may ask if the stream that it wraps is closed.
+    A transform closes the stream that it wraps, and may check that the stream is closed. The object's stream must stay
+    open for further items.
     """
 
     def __init__(self, stream: StreamUpload) -> None:
@@ -54,13 +55,9 @@ def write_transformed(
     options: TransferOptions,
     meter: Meter,
 ) -> list[WriteResult]:
-    """Write all items through `extensions`, of which the first is nearest to the object.
-
-    Args:
-        groups: the items of each object, by its path below `prefix`.
-    """
-    # In the order in which a reader undoes the transforms: the one nearest to the object first. Torch's own writer
-    # lists them the other way round, and its reader then cannot undo more than one.
+    """Write all items through `extensions`, the first of which writes to the object. `groups`: items by path."""
+    # In the order in which a reader undoes the transforms, beginning at the object. Torch's writer lists them in the
+    # reverse order, so that torch's reader cannot undo more than one.
     descriptors = [extension.get_descriptor() for extension in extensions]
     results: list[WriteResult] = []
     for path, members in groups.items():

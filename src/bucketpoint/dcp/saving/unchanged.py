@@ -1,8 +1,8 @@
-"""Items that did not change since the last save, and the objects that the store copies instead of receiving them.
+"""Detection of items that are unchanged since the last save, and copies of their objects inside the store.
 
-Only whole objects are copied, which every store can do. So an object is copied if nearly all of its bytes are those of
-unchanged items; the rest is unused in the copy. Unchanged items of other objects are sent again, in separate objects,
-which can be copied at the next save.
+Only whole objects are copied, because every store can do this. An object is copied if unchanged items make up nearly
+all of its bytes; the other bytes of the copy are unused. Unchanged items in other objects are sent again, in separate
+objects that can be copied at the next save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 OpenUrl = Callable[[str], tuple[Store, str]]
 
 LIVE_SHARE = 0.8
-"""Least share of an object's bytes that must be unchanged for it to be copied: the others are stored in vain."""
+"""Least share of unchanged bytes in an object that is copied: the other bytes of the copy waste storage."""
 
 LEAST_COPIED_BYTES = 1 << 20
 """Least number of unchanged bytes in an object that is copied: fewer are sent together with changed items."""
@@ -55,7 +55,7 @@ class ObjectCopy:
 
 
 def sample_of(payload: Segment) -> bytes | None:
-    """Return a digest of a few bytes in the middle of a large item: they change in most items that change at all."""
+    """Return a digest of a few bytes in the middle, which detects most changes; None for a small item."""
     view = payload.data
     if view is None or view.nbytes < _SAMPLED_FROM:
         return None
@@ -66,9 +66,9 @@ def sample_of(payload: Segment) -> bytes | None:
 def find_unchanged(
     items: Sequence[ItemBytes], last: EarlierSave, options: TransferOptions
 ) -> dict[MetadataIndex, SavedItem]:
-    """Return the items whose bytes are those of the last save, each with its place there.
+    """Return the items whose bytes have not changed since the last save, each with its location in that save.
 
-    Items are compared by their digests. An item of which the sample differs is not read any further.
+    Items are compared by digest. If the sample of an item differs, the other bytes are not read.
     """
     asked = []
     for entry in items:
@@ -86,7 +86,7 @@ def find_unchanged(
         assert payload.digest_seed is not None
         if digest(payload.data, payload.digest_seed) != saved.digest:
             return
-        # The checksum goes into the new metadata. A checksum that this process has not computed may be damaged.
+        # The saved checksum goes into the new metadata. If the store returned it, it may be damaged, and is verified.
         if saved.sample is not None or crc32c(payload.data) == saved.info.crc32c:
             unchanged[entry.item.index] = saved
 
@@ -122,7 +122,7 @@ def plan_copies(
     for path, (group, pairs) in found.items():
         source = last.objects.get(path)
         live = sum(saved.info.length + saved.info.table_nbytes for _, saved in pairs)
-        # Without an ETag, the object cannot be identified as the one whose digests are known.
+        # Without an ETag, a replaced object could not be detected.
         if source is not None and source.etag and live >= max(LEAST_COPIED_BYTES, LIVE_SHARE * source.size):
             copies.append(ObjectCopy(source, path, names.next(group), group, pairs))
     return copies
@@ -134,9 +134,9 @@ def _group_of(saved: SavedItem) -> str | None:
 
 
 def copy_object(copy: ObjectCopy, last: EarlierSave, url: str, open_url: OpenUrl) -> ObjectInfo | None:
-    """Copy an object inside the store into the checkpoint at `url`. None if that fails: the items must be sent.
+    """Copy an object inside the store into the checkpoint at `url`; return None if the copy fails.
 
-    The object may have been pruned or replaced meanwhile, and the credentials may not cover its copy.
+    The object may have been pruned or replaced meanwhile, or the credentials may not allow the copy.
     """
     try:
         store, prefix = _in_run(url, open_url)
@@ -154,7 +154,7 @@ def copy_object(copy: ObjectCopy, last: EarlierSave, url: str, open_url: OpenUrl
 def _in_run(url: str, open_url: OpenUrl) -> tuple[Store, str]:
     """Return the store at the folder above a checkpoint, and the checkpoint's prefix in it.
 
-    For a path, the store of a checkpoint is its own folder, from which no other checkpoint can be reached.
+    With a local path, the store of a checkpoint is the folder of the checkpoint, which contains no other checkpoint.
     """
     split = parent_and_name(url)
     if split is None:
@@ -164,7 +164,7 @@ def _in_run(url: str, open_url: OpenUrl) -> tuple[Store, str]:
 
 
 def results_of_copy(copy: ObjectCopy, done: ObjectInfo) -> list[WriteResult]:
-    """Return the results that this rank reports for the items of a copied object: their places stay the same in it."""
+    """Return the results that this rank reports for the items of a copied object, with unchanged offsets."""
     infos = []
     for entry, saved in copy.items:
         was = saved.info

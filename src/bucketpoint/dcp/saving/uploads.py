@@ -1,4 +1,4 @@
-"""Uploads of a writer: on threads, or beside training by a separate process, where one can be started."""
+"""Uploads of a writer: on threads, or by a separate process beside training, if a process can be started."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 16 << 20
-"""Staged bytes from which a process is worth its cost: 1 s of CPU at its start, and 70 MB."""
+"""Least staged bytes for which an upload process is worth its cost: 1 s of CPU time at its start, 70 MB of memory."""
 
 
 _NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
-"""Errors that may occur only in another process: credentials are usable once, or a library is patched here."""
+"""Errors that may occur only in the upload process, for example with credentials that can be used only once, or if a
+library is patched in this process."""
 
 
 def bytes_beside_training(lease: Lease | None) -> int:
@@ -48,7 +49,7 @@ class Uploads:
         self._options = options
         self._lock = ProcessLock()
         self._made: UploadHelper | None = None
-        # Permanent: set by the options, or after a process was refused.
+        # Set by the options, or after a process was refused, and never reset.
         self._on_threads = options.background == "thread"
         self._left = False
         self._told = False
@@ -63,20 +64,16 @@ class Uploads:
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the process that uploads; None if none is running."""
+        """Id of the upload process; None if no process runs."""
         return self._made.process_id if self._made is not None else None
 
     def prepare(self, staged_bytes: int) -> None:
-        """Start the process on another thread, if saves of this size will use it."""
+        """Start the upload process on another thread, if saves of this size will use a process."""
         if not self._left and self._wants_process(staged_bytes):
             self._helper.start_soon()
 
     def options(self, lease: Lease | None) -> TransferOptions:
-        """Return the options for threads of this process.
-
-        Args:
-            lease: the staged state's, if training continues meanwhile.
-        """
+        """Return the options for threads of this process. `lease`: of the staged state, if training continues."""
         return self._options if lease is None else self._options.in_background(shares_lock=lease.beside_training)
 
     def upload(
@@ -85,11 +82,11 @@ class Uploads:
         """Upload all objects, as `upload_objects` does.
 
         Args:
-            place: of the save, which `store` serves.
-            lease: the staged state's, if training continues meanwhile.
+            place: location of the save in `store`.
+            lease: lease of the staged state, if training continues meanwhile.
 
         Raises:
-            HelperUnavailableError: `background="process"`, and no process can do it. Nothing was sent.
+            HelperUnavailableError: with `background="process"`, no process can upload. Nothing was sent.
             HelperProcessError: two processes died during this upload.
         """
         # Without shared memory a process is refused, which is logged once.
@@ -98,7 +95,8 @@ class Uploads:
             try:
                 return self._by_process(place, store, sources, lease, meter)
             except _NOT_OF_THE_STORE as error:
-                # A helper that has sent bytes has the credentials and reached the store, so the store is down for all.
+                # A helper that has sent bytes had credentials and reached the store, so the store is down for this
+                # process, too.
                 if self._options.background == "process" or (isinstance(error, EndpointError) and meter.done_bytes):
                     error.url = error.url or place.url
                     raise
@@ -111,12 +109,11 @@ class Uploads:
         return uploaded
 
     def _wants_process(self, staged_bytes: int) -> bool:
-        """Return True if a process is to upload a save of this size beside training."""
         large = staged_bytes >= LEAST_BYTES
         return not self._on_threads and (large or self._options.background == "process")
 
     def _go_on_without(self, error: BucketpointError) -> None:
-        """Log once why threads upload; after a refusal, they do so for the rest of the writer's life."""
+        """Log once why threads upload. After a refusal, only threads upload for the rest of the writer's life."""
         refused = isinstance(error, HelperUnavailableError)
         if refused:
             self._on_threads = True
@@ -126,11 +123,11 @@ class Uploads:
             if refused:
                 logger.info("uploads run on threads of this process, beside training: %s", error.message)
             else:
-                # A warning, because it should have worked.
+                # A warning, because the process was expected to work.
                 logger.warning("this upload runs on threads of this process, beside training: %s", error)
 
     def leave(self) -> None:
-        """Record that another process saves and uploads: end the process here, and start none early."""
+        """Record that a checkpoint process saves and uploads: end the upload process here, and prepare no new one."""
         self._left = True
         self._close_if_idle()
 
@@ -139,7 +136,7 @@ class Uploads:
             self._made.close_if_idle()
 
     def close(self) -> None:
-        """End the process, after an upload under way."""
+        """End the process once a running upload has ended."""
         if self._made is not None:
             self._made.close()
 
@@ -158,7 +155,7 @@ class Uploads:
         try:
             storage_options = pickle.dumps(dict(place.storage_options))
         except Exception as error:
-            # A class of the program may fail in any way here. The text of the error may quote a secret.
+            # Pickling a class of the program may raise any error, and the text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
         from bucketpoint.transfer.helper.messages import StoreConfig
         from bucketpoint.transfer.helper.process import Upload

@@ -1,7 +1,7 @@
-"""The stager of one save: it reports the copy to the save's handle, and a copy that fails to all ranks.
+"""Stager of one save, which reports the end of the copy to the save's handle, and a failure to all ranks.
 
-A rank that raised before DCP's first collective would leave the others waiting in it until the group's timeout. So the
-state of such a rank is replaced by one whose save fails there, on all ranks, with the error of that rank.
+If a rank raised before DCP's first collective, the other ranks would wait there until the group's timeout. So the state
+of this rank is replaced by a state that makes the collective fail on all ranks, with the error of this rank.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from bucketpoint.staging import Lease, SavingRanks, StagedState, staged_for
 
 
 class WatchedStager(AsyncStager):
-    """Wrapper of the stager for one save: it reports to the handle when the copy is complete or has failed.
+    """Wrapper of a stager for one save, which reports to the handle that the copy is complete or has failed.
 
     Args:
         handle: the `SaveHandle` of the save.
-        alone: raise a failure here; otherwise the other ranks learn of it in DCP's first collective.
+        alone: raise a failure at once; otherwise DCP's first collective reports the failure to all ranks.
         ranks: the ranks that save together.
 
     Attributes:
-        refused: error that the state or the stager raised at the call; None if the copy was begun.
+        refused: error of the state or the stager during the call; None if the copy has begun.
     """
 
     def __init__(self, stager: Any, handle: Any, alone: bool, ranks: SavingRanks) -> None:
@@ -45,7 +45,7 @@ class WatchedStager(AsyncStager):
         return self.refused is None and bool(self._stager.should_synchronize_after_execute)
 
     def state_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with the values of its stateful objects, as DCP would ask for them next."""
+        """Return the state with each stateful object replaced by its `state_dict()`, as DCP would do next."""
         try:
             return {
                 name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state_dict.items()
@@ -76,7 +76,7 @@ class WatchedStager(AsyncStager):
         if self._alone:
             staged.add_done_callback(self._staged)
             return staged
-        # The copy may still fail, and then the save needs its present place in the order of saves.
+        # The copy may still fail. A failed save needs a place in the order of saves, which is taken here.
         place, copied = _turn(), Future[Any]()
         staged.add_done_callback(functools.partial(self._pass_on, place, copied))
         return copied
@@ -107,12 +107,12 @@ class WatchedStager(AsyncStager):
         self._handle.staged.set_exception(error)
         self._handle._lease = place
         place.copied()
-        # DCP sends the failure to every rank as a pickle, which may not be readable for an error of another library.
+        # DCP pickles the failure for every rank, where unpickling an error of another library might fail.
         return StagedState({"bucketpoint_failed": _Failed(as_failure(error, this_rank()))}, place)
 
 
 class _Failed:
-    """A value that raises its rank's failure as soon as a planner, of any class, reads it."""
+    """A value that raises the failure of its rank as soon as any planner reads the value."""
 
     def __init__(self, error: BucketpointError) -> None:
         self._error = error
@@ -122,5 +122,5 @@ class _Failed:
 
 
 def _turn() -> Lease:
-    """Return a place in the order of this thread's saves, for a save that may have no staged state."""
+    """Take a place in the order of this thread's saves, for a save that may have no staged state."""
     return Lease(unread_timeout_s=math.inf)
