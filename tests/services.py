@@ -72,7 +72,7 @@ class Service:
 
     def writer(self, path: str | None = None, **arguments: Any) -> BucketWriter:
         kind = S3Writer if isinstance(self.server, S3Server) else GCSWriter
-        return kind(path, storage_options=self.options, **arguments)
+        return kind.of_run(path, arguments.pop("log", None), storage_options=self.options, **arguments)
 
     def reader(self, path: str | None = None, **arguments: Any) -> BucketReader:
         kind = S3Reader if isinstance(self.server, S3Server) else GCSReader

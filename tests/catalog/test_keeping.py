@@ -22,8 +22,7 @@ from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.deletion.worker import PruneWorker, worker_of
 from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.run import open_run
-from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError
+from bucketpoint.errors import AccessDeniedError, InvalidURLError, PolicyError
 from bucketpoint.format import catalog_keys
 from bucketpoint.location import Location, parent_and_name
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
@@ -154,11 +153,9 @@ def test_refuses_a_wrong_policy_when_the_writer_is_made(tmp_path: Path, text: st
     assert str(raised.value).endswith(f"[file={tmp_path}/nowhere.yaml]")
 
 
-def test_refuses_a_root_that_is_not_the_policys_and_two_recorders(tmp_path: Path) -> None:
+def test_refuses_a_root_that_is_not_the_policys(tmp_path: Path) -> None:
     with pytest.raises(InvalidURLError):
         S3Writer(retention=policy(root=str(tmp_path)))
-    with pytest.raises(BucketpointError, match="not both"):
-        BucketWriter(retention=policy(), log=SaveLog(open_catalog(str(tmp_path))))
 
 
 def test_records_without_pruning_under_a_policy_that_prunes_by_hand(tmp_path: Path) -> None:

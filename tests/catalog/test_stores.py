@@ -71,7 +71,7 @@ def state(value: float, rows: int = 100) -> dict[str, Any]:
 
 
 def save(catalog: Catalog, step: int, options: dict[str, Any], *, rows: int = 100, **about: Any) -> str:
-    writer = BucketWriter(log=SaveLog(catalog, **about), transfer=PARTS, **options)
+    writer = BucketWriter.of_run(None, SaveLog(catalog, **about), transfer=PARTS, **options)
     dcp.save(state(step, rows), checkpoint_id=catalog.url_of(step), storage_writer=writer, no_dist=True)
     return catalog.url_of(step)
 

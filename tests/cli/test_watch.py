@@ -149,7 +149,7 @@ def stopped_in_mid_upload(monkeypatch: pytest.MonkeyPatch, root: str, step: int)
     monkeypatch.setattr(LocalStore, "put", gated)
     catalog = open_catalog(root)
     # One connection: the objects are sent one after the other.
-    writer = BucketWriter(log=SaveLog(catalog), transfer=TransferOptions(connections=1))
+    writer = BucketWriter.of_run(None, SaveLog(catalog), transfer=TransferOptions(connections=1))
     state = {"model": {"w": torch.ones(1000)}, "optim": {"m": torch.ones(2000)}, "step": step}
     arguments = {"checkpoint_id": catalog.url_of(step), "storage_writer": writer, "no_dist": True}
     saving = threading.Thread(target=lambda: dcp.save(state, **arguments))

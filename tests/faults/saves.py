@@ -88,9 +88,8 @@ class Place:
         storage = {**self.server.options, **options}
         transfer = replace(OPTIONS, background=background)
         unchanged: Unchanged = "copy" if self.copies else "send"
-        return BucketWriter(
-            self.url, storage_options=storage, transfer=transfer, log=log, overwrite=overwrite, unchanged=unchanged
-        )
+        options = {"storage_options": storage, "transfer": transfer, "overwrite": overwrite, "unchanged": unchanged}
+        return BucketWriter.of_run(self.url, log, **options)
 
     def state(self, value: int, *, own: int | None = None) -> dict[str, Any]:
         """As `state`; with copies, also what every rank has and never changes."""

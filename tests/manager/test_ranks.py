@@ -49,7 +49,7 @@ class Telling(SaveLog):
 def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> list[str]:
     log = Telling(open_catalog(Location.of(root, options)))
     transfer = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
-    writer = BucketWriter(storage_options=options, transfer=transfer, log=log)
+    writer = BucketWriter.of_run(None, log, storage_options=options, transfer=transfer)
     planner = SavePlanner()
     for step in (100, 200):
         # The second save uses the plan that was kept of the first.

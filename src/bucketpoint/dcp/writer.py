@@ -92,15 +92,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         retention: a policy, or the path of its file. Each commit is then recorded in the catalog of its run, and the
             policy is applied after the commit, on a thread of the coordinator. The run is the policy's `root`, or else
             the folder that contains the checkpoint's folder. The name of the checkpoint's folder must contain the step,
-            in the policy's `layout`.
-        log: log of each attempt and each commit, in place of `retention`. Without both, the record of a commit is
-            stored next to its `.metadata`.
+            in the policy's `layout`. Without a policy, the record of a commit is stored next to its `.metadata`.
         unchanged: treatment of items with the same bytes as in the last checkpoint of the run: `"send"` uploads them
             again, `"copy"` lets the store copy them. See docs/incremental.md.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
 
     Raises:
-        BucketpointError: an option is unknown or has a wrong type, or both `retention` and `log` are given.
+        BucketpointError: an option is unknown or has a wrong type.
     """
 
     def __init__(
@@ -122,16 +120,13 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         progress: ProgressCallback | bool | None = None,
         staging: StagingOptions | Any = None,
         retention: RetentionPolicy | str | os.PathLike[str] | None = None,
-        log: SaveLog | None = None,
         unchanged: Unchanged = "send",
     ) -> None:
         if unchanged not in get_args(Unchanged):
             raise BucketpointError(f"unchanged={unchanged!r} is not known", remedy='Choose "send" or "copy"')
         # Transformed items are always sent.
         self._copies = unchanged == "copy" and not _extensions
-        if log is not None and retention is not None:
-            raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
-        self.log = log
+        self._log: SaveLog | None = None
         self.transfer = transfer or TransferOptions()
         if thread_count is not None and thread_count > self.transfer.connections:
             self.transfer = replace(self.transfer, connections=thread_count)
@@ -160,9 +155,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     @classmethod
     def of_run(
         cls,
-        url: str,
-        uploads: Uploads,
-        earlier_saves: EarlierSaves,
+        url: str | None,
+        log: SaveLog | None,
+        uploads: Uploads | None = None,
+        earlier_saves: EarlierSaves | None = None,
         *,
         replaces_only: frozenset[str] | None = None,
         **options: Any,
@@ -170,11 +166,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """Make the writer of one save of a run.
 
         Args:
+            log: log of each attempt and each commit; None to store the record next to `.metadata`.
             uploads, earlier_saves: shared by all saves of the run.
             replaces_only: marks of the commits that may be replaced (hashes of their ETags); None for any commit.
         """
         writer = cls(url, **options)
-        writer.uploads, writer.earlier_saves, writer.replaces_only = uploads, earlier_saves, replaces_only
+        writer._log, writer.replaces_only = log, replaces_only
+        writer.uploads = uploads or writer.uploads
+        writer.earlier_saves = earlier_saves or writer.earlier_saves
         return writer
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
@@ -425,7 +424,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """Return the log for a save; None for a save without collectives, which has no common commit to record."""
         if not session.use_collectives:
             return None
-        return self._keeping.log_of(str(session.url)) if self._keeping is not None else self.log
+        return self._keeping.log_of(str(session.url)) if self._keeping is not None else self._log
 
     def _ranks(self) -> SavingRanks:
         lease = current_lease()

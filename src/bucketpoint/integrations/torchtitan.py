@@ -161,7 +161,7 @@ class BucketpointManager(CheckpointManager):
         # A run cannot resume from a model alone. The seed counts as full, because torchtitan loads only its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
         log = SaveLog(self._catalog, kind, pruner=self._pruner)
-        writer = BucketWriter.of_run(checkpoint_id, self._uploads, self._earlier_saves, log=log)
+        writer = BucketWriter.of_run(checkpoint_id, log, self._uploads, self._earlier_saves)
         saving: dict[str, Any] = {
             # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps
             # again.

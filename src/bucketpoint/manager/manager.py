@@ -216,8 +216,9 @@ class CheckpointManager:
         def writer_of_save() -> BucketWriter:
             log = SaveLog(self.catalog, kind, known, pruner=self.pruning, **self._facts)
             only = replaces if isinstance(replaces, frozenset) else None
-            given = {"overwrite": bool(replaces), "log": log, **self._writer_arguments}
-            return BucketWriter.of_run(url, self._uploads, self._earlier_saves, replaces_only=only, **given)
+            given = {"overwrite": bool(replaces), **self._writer_arguments}
+            shared = (self._uploads, self._earlier_saves)
+            return BucketWriter.of_run(url, log, *shared, replaces_only=only, **given)
 
         # If the save fails from here on, its discards must be withdrawn.
         try:

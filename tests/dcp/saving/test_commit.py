@@ -199,7 +199,7 @@ def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, capl
             raise KeyError("no such table")
 
     catalog = open_catalog(str(tmp_path))
-    dcp.save({"w": torch.ones(4)}, storage_writer=BucketWriter(catalog.url_of(1), log=Broken(catalog)), no_dist=True)
+    dcp.save({"w": torch.ones(4)}, storage_writer=BucketWriter.of_run(catalog.url_of(1), Broken(catalog)), no_dist=True)
     assert "was not written (`bucketpoint gc ROOT --adopt` writes it): 'no such table'" in caplog.text
     assert catalog.metadata_info("step-1") is not None
 
@@ -258,7 +258,7 @@ def test_leaves_the_intent_of_a_commit_that_was_sent_again(tmp_path: Path, wrap:
             return self.inner.put(key, *args, **kwargs)
 
     wrap(Unanswered)
-    writer = BucketWriter(catalog.url_of(1), log=SaveLog(catalog))
+    writer = BucketWriter.of_run(catalog.url_of(1), SaveLog(catalog))
     dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
     assert len(catalog.snapshot().finished) == (1 if lost else 0)
     assert len(catalog.snapshot().checkpoints) == 1
