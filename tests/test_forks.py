@@ -83,21 +83,25 @@ def test_renews_what_lives_in_each_generation_of_children() -> None:
     assert kept.owner == os.getpid()
 
 
-def test_frees_locks_that_another_thread_holds_at_the_fork() -> None:
-    lock, entered, leave = ProcessLock(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("holders", [1, 3])
+def test_frees_locks_that_other_threads_hold_at_the_fork(holders: int) -> None:
+    lock, leave = ProcessLock(holders=holders), threading.Event()
+    entered = threading.Barrier(holders + 1)
 
     def hold() -> None:
         with lock:
-            entered.set()
+            entered.wait(60)
             leave.wait(60)
 
-    holder = threading.Thread(target=hold)
-    holder.start()
+    threads = [threading.Thread(target=hold) for _ in range(holders)]
+    for thread in threads:
+        thread.start()
     entered.wait(60)
     in_child(lambda: _take(lock))
     assert not lock.acquire(blocking=False)
     leave.set()
-    holder.join()
+    for thread in threads:
+        thread.join()
 
 
 def _take(lock: ProcessLock) -> None:

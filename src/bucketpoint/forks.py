@@ -64,10 +64,12 @@ class ProcessLock:
 
     Args:
         forget: called in a child, to drop the objects that the lock guards, which belong to the parent.
+        holders: number of threads that may hold the lock at a time.
     """
 
-    def __init__(self, forget: Callable[[], None] | None = None) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, forget: Callable[[], None] | None = None, *, holders: int = 1) -> None:
+        self._holders = holders
+        self._lock = self._new()
         self._forget = forget
         self._used = False
 
@@ -86,8 +88,11 @@ class ProcessLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def _new(self) -> threading.Lock | threading.Semaphore:
+        return threading.Lock() if self._holders == 1 else threading.Semaphore(self._holders)
+
     def _renew(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = self._new()
         if self._forget is not None:
             self._forget()
 
