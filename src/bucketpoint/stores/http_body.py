@@ -35,9 +35,9 @@ _WORTH_A_TURN = 64 << 10
 """Bytes that have arrived on a TLS connection, from which a thread waits for a turn to read them."""
 
 _turns = ProcessLock(holders=3)
-"""Held while bytes that have arrived are taken out of TLS. Each record needs the interpreter's lock, and with many threads
-the changes of its holder cost more than the records: on 16 cores 24 threads received 1.3 GB/s with 1.75 CPU s a GB, and 3
-threads 2.1 GB/s with 1.1."""
+"""Held while bytes that have arrived are taken out of TLS. Each record needs the interpreter's lock, and with many
+threads the changes of its holder cost more than the records: on 16 cores 24 threads received 1.3 GB/s with 1.75 CPU s
+a GB, and 3 threads 2.1 GB/s with 1.1."""
 
 
 def _runs(buffers: Buffers) -> Iterator[list[memoryview]]:
