@@ -81,4 +81,4 @@ def sections(part: dict[str, Any]) -> Iterator[str]:
     yield table([*heads, "ours / this, wall", "ours / this, CPU"], rows)
     moved = [f"{_moved(found):.3f}" for world in WORLDS[1:] if (found := results.counted(OURS, f"tp{world}"))]
     if moved:
-        yield f"Two and four workers of a host together read {' and '.join(moved)} bytes for each byte of the weights."
+        yield f"Two and four workers of a host read {' and '.join(moved)} bytes for each byte of the weights."

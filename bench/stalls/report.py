@@ -35,9 +35,8 @@ def sections(stalls: dict[str, Any]) -> Iterator[str]:
     if stalls["quick"]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
-        f"`--only stalls`, {stalls['seconds']} s. One process loads {stalls['ranges']} tensors of 768 KiB, a range "
-        "each, over 16 connections, through a proxy that adds 20 ms to each request and holds back two of them: the "
-        "n-th request has the same fate in both loads of a pair."
+        f"`--only stalls`, {stalls['seconds']} s. Loads of {stalls['ranges']} ranges of 768 KiB over 16 connections, "
+        "through a proxy that adds 20 ms to each request and holds back two of them."
     )
     rows = []
     for where, title in TITLES.items():
