@@ -82,8 +82,8 @@ def _sink_store() -> Any:
             # What the save of an intent left at a URL before the next one to the same.
             return []
 
-        def delete_if(self, key: str, etag: str) -> bool:
-            return True
+        def delete_if(self, key: str, etag: str) -> None:
+            pass
 
     return SinkStore()
 

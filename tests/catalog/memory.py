@@ -101,10 +101,10 @@ class MemoryStore(View):
         super().delete([key for key in keys if key not in self.refused])
         return [DeleteFailure(key, "AccessDenied", "no") for key in keys if key in self.refused]
 
-    def delete_if(self, key: str, etag: str) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
         if key in self.refused:
             raise AccessDeniedError("no", key=key)
-        return super().delete_if(key, etag)
+        super().delete_if(key, etag)
 
 
 @contextlib.contextmanager

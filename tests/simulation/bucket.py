@@ -176,8 +176,8 @@ class View:
     def head(self, key: str) -> ObjectInfo:
         return self._request("HEAD", key, lambda op: self.bucket.info(key))
 
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        after, more = start_after or "", True
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        after, more = "", True
         while more:
 
             def act(op: Any, after: str = after) -> tuple[list[ObjectInfo], bool]:
@@ -216,21 +216,20 @@ class View:
             self._request("DELETE", " ".join(batch), act)
         return []
 
-    def delete_if(self, key: str, etag: str) -> bool:
-        def act(op: Any) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
+        def act(op: Any) -> None:
             there = self.bucket.objects.get(key)
             if self.bucket.conditional_delete and there is not None and there.etag != etag:
                 raise PreconditionFailedError("it is another", key=key)
             self.bucket.remove(op, key)
-            return True
 
         if not self.bucket.conditional_delete:
             try:
                 if self.head(key).etag != etag:
                     raise PreconditionFailedError("it is another", key=key)
             except ObjectNotFoundError:
-                return True
-        return self._request("DELETE if-match", key, act)
+                return
+        self._request("DELETE if-match", key, act)
 
     def prove_deletes(self, prefix: str) -> Capabilities:
         return self.capabilities

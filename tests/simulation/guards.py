@@ -52,11 +52,11 @@ def _unconditional_deletion() -> Iterator[None]:
     def written(self: Catalog, key: str, data: bytes = b"", *, if_match: str | None = None) -> Any:
         return write(self, key, data, if_match=None if getattr(at_it, "now", False) else if_match)
 
-    def deleted(self: View, key: str, etag: str) -> bool:
-        if not getattr(at_it, "now", False):
-            return delete_if(self, key, etag)
-        self.delete([key])
-        return True
+    def deleted(self: View, key: str, etag: str) -> None:
+        if getattr(at_it, "now", False):
+            self.delete([key])
+        else:
+            delete_if(self, key, etag)
 
     with (
         mock.patch.object(deletion, "_uncommit", careless),

@@ -129,7 +129,6 @@ class RangeReply(Protocol):
         ...
 
 
-@runtime_checkable
 class OpensRanges(Protocol):
     """A store that can read a range in two steps: the headers of the reply, and the body in pieces."""
 
@@ -138,7 +137,6 @@ class OpensRanges(Protocol):
         ...
 
 
-@runtime_checkable
 class Store(Protocol):
     """Access to the objects of a bucket. Keys are relative to `url`, begin with no slash, and are never normalised."""
 
@@ -208,7 +206,7 @@ class Store(Protocol):
         """Describe one object. Raises ObjectNotFoundError."""
         ...
 
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the objects whose key begins with `prefix`, in key order, fetching page by page."""
         ...
 
@@ -220,11 +218,10 @@ class Store(Protocol):
         """Delete many objects in as few requests as the service allows. A missing key counts as deleted."""
         ...
 
-    def delete_if(self, key: str, etag: str) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
         """Delete one object only if it still has this ETag; in one step if the store has `conditional_delete`.
 
-        Returns:
-            True if the object is gone: this call deleted it, or it was already missing.
+        A missing key counts as deleted.
 
         Raises:
             PreconditionFailedError: the key now belongs to another object, which is not deleted.

@@ -177,8 +177,8 @@ class LocalStore:
         with self._errors("head", key), self._above(key) as (above, name):
             return _info(key, self._status(key, above, name))
 
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        return _paged(lambda last: self._listed(prefix, last.key if last else start_after))
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return _paged(lambda last: self._listed(prefix, last.key if last else None))
 
     def _listed(self, prefix: str, start_after: str | None) -> Iterator[ObjectInfo]:
         folder = prefix[: prefix.rfind("/") + 1]
@@ -212,9 +212,8 @@ class LocalStore:
                 failures.append(DeleteFailure(key, type(error).__name__, error.message, error.remedy))
         return failures
 
-    def delete_if(self, key: str, etag: str) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
         self._deleted(key, etag)
-        return True
 
     @_retried
     def _deleted(self, key: str, etag: str | None = None) -> None:

@@ -106,20 +106,16 @@ class ConcurrencyLimiter:
 
     Attributes:
         answered: True once the service has answered a request of this process.
+        limit: limit on concurrent requests; infinite unless the store has throttled recently.
     """
 
     def __init__(self) -> None:
         self.answered = False
+        self.limit = math.inf
         self._state = threading.Condition()
-        self._limit = math.inf
         self._peak = 0
         self._running = 0
         self._epoch = 0
-
-    @property
-    def limit(self) -> float:
-        """Limit on concurrent requests; infinite unless the store has throttled recently."""
-        return self._limit
 
     def enter(self, ends: float) -> int:
         """Wait until another request may be sent, and return the epoch to pass to `leave`.
@@ -128,7 +124,7 @@ class ConcurrencyLimiter:
             ThrottledError: the deadline passed, or this thread's work was given up.
         """
         with self._state:
-            while self._running >= self._limit:
+            while self._running >= self.limit:
                 left = ends - time.monotonic()
                 if left <= 0 or stopped():
                     raise ThrottledError(
@@ -144,12 +140,12 @@ class ConcurrencyLimiter:
             self.answered = self.answered or answered
             if throttled and epoch == self._epoch:
                 self._peak = max(self._peak, self._running)
-                self._limit = max(min(self._running, self._limit) // 2, 1)
+                self.limit = max(min(self._running, self.limit) // 2, 1)
                 self._epoch += 1
-            elif succeeded and self._limit < math.inf:
-                self._limit += 1 / self._limit
-                if self._limit >= GROWN_BACK * self._peak:
-                    self._limit, self._peak = math.inf, 0
+            elif succeeded and self.limit < math.inf:
+                self.limit += 1 / self.limit
+                if self.limit >= GROWN_BACK * self._peak:
+                    self.limit, self._peak = math.inf, 0
             self._running -= 1
             self._state.notify_all()
 

@@ -214,14 +214,14 @@ class FsspecStore:
             raise ObjectNotFoundError("no such object", url=self._url(key))
         return info
 
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix[: prefix.rfind("/") + 1]
         with self._errors("list", prefix):
             files = self._files(folder)
         above = len(self._path(""))
         for name, info in sorted(files.items()):
             key = name[above:]
-            if key.startswith(prefix) and (start_after is None or key > start_after) and not is_hidden(key):
+            if key.startswith(prefix) and not is_hidden(key):
                 yield _info(key, info)
 
     @_given_up
@@ -251,15 +251,14 @@ class FsspecStore:
         return failures
 
     @_given_up
-    def delete_if(self, key: str, etag: str) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
         with self._errors("delete", key), _one_writer:
             info = self._find(key)
             if info is None:
-                return True
+                return
             self._match(info, etag)
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
-        return True
 
     @_given_up
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:

@@ -111,13 +111,10 @@ class GCSStore(GCSBucket):
     def head(self, key: str) -> ObjectInfo:
         return described(self._describe(key), key)
 
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        start = {} if start_after is None else {"startOffset": start_after}
-        for page in self._pages(prefix, **start):
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for page in self._pages(prefix):
             for item in page.get("items", []):
-                info = described(item, "")
-                if info.key != start_after:
-                    yield info
+                yield described(item, "")
 
     def list_folders(self, prefix: str) -> Iterator[str]:
         for page in self._pages(prefix, delimiter="/"):
@@ -129,11 +126,10 @@ class GCSStore(GCSBucket):
             failed += self._delete_batch(keys[start : start + MAX_BATCH_CALLS], {})
         return failed
 
-    def delete_if(self, key: str, etag: str) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
         query = {"ifGenerationMatch": self._generation(key, etag)}
         with contextlib.suppress(ObjectNotFoundError):
             self._call("objects.delete", key, "DELETE", self._path(key), query)
-        return True
 
     def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
         query: dict[str, Any] = {}

@@ -88,7 +88,7 @@ def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: st
 class _Deletes(ExpiringDeletes, Store, Protocol):
     """A store with `delete_unseen`, which relies on the service's condition alone."""
 
-    def delete_unseen(self, key: str, etag: str) -> bool: ...
+    def delete_unseen(self, key: str, etag: str) -> None: ...
 
 
 def tried(store: _Deletes, prefix: str, service: S3Service) -> S3Service:

@@ -148,9 +148,8 @@ class S3Store(HttpStore):
         reply = self._call("HeadObject", key, Key=key)
         return _info(key, reply, reply["ContentLength"])
 
-    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        start = {} if start_after is None else {"StartAfter": start_after}
-        for page in self._pages("ListObjectsV2", prefix, _LIST_MARKS, Prefix=prefix, **start):
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for page in self._pages("ListObjectsV2", prefix, _LIST_MARKS, Prefix=prefix):
             for entry in page.get("Contents", []):
                 yield _info(entry["Key"], entry, entry["Size"])
 
@@ -171,23 +170,19 @@ class S3Store(HttpStore):
             ]
         return failures
 
-    def delete_if(self, key: str, etag: str) -> bool:
+    def delete_if(self, key: str, etag: str) -> None:
         if self.capabilities.conditional_delete:
-            return self.delete_unseen(key, etag)
-        try:
-            found = self.head(key).etag
-        except ObjectNotFoundError:
-            return True
-        if found != etag:
-            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
-        self._call("DeleteObject", key, Key=key)
-        return True
+            self.delete_unseen(key, etag)
+            return
+        with contextlib.suppress(ObjectNotFoundError):
+            if self.head(key).etag != etag:
+                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            self._call("DeleteObject", key, Key=key)
 
-    def delete_unseen(self, key: str, etag: str) -> bool:
+    def delete_unseen(self, key: str, etag: str) -> None:
         """Delete like `delete_if`, but always with If-Match, even if it is unknown whether the service honours it."""
         with contextlib.suppress(ObjectNotFoundError):
             self._call("DeleteObject", key, Key=key, IfMatch=_quoted(etag))
-        return True
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
         client, url = self.client, self._url(key)
