@@ -26,6 +26,7 @@ from bucketpoint.format.index.ref import HEAD_BYTES
 from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, may_be_metadata
 from bucketpoint.location import Location, Place
+from bucketpoint.retention.row import FULL
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -170,7 +171,7 @@ class Catalog:
         both = [*snapshot.checkpoints, *filter(None, unrecorded)]
         return replace(snapshot, checkpoints=tuple(sorted(both, key=BY_STEP)))
 
-    def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
+    def candidates(self) -> Iterator[Checkpoint]:
         """Yield the checkpoints to restore from, newest first; those with a tombstone for deletion come last.
 
         A checkpoint with a record is yielded without a request for its `.metadata`. If that is gone, the caller tries
@@ -181,14 +182,12 @@ class Catalog:
         leaving = self.leaving(snapshot)
         # Of equal steps, a checkpoint with a record comes first: it has been committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
-            (checkpoint.folder not in leaving, checkpoint.step, True, checkpoint)
-            for checkpoint in snapshot.checkpoints
-            if checkpoint.kind == kind
+            (checkpoint.folder not in leaving, checkpoint.step, True, checkpoint) for checkpoint in snapshot.full
         ]
         for folder in self._without_record(snapshot, self.folders()):
             ranked.append((folder not in leaving, self.template.step_of(folder) or 0, False, folder))
         for *_, one in sorted(ranked, key=lambda entry: entry[:3], reverse=True):
-            checkpoint = self.unrecorded(one, kind) if isinstance(one, str) else one
+            checkpoint = self.unrecorded(one) if isinstance(one, str) else one
             if checkpoint is not None:
                 yield checkpoint
 
@@ -214,7 +213,7 @@ class Catalog:
     def _without_record(snapshot: Snapshot, folders: Iterable[str]) -> list[str]:
         return sorted({*folders, *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders)
 
-    def unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
+    def unrecorded(self, folder: str) -> Checkpoint | None:
         """Return the checkpoint in a folder without a record; None if nothing is committed there. One small GET.
 
         The metadata is not read, so token and sizes are missing.
@@ -222,7 +221,7 @@ class Catalog:
         committed, step = self.metadata_info(folder), self.template.step_of(folder)
         if committed is None or step is None:
             return None
-        return Checkpoint(step, committed.modified or 0.0, "", kind, catalog_keys.mark_of(committed.etag), folder)
+        return Checkpoint(step, committed.modified or 0.0, "", FULL, catalog_keys.mark_of(committed.etag), folder)
 
     def folders(self) -> list[str]:
         """Return the run's checkpoint folders, committed or not, sorted by name. One LIST for each 1,000."""
@@ -231,9 +230,9 @@ class Catalog:
         names = [self.template.parent + name[len(above) :].rstrip("/") for name in self.store.list_folders(above)]
         return [name for name in names if self.template.step_of(name) is not None]
 
-    def latest(self, kind: str = "full") -> Checkpoint | None:
+    def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint whose `.metadata` exists, or None. One small GET for each candidate."""
-        for one in self.candidates(kind):
+        for one in self.candidates():
             if is_whole(self.metadata_info(one.folder)):
                 return one
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from bucketpoint.catalog.restore_candidates import metric_and_mode, usual_mode
@@ -52,11 +51,8 @@ def policy_of(
     return RetentionPolicy(Keep(latest=keep, best=rules), save=save)
 
 
-def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> RetentionPolicy:
-    """Read the policy in a local YAML file.
-
-    Args:
-        environ: values of `${VAR}`; this process's environment by default.
+def read_policy(path: str | os.PathLike[str]) -> RetentionPolicy:
+    """Read the policy in a local YAML file. `${VAR}` is replaced by the value in this process's environment.
 
     Raises:
         PolicyError: the file cannot be read, or has faults: the error lists all of them, with line and column.
@@ -68,7 +64,7 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
         text = raw.decode("utf-8", "strict" if len(raw) <= MAX_BYTES else "replace")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"The policy file cannot be read: {error}", file=os.fspath(path)) from None
-    policy = from_yaml(text, environ=os.environ if environ is None else environ, file=os.fspath(path))
+    policy = from_yaml(text, environ=os.environ, file=os.fspath(path))
     try:
         StepTemplate(policy.layout.step_dir)
     except InvalidURLError as error:

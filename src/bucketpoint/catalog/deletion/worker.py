@@ -234,12 +234,6 @@ class PruneWorker:
         self._log(self.catalog, report, forced=force)
         return report
 
-    @property
-    def busy(self) -> bool:
-        """True if a round is under way or due."""
-        with self._lock:
-            return self._thread is not None
-
     def drain(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for all rounds, without their pauses. Return True if they have ended."""
         with self._lock:
