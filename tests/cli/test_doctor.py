@@ -496,12 +496,12 @@ def test_moves_about_as_many_bytes_in_the_probe_as_it_was_told_to(tmp_path: Path
 
 def test_derives_the_advice_from_latency_and_bandwidth() -> None:
     levels = (Level(1, 80e6, 90e6), Level(8, 640e6, 700e6), Level(24, 660e6, 720e6))
-    far = Speed(0.2, levels, 8 << 20, 0).advice(5 << 20)
-    near = Speed(0.001, levels, 8 << 20, 0).advice(5 << 20)
+    far = Speed(0.2, levels, 8 << 20, 0).advice()
+    near = Speed(0.001, levels, 8 << 20, 0).advice()
     assert (near.part_bytes, near.connections) == (32 << 20, 8)
     assert far.part_bytes == 128 << 20
     scaling = Speed(0.01, (*levels[:2], Level(24, 1900e6, 720e6)), 8 << 20, 0)
-    assert scaling.advice(0).connections == 24
+    assert scaling.advice().connections == 24
 
 
 def test_reports_a_failure_in_the_probe_and_deletes_its_objects(tmp_path: Path) -> None:

@@ -177,7 +177,6 @@ def test_reads_slices_as_loaders_make_them_in_one_load_of_their_boxes() -> None:
     assert torch.equal(padded[:10], memory.saved["embed"])
     assert not padded[10:].any()
     assert scale.item() == 1
-    assert memory.promises.used == {"qkv", "out", "norm", "scale", "embed"}
 
 
 @pytest.mark.parametrize("inference", [False, True])

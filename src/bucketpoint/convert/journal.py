@@ -164,11 +164,7 @@ def open_journal(place: TargetPlace, digest: str, name: str = NAME) -> tuple[Jou
     if journal.digest != digest:
         fresh.stale = journal.leftovers()
         return fresh, journal
-    try:
-        keys.data_path(token, 0, "other", 0)
-    except ValueError:
-        return fresh, None
-    return journal, None
+    return (journal if keys.is_token(token) else fresh), None
 
 
 def _is_table(value: Any) -> bool:

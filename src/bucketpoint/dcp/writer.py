@@ -135,7 +135,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self.target_object_bytes = target_object_bytes
         self.groups = tuple(groups)
         self.progress = progress
-        self.cache_staged_state_dict = cache_staged_state_dict
         self.staging = as_staging_options(staging)
         self._extensions = tuple(_extensions or ())
         self._sessions = SaveSessions()

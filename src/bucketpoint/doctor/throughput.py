@@ -66,7 +66,7 @@ class Speed:
             rates.append(self.piece_bytes / max(seconds - self.latency_s, seconds / 10))
         return min(rates)
 
-    def advice(self, limits_min_part: int) -> TransferOptions:
+    def advice(self) -> TransferOptions:
         """Return the advised `TransferOptions`.
 
         Parts are so large, up to 128 MiB, that latency takes at most 15 % of the time of a part. They are never smaller
@@ -74,7 +74,7 @@ class Speed:
         of the best rate measured.
         """
         wanted = self.latency_s * self.connection_rate * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
-        smallest = max(TransferOptions().part_bytes, limits_min_part)
+        smallest = TransferOptions().part_bytes
         part = min(max(2 ** math.ceil(math.log2(max(wanted, 1))), smallest), _LARGEST_PART)
         fastest_up, fastest_down = max(level.up for level in self.levels), max(level.down for level in self.levels)
         enough = max(
@@ -94,7 +94,7 @@ def measure(report: Report, folder: str, nbytes: int, *, used: Callable[[str], N
     for direction in ("up", "down"):
         rates = [f"{getattr(level, direction) / 1e6:,.0f} MB/s with {level.connections}" for level in speed.levels]
         report.say(f"throughput {direction}", "ok", f"{', '.join(rates)} connections")
-    advised = speed.advice(report.store.capabilities.min_part_bytes)
+    advised = speed.advice()
     part, rate, latency = advised.part_bytes >> 20, speed.connection_rate, speed.latency_s
     tried = "" if nbytes >= _ENOUGH_BYTES else f". This probe is small: {_ENOUGH_BYTES >> 20} MiB or more are better"
     waiting = latency / (latency + advised.part_bytes / rate)

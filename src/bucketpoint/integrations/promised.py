@@ -103,13 +103,9 @@ class _Saved:
 
 
 class Promises:
-    """The promised tensors of one checkpoint. Outside of `noting`, and on other threads, a copy reads at once.
-
-    `used` has the keys of the saved tensors that were copied or read.
-    """
+    """The promised tensors of one checkpoint. Outside of `noting`, and on other threads, a copy reads at once."""
 
     def __init__(self, load: Load) -> None:
-        self.used: set[str] = set()
         self._load = load
         self._notes: list[SavedBox] = []
         self._waiting = Regions()
@@ -268,7 +264,6 @@ class Promises:
         box = box_of(promise.saved.key, promise.saved.meta, source, target.detach())
         if box is None:
             return NotImplemented
-        self.used.add(box.key)
         self._note_written(target)
         if target.numel():
             self._notes.append(box)
@@ -280,7 +275,6 @@ class Promises:
         with self._lock, torch._C.DisableTorchFunction():
             if saved.real is None:
                 real = torch.empty(saved.meta.shape, dtype=saved.meta.dtype, device="cpu")
-                self.used.add(saved.key)
                 self._load_now([SavedBox(saved.key, (0,) * real.dim(), real)])
                 saved.real = real.to(saved.device)
             return saved.real

@@ -153,7 +153,7 @@ def deliver(
     lease: memoryview,
     read: Callable[[list[memoryview]], None],
     options: TransferOptions,
-    verified: Callable[[list[memoryview]], None] = lambda buffers: None,
+    verified: Callable[[list[memoryview]], None],
 ) -> None:
     """Receive, verify and deliver the bytes of a request.
 

@@ -85,7 +85,7 @@ def _tell(finding: Finding) -> None:
 def _document(diagnosis: Diagnosis) -> dict[str, Any]:
     throughput = None
     if diagnosis.speed is not None:
-        advised = diagnosis.speed.advice(0)
+        advised = diagnosis.speed.advice()
         throughput = {
             "latency_s": diagnosis.speed.latency_s,
             "moved_bytes": diagnosis.speed.moved_bytes,
