@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo, Store, pinned
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import fold_blocks
 
@@ -53,7 +53,7 @@ def read_tables(
             run.append(places.pop(0))
             stop += run[-1][1]
         view = memoryview(bytearray(stop - start))
-        retry_transient(functools.partial(store.read_into, info.key, start, [view], if_match=condition(store, info)))
+        retry_transient(functools.partial(store.read_into, info.key, start, [view], if_match=pinned(store, info.etag)))
         for at, nbytes, number in run:
             tables[number] = view[at - start : at - start + nbytes]
             index, item = items[number]
@@ -63,8 +63,3 @@ def read_tables(
             else:
                 known[number] = index, checked
     return tables, known, wrong
-
-
-def condition(store: Store, info: ObjectInfo) -> str | None:
-    """Return the ETag that pins all reads to the object of `info`; None if the store cannot pin reads."""
-    return info.etag if store.capabilities.pinned_reads else None

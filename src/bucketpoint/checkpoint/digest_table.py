@@ -11,7 +11,7 @@ import functools
 import struct
 from collections.abc import Sequence
 
-from bucketpoint.stores import Store
+from bucketpoint.stores import Store, pinned
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.digest import DIGEST_BYTES
 
@@ -76,8 +76,8 @@ def read_digests(store: Store, key: str, *, size: int, etag: str | None) -> dict
     def last(nbytes: int) -> memoryview:
         view = memoryview(bytearray(nbytes))
         if nbytes:
-            condition = etag if store.capabilities.pinned_reads else None
-            retry_transient(functools.partial(store.read_into, key, size - nbytes, [view], if_match=condition))
+            read = functools.partial(store.read_into, key, size - nbytes, [view], if_match=pinned(store, etag))
+            retry_transient(read)
         return view
 
     ending = last(min(size, FIRST_READ_BYTES))

@@ -40,7 +40,7 @@ from bucketpoint.format.safetensors_header import (
     header_nbytes,
 )
 from bucketpoint.format.storage_info import make_storage_info
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo, Store, pinned
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
@@ -156,7 +156,7 @@ class SafetensorsFolder:
         text[: len(head) - LENGTH_BYTES] = head[LENGTH_BYTES:first]
         if len(head) < first:
             rest = memoryview(text)[len(head) - LENGTH_BYTES :]
-            etag = info.etag if self._store.capabilities.pinned_reads else None
+            etag = pinned(self._store, info.etag)
             try:
                 retry_transient(
                     lambda: self._store.read_into(key, len(head), [rest], if_match=etag), attempts=self._attempts

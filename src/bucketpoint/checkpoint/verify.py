@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.catalog.run import record_above
-from bucketpoint.checkpoint.block_tables import condition, read_tables
+from bucketpoint.checkpoint.block_tables import read_tables
 from bucketpoint.checkpoint.objects import faults
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ObjectCheck, Region, item_regions, table_regions
@@ -36,7 +36,7 @@ from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.coverage import lacking_ranks, uncovered
 from bucketpoint.format.pickles.archive import check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
-from bucketpoint.stores import ObjectInfo
+from bucketpoint.stores import ObjectInfo, pinned
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -373,7 +373,7 @@ class _Run:
 
     def _read_of(self, info: ObjectInfo) -> Read:
         """Return a function that reads bytes of the object of `info`, pinned by its ETag if the store can pin reads."""
-        store, etag = self.saved.store, condition(self.saved.store, info)
+        store, etag = self.saved.store, pinned(self.saved.store, info.etag)
         return lambda key, start, out: retry_transient(lambda: store.read_into(key, start, [out], if_match=etag))
 
     def _add(self, kind: str, path: str, message: str, **where: Any) -> None:

@@ -1,7 +1,6 @@
 """The `Store` protocol, its implementations, and `open_store`, which finds the implementation for a URL."""
 
 from bucketpoint.stores.base import (
-    Buffers,
     Capabilities,
     CopiesInside,
     DeleteFailure,
@@ -13,6 +12,7 @@ from bucketpoint.stores.base import (
     RangeReply,
     Store,
     delete_all,
+    pinned,
     proven,
     proven_deletes,
 )
@@ -21,7 +21,6 @@ from bucketpoint.stores.registry import FOLLOW_LINKS, accepts_url, as_url, check
 
 __all__ = [
     "FOLLOW_LINKS",
-    "Buffers",
     "Capabilities",
     "CopiesInside",
     "DeleteFailure",
@@ -39,6 +38,7 @@ __all__ = [
     "delete_all",
     "open_store",
     "parse_url",
+    "pinned",
     "proven",
     "proven_deletes",
     "this_url",

@@ -330,6 +330,11 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
     return store.capabilities if prove is None else prove(prefix)
 
 
+def pinned(store: Store, etag: str | None) -> str | None:
+    """Return the `if_match` that pins a read to the object with this ETag; None if the store cannot pin reads."""
+    return etag if store.capabilities.pinned_reads else None
+
+
 def delete_all(store: Store, keys: Sequence[str]) -> None:
     """Delete objects. Raises StoreError if the store refuses to delete some of them."""
     failures = store.delete(keys) if keys else []

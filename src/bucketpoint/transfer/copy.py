@@ -16,7 +16,7 @@ from bucketpoint.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from bucketpoint.stores import CopiesInside, ObjectInfo, Store
+from bucketpoint.stores import CopiesInside, ObjectInfo, Store, pinned
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.options import TransferOptions
@@ -106,10 +106,8 @@ def _copy_inside(source: Store, target: Store, job: CopyJob, meter: Meter) -> Ob
 def _stream(
     source: Store, target: Store, jobs: Sequence[CopyJob], options: TransferOptions, meter: Meter
 ) -> list[ObjectInfo]:
-    pinned = source.capabilities.pinned_reads
-
     def fill(job: CopyJob, start: int, out: memoryview) -> None:
-        etag = job.source.etag if pinned else None
+        etag = pinned(source, job.source.etag)
         retry_transient(lambda: source.read_into(job.source.key, start, [out], if_match=etag))
         if job.see is not None:
             job.see(start, out)

@@ -8,7 +8,7 @@ import sys
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, Sums, block_sums, file_bytes
 from bucketpoint.integrations.torch_checkpointing.tree import File
-from bucketpoint.stores import Store
+from bucketpoint.stores import Store, pinned
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from bucketpoint.transfer.parts import common_part_bytes
@@ -74,7 +74,7 @@ class Files:
         return self._sums[file.key]
 
     def _pin(self, file: File) -> str | None:
-        return file.etag if self.store.capabilities.pinned_reads else None
+        return pinned(self.store, file.etag)
 
     def check(self, file: File) -> None:
         """Raise CorruptDataError if an object is too short for a file."""
