@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -20,7 +21,7 @@ from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.retention.row import Row
+from bucketpoint.retention.row import ORDER, Row
 from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, save
 
 faults = st.none() | st.builds(Fault, st.integers(1, 30), st.sampled_from(["kill", "fail"]), st.booleans())
@@ -238,7 +239,7 @@ def content(data: bytes) -> tuple[str, tuple[str, ...]]:
 
 def _policy(keep: int, thin: bool) -> Callable[[Sequence[Row]], list[Order]]:
     def decide(rows: Sequence[Row]) -> list[Order]:
-        ranked = sorted(rows, key=lambda row: row.order)
+        ranked = sorted(rows, key=attrgetter(*ORDER))
         going, kept = ranked[: len(rows) - keep], ranked[len(rows) - keep :]
         orders = [Order(row.step, row.id, "thin" if thin and row.kind == "full" else "delete") for row in going]
         return [*orders, *(Order(row.step, row.id, "keep") for row in kept)]

@@ -84,7 +84,7 @@ def bucket_findings(store: Store, prefix: str, *, spared: str | None = None) -> 
     locked = "s3:GetBucketObjectLockConfiguration"
     yield _cautious("object lock", locked, spared, lambda: _lock(default_retention(store)))
     if rules is not None:
-        yield from _lifecycle(rules, below)
+        yield from _lifecycle(rules)
         yield _incomplete_uploads(rules, below, store)
 
 
@@ -145,7 +145,7 @@ def _lock(retention: str | None) -> Finding:
     return Finding("object lock", "warn", message, "Use a bucket without default retention to free bytes at once")
 
 
-def _lifecycle(rules: list[LifecycleRule], below: str) -> Iterator[Finding]:
+def _lifecycle(rules: list[LifecycleRule]) -> Iterator[Finding]:
     check, harmless = "lifecycle expiry", True
     for rule in rules:
         narrowed = " for some objects" if rule.narrowed else ""

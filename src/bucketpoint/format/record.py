@@ -67,7 +67,9 @@ class CommitRecord:
 
     def to_json(self) -> bytes_:
         """Encode the record as one line of JSON, with sorted keys so that equal records have equal bytes."""
-        content = {**asdict(self), "metrics": plain_metrics(self.metrics)}
+        # JSON lacks NaN and the infinities, which become their names.
+        metrics = {name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()}
+        content = {**asdict(self), "metrics": metrics}
         return json.dumps({**content, _CHECK: _check(content)}, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
@@ -110,11 +112,6 @@ _CHECK = "check"
 def _check(content: Mapping[str, Any]) -> int:
     """Return a checksum of all other fields, unknown ones included; not of the bytes, as tools may reformat JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics as JSON values. NaN and the infinities, which JSON lacks, become their names."""
-    return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
 
 
 bytes_ = bytes  # an alias, since the class has a field named `bytes`

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -46,17 +45,6 @@ class Runs:
     def span(self) -> int:
         """Length of the range that covers every run."""
         return self.end - self.start
-
-    def starts(self) -> Iterator[int]:
-        if not self.run_nbytes:
-            return
-        # A `range` iterates over the innermost dimension, so that only the outer dimensions cost Python arithmetic.
-        *rest, (count, stride) = self.outer or ((1, 0),)
-        inner = range(0, count * stride, stride) if stride else (0,) * count
-        for steps in product(*(range(n) for n, _ in rest)):
-            base = self.start + sum(step * distance for step, (_, distance) in zip(steps, rest, strict=True))
-            for offset in inner:
-                yield base + offset
 
     def coalesced(self, max_gap: int) -> Runs:
         """Return fewer and longer runs that cover these: gaps of at most `max_gap` bytes are included."""

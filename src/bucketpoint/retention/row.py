@@ -51,11 +51,6 @@ class Row:
     tombstone: str | None = None
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        """Sort key of the row: the attributes in `ORDER`."""
-        return self.step, self.created, self.id
-
-    @property
     def can_be_thinned(self) -> bool:
         """True if the checkpoint has objects of weights and separate objects of other state."""
         return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1

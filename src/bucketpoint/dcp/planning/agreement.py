@@ -149,18 +149,14 @@ def _refuse(
     raise RanksDisagreeError(f"{message}: {listed}", url=url, key=key, rank=blamed, remedy=remedy)
 
 
-def rank_of(place: int, plan: SavePlan | LoadPlan) -> int:
-    """Return the global rank that is stated in a plan; without a statement, `place`, the rank in the group."""
-    return _rank_of(place, plan.storage_data)
-
-
-def _rank_of(place: int, stated: object) -> int:
+def rank_of(place: int, stated: object) -> int:
+    """Return the global rank that a plan's `storage_data` states; without it `place`, the rank in the group."""
     return stated.rank if isinstance(stated, Statement | CommitRead) else place
 
 
 def _by_rank(values: Sequence[_T], stated: Sequence[object]) -> dict[int, _T]:
     """Return values by stated global rank; by position if two ranks state the same number, so that no value is lost."""
-    ranks = list(itertools.starmap(_rank_of, enumerate(stated)))
+    ranks = list(itertools.starmap(rank_of, enumerate(stated)))
     return dict(zip(ranks if len({*ranks}) == len(ranks) else range(len(ranks)), values, strict=True))
 
 
@@ -203,7 +199,7 @@ def agree_on_commit(plans: Sequence[LoadPlan], url: str | None) -> list[LoadPlan
 
 def refuse_saves(plans: Sequence[LoadPlan | SavePlan], url: str | None) -> None:
     """Raise RanksDisagreeError if a rank of a load has sent the plan of a save."""
-    saving = [rank_of(place, plan) for place, plan in enumerate(plans) if isinstance(plan, SavePlan)]
+    saving = [rank_of(place, plan.storage_data) for place, plan in enumerate(plans) if isinstance(plan, SavePlan)]
     if saving:
         raise RanksDisagreeError(
             f"A save and a load use one process group at the same time: rank {first_of(saving, _NAMED_AT_MOST)} saves",
@@ -318,7 +314,7 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
                     "A rank wrote a dtype or shape that the coordinator did not plan, so nothing was committed",
                     url=url,
                     key=result.index.fqn,
-                    rank=_rank_of(place, statements[place]),
+                    rank=rank_of(place, statements[place]),
                     remedy="Use a planner that alters no dtype or shape of the metadata, and keeps plans in one "
                     "process group only, for the same saves on all ranks",
                 )

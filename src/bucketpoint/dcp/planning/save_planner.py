@@ -159,7 +159,7 @@ class SavePlanner(DefaultSavePlanner):
         if strangers:
             raise RanksDisagreeError(
                 f"{len(strangers)} of the {len(all_plans)} ranks of this save do not use SavePlanner",
-                rank=rank_of(strangers[0], all_plans[strangers[0]]),
+                rank=rank_of(strangers[0], all_plans[strangers[0]].storage_data),
                 remedy="Pass the same kind of planner on all ranks",
             )
         plan = self._agree(all_plans)

@@ -54,7 +54,7 @@ def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any], index: I
 def extension(bucketpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the attribute that `encode_metadata` adds."""
     facts = {"format": FORMAT_VERSION, "writer": __version__, **bucketpoint}
-    require_plain(facts, "the bucketpoint facts", None)
+    require_plain(facts, "the bucketpoint facts")
     return {_EXTRA: facts}
 
 

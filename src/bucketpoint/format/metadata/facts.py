@@ -50,7 +50,7 @@ def extra(metadata: Any) -> dict[str, Any]:
         return {}
     if type(facts) is not dict:
         raise not_metadata(f"its bucketpoint part is a {type(facts).__name__}", None)
-    require_plain(facts, "its bucketpoint part", None)
+    require_plain(facts, "its bucketpoint part")
     version = facts.get("format")
     if type(version) is not int:
         raise not_metadata(f"its bucketpoint format is {version!r}"[:200], None)
@@ -272,13 +272,13 @@ def _is_object_fact(fact: Any) -> bool:
     )
 
 
-def require_plain(value: Any, what: str, url: str | None) -> None:
+def require_plain(value: Any, what: str) -> None:
     """Raise MetadataError for values other than text, numbers, booleans, None, and lists and dictionaries of these."""
     try:
         for content, depth in nested_values(value, _parts):
-            _require_plain_value(content, depth, what, url)
+            _require_plain_value(content, depth, what)
     except RepetitionError:
-        raise not_metadata(f"{what} repeats the same lists again and again", url) from None
+        raise not_metadata(f"{what} repeats the same lists again and again", None) from None
 
 
 def _parts(value: Any) -> Collection[Any] | None:
@@ -287,16 +287,16 @@ def _parts(value: Any) -> Collection[Any] | None:
     return value if type(value) in (list, tuple) else None
 
 
-def _require_plain_value(content: Any, depth: int, what: str, url: str | None) -> None:
+def _require_plain_value(content: Any, depth: int, what: str) -> None:
     kind = type(content)
     if kind in (dict, list, tuple) and depth < _MAX_DEPTH:
         odd = [name for name in content if type(name) is not str] if kind is dict else []
         if odd:
-            raise not_metadata(f"{what} has a key that is a {type(odd[0]).__name__}", url)
+            raise not_metadata(f"{what} has a key that is a {type(odd[0]).__name__}", None)
     elif content is not None and kind not in (str, int, float, bool):
-        raise not_metadata(f"{what} has a {kind.__name__}", url)
+        raise not_metadata(f"{what} has a {kind.__name__}", None)
     elif kind is int and content.bit_length() > _MAX_BITS:
-        raise not_metadata(f"{what} has a number of {content.bit_length()} bits", url)
+        raise not_metadata(f"{what} has a number of {content.bit_length()} bits", None)
 
 
 def _typed(facts: dict[str, Any], name: str, *kinds: type) -> Any:
