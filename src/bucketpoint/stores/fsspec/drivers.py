@@ -154,25 +154,17 @@ def has_folders(fs: AbstractFileSystem) -> bool:
     return not _WITH_FOLDERS.isdisjoint((schemes,) if isinstance(schemes, str) else schemes)
 
 
-def is_asynchronous(fs: AbstractFileSystem) -> bool:
-    """Return True if a filesystem works on an event loop. The `async_impl` of a wrapper is ignored: it may be wrong."""
-    return bool(getattr(_innermost(fs), "async_impl", False))
-
-
 def _innermost(fs: AbstractFileSystem) -> AbstractFileSystem:
     inner = getattr(fs, "fs", None)
     return _innermost(inner) if isinstance(inner, AbstractFileSystem) else fs
 
 
-def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
-    if has_folders(fs):
-        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-
 def _renamed(fs: AbstractFileSystem, path: str, write: Callable[[str], object]) -> None:
     """Write a file under a temporary name, and rename it, so that a killed writer leaves no half file there."""
-    make_folder_of(fs, path)
-    temporary = f"{path.rpartition('/')[0]}/{_TEMPORARY}{secrets.token_hex(8)}"
+    folder = path.rpartition("/")[0]
+    if has_folders(fs):
+        fs.makedirs(folder, exist_ok=True)
+    temporary = f"{folder}/{_TEMPORARY}{secrets.token_hex(8)}"
     try:
         write(temporary)
         fs.mv(temporary, path)
@@ -209,7 +201,8 @@ def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[BaseException |
             some = map(fs._rm_file, paths[start : start + _DELETES_AT_ONCE])
             outcomes.extend(await asyncio.gather(*some, return_exceptions=True))
 
-    if is_asynchronous(fs):
+    # The `async_impl` of a wrapper may be wrong.
+    if getattr(_innermost(fs), "async_impl", False):
         fsspec.asyn.sync(fs.loop, remove_all)
     for path in paths[len(outcomes) :]:
         try:

@@ -153,7 +153,8 @@ class ADLFS(Driver):
     def send(
         self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
     ) -> str:
-        block = _block(upload_id, number)
+        # All block ids of a blob must have the same length.
+        block = f"bucketpoint-{upload_id}-{number:08}"
         _azure(fs, path, lambda blob: blob.stage_block(block_id=block, data=data, length=len(data)))
         return block
 
@@ -221,11 +222,6 @@ def _azure(fs: AbstractFileSystem, path: str, ask: Any) -> Any:
             return await ask(blob)
 
     return fsspec.asyn.sync(fs.loop, call)
-
-
-def _block(upload_id: str, number: int) -> str:
-    # All block ids of a blob must have the same length.
-    return f"bucketpoint-{upload_id}-{number:08}"
 
 
 def _upload_of(block: str) -> str:
