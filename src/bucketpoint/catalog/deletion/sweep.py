@@ -81,7 +81,9 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     snapshot = catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot())
     # By the store's clock: if this machine's clock were ahead, a save under way would be taken for dead.
     oldest = snapshot.taken - older_than if snapshot.taken is not None else float("-inf")
-    announced = _announced(catalog)
+    parsed = ((UploadKey.parse(name), info) for name, info in catalog.listed(UPLOADS))
+    # A folder whose name does not fit the template is not one of this run.
+    announced = [(key, info) for key, info in parsed if key and catalog.template.step_of(key.folder) == key.step]
     live = {attempt.folder for attempt in snapshot.attempts if not _is_old(attempt.started, oldest)}
     # Folders with the intent of a committed save are swept too: they may hold objects of the replaced checkpoint.
     begun = [*snapshot.attempts, *snapshot.finished]
@@ -142,12 +144,6 @@ def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]
             key = catalog.key(f"{folder}/{path}")
             uploads += [one for one in catalog.store.list_multipart(key) if one.key == key]
     return uploads
-
-
-def _announced(catalog: Catalog) -> list[tuple[UploadKey, ObjectInfo]]:
-    parsed = ((UploadKey.parse(name), info) for name, info in catalog.listed(UPLOADS))
-    # A folder whose name does not fit the template is not one of this run.
-    return [(key, info) for key, info in parsed if key and catalog.template.step_of(key.folder) == key.step]
 
 
 def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
