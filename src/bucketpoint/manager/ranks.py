@@ -46,6 +46,7 @@ class Ranks:
     Attributes:
         members: the argument `members`, which `async_save` needs as its process group.
         group: group of the manager's collectives; None before `connect`, and without torch.distributed.
+        limit_s: longest time in seconds that a rank waits for the others' work.
         load_s: longest time in seconds that a rank waits for the end of a load on the others.
 
     Raises:
@@ -59,8 +60,8 @@ class Ranks:
         self.world = len(self._ranks)
         self.rank = self._ranks.index(process_groups.this_rank()) if self.world > 1 else 0
         waits = process_groups.timeout_of(members) if process_groups.is_initialized() else timedelta()
-        self._timeout_s = waits.total_seconds()
-        self._come_s = self._timeout_s
+        self.limit_s = waits.total_seconds()
+        self._come_s = self.limit_s
         self.load_s = 0.0
         self.members = members
         self._connects = False
@@ -79,13 +80,13 @@ class Ranks:
         self._connects = True
         if timeout is not None:
             self.limit(timeout)
-        self.load_s = max(2 * self._timeout_s, collectives.total_seconds() if collectives is not None else 0.0)
+        self.load_s = max(2 * self.limit_s, collectives.total_seconds() if collectives is not None else 0.0)
         self._reconnect(what)
 
     def limit(self, timeout: timedelta) -> None:
         """Set the longest time that a rank waits for the others. It must be the same on all ranks."""
-        self._timeout_s = timeout.total_seconds()
-        self._come_s = min(self._come_s, self._timeout_s)
+        self.limit_s = timeout.total_seconds()
+        self._come_s = min(self._come_s, self.limit_s)
 
     @property
     def global_rank(self) -> int:
@@ -94,11 +95,6 @@ class Ranks:
     @property
     def is_coordinator(self) -> bool:
         return self.rank == 0
-
-    @property
-    def limit_s(self) -> float:
-        """The longest time that a rank waits for the others' work, in seconds."""
-        return self._timeout_s
 
     def together(self, what: str, attempt: Callable[[], T]) -> T:
         """Run `attempt`, which can fail on one rank, and return once all ranks have run it. A collective call.
@@ -256,9 +252,9 @@ class Ranks:
             return value
         mine = index == self.rank
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else None
-        (length,) = self.most([data.numel() if data is not None else 0], what, limit_s=self._timeout_s)
+        (length,) = self.most([data.numel() if data is not None else 0], what, limit_s=self.limit_s)
         held = data if data is not None else torch.empty(length, dtype=torch.uint8, device="cpu")
-        self._run(lambda: dist.broadcast(held, group_src=index, group=self.group, async_op=True), what, self._timeout_s)
+        self._run(lambda: dist.broadcast(held, group_src=index, group=self.group, async_op=True), what, self.limit_s)
         return value if mine else pickle.loads(held.numpy().tobytes())
 
     def _calls_made(self, what: str) -> list[str]:

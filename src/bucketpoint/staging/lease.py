@@ -279,18 +279,14 @@ class StagedState(dict[Any, Any]):
 
     def __init__(self, state: dict[Any, Any], lease: Lease, on_pickle: Callable[[], None] | None = None) -> None:
         super().__init__(state)
-        self._lease = lease
+        self.lease = lease
         self._on_pickle = on_pickle
 
     def __del__(self) -> None:
-        self._lease.end()
-
-    @property
-    def lease(self) -> Lease:
-        return self._lease
+        self.lease.end()
 
     def items(self) -> Any:
-        self._lease.enter()
+        self.lease.enter()
         return super().items()
 
     def __copy__(self) -> dict[Any, Any]:
@@ -303,15 +299,15 @@ class StagedState(dict[Any, Any]):
         """Pickle the state for DCP's checkpoint process, after a wait for the turn of its save."""
         from bucketpoint.staging.process import crossing, dead_checkpoint_process
 
-        self._lease.enter()
-        self._lease.wait_for_turn()
+        self.lease.enter()
+        self.lease.wait_for_turn()
         dead = dead_checkpoint_process()
         if dead is not None:
             raise dead
         plain = crossing({key: self[key] for key in self})
         if self._on_pickle is not None:
             self._on_pickle()
-        return _arrived, (plain, self._lease.label, self._lease.ranks.in_checkpoint_process())
+        return _arrived, (plain, self.lease.label, self.lease.ranks.in_checkpoint_process())
 
 
 def _arrived(state: dict[Any, Any], label: str, ranks: SavingRanks) -> StagedState:
