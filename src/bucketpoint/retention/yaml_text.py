@@ -6,7 +6,6 @@ Aliases, tags and merge keys are refused: in a short text, values should be writ
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING
@@ -153,20 +152,6 @@ class _Version(Shape):
 
 
 POLICY = Fields(RetentionPolicy, (Setting("version", "version", _Version(), "version of the format", MISSING),))
-
-
-SCHEMA_FILE = "policy.schema.json"
-"""Name of the file beside this module with the JSON Schema of policies, for editors."""
-
-
-def schema_text() -> str:
-    """Return the content of the schema file: JSON Schema 2020-12 for keys, types and bounds.
-
-    Rules without effect and unset variables are found only by `from_yaml`.
-    """
-    title = "A retention policy of bucketpoint"
-    draft = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps({"$schema": draft, "title": title, **POLICY.schema()}, indent=2) + "\n"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
