@@ -3,7 +3,7 @@
     python examples/observability/demo.py                   # checkpoints go to a new folder
     python examples/observability/demo.py s3://bucket/run   # requests to a bucket are counted too
 
-A save that fails is reported, and training goes on: so a failing store can be seen on the dashboard.
+A save that fails is reported, and training continues: so a failing store can be seen on the dashboard.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _in_parent() -> None:
     try:
         no_fork.release()
     except RuntimeError:
-        logger.debug("a fork went on without its lock")
+        logger.debug("a fork continued without its lock")
 
 
 def _in_child() -> None:

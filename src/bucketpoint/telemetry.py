@@ -107,7 +107,7 @@ def current_context() -> Any:
     try:
         return loaded.get_current()
     except Exception:
-        logger.exception("the span of the caller is not known")
+        logger.exception("the span of the caller could not be read")
         return None
 
 
@@ -172,7 +172,7 @@ def reference(span: Any) -> str | None:
         about = span.get_span_context()
         return f"00-{about.trace_id:032x}-{about.span_id:016x}-{int(about.trace_flags):02x}"
     except Exception:
-        logger.exception("the name of a span is not known")
+        logger.exception("the name of a span could not be read")
         return None
 
 

@@ -67,7 +67,7 @@ def test_reports_keys_that_are_no_integers_afterwards(
     assert "keys" not in program("convert", "a.pt", "a").out
     dcp.save({"optim": {"state": {0: torch.ones(3)}}}, storage_writer=FileSystemWriter("b"), no_dist=True)
     said = program("convert", "b", "b.pt", "--dry-run").out
-    reason = "because the source notes no integer keys"
+    reason = "because the source does not record integer keys"
     assert f"  keys that look like integers are text, {reason}, in: optim.state\n" in said
     assert program("convert", "b", "b.pt", "--json").json["text_keys"] == ["optim.state"]
 

@@ -334,7 +334,7 @@ def test_names_the_option_for_a_store_that_ignores_conditions(minio: S3Server) -
     told = store.options.replace(conditional_puts=False)
     without = {one.check: one for one in examine(S3Store(store.bucket, told), "runs", probe_bytes=0).findings}
     assert without["create-only put"].status == "warn"
-    assert "Give every job a URL of its own" in (without["create-only put"].remedy or "")
+    assert "Give every job its own URL" in (without["create-only put"].remedy or "")
 
 
 def test_finds_a_race_that_two_writers_win(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_finds_a_race_that_two_writers_win(tmp_path: Path) -> None:
     found = examine(Racy(LocalStore(str(tmp_path))), "", probe_bytes=0)  # type: ignore[arg-type]
     finding = next(one for one in found.findings if one.check == "create-only put")
     assert finding.status == "fail"
-    assert "writers at once" in finding.message
+    assert "concurrent writers" in finding.message
 
 
 def test_finds_checksums_that_a_store_does_not_verify(tmp_path: Path) -> None:

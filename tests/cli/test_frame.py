@@ -119,7 +119,7 @@ def test_names_the_replacement_of_a_command_that_is_gone(program: Program, name:
     done = program(name, "--help")
     assert (done.code, done.out) == (2, "")
     command, *flags = re.findall(r"[a-z-]{2,}", REPLACED[name])
-    assert f"There is no command '{name}' any more. Use `bucketpoint {REPLACED[name]}`." in done.err
+    assert f"The command '{name}' was removed. Use `bucketpoint {REPLACED[name]}`." in done.err
     assert all(flag in program(command, "--help").out for flag in flags)
 
 

@@ -138,7 +138,7 @@ def test_names_in_a_plan_what_goes_whatever_the_policy_says(program: Program, ro
     file = write(tmp_path, root, grace="1h")
     assert program("rollback", root, "20").code == 0
     said = program("prune", "--dry-run", str(file)).out
-    assert said.count(", whatever the policy") == 3
+    assert said.count(", regardless of the policy") == 3
     assert "2 kept, 0 thinned, 3 deleted" in said
 
 

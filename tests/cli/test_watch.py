@@ -86,7 +86,7 @@ def test_says_what_keeps_each_under_a_policy_and_what_the_next_prune_does(progra
     said = program("watch", root, "--policy", str(file)).out
     assert "PROBLEM" not in said
     shutil.copytree(root, tmp_path / "other")
-    elsewhere = f"PROBLEM: the policy is for the run at {root}; shown is what it would do here\n"
+    elsewhere = f"PROBLEM: the policy is for the run at {root}; the lines show what it would do here\n"
     assert elsewhere in program("watch", str(tmp_path / "other"), "--policy", str(file)).out
     assert re.search(r"^50 .*  kept by latest: 2$", said, re.MULTILINE)
     assert re.search(r"^20 .*  kept by best: eval/loss min 1$", said, re.MULTILINE)
@@ -307,8 +307,8 @@ def test_reports_damage_of_the_catalog_in_a_line_and_watches_on(program: Program
     assert said.code == 0
     lines = [line for line in said.out.splitlines() if line.startswith("PROBLEM: ")]
     assert lines[:2] == [
-        "PROBLEM: in the catalog 1 object has a name that is no record and no note: 0000000000000040__damaged",
-        "PROBLEM: step 30 has a record, and its .metadata is gone",
+        "PROBLEM: 1 object of the catalog is neither record nor note, by name: 0000000000000040__damaged",
+        "PROBLEM: step 30 has a record, but no .metadata",
     ]
     assert lines[2].startswith("PROBLEM: the record of step 20 cannot be read: The commit record is not JSON")
     assert "newest whole checkpoint: step 20, " in said.out
@@ -357,7 +357,7 @@ def test_calls_a_checkpoint_late_if_it_is_older_than_saves_are_apart() -> None:
     document = {"newest": newest, "interval_s": 100.0, "attempts": []}
     assert [run_lines.is_late(document, now) for now in (150, 201, 3601)] == [False, True, False]
     # Nothing records that a run has ended: saves stopped long ago, and none is under way.
-    ended = "the last saves were 1 min 40 s apart, and none came for 1 h: the run has ended"
+    ended = "the last saves were 1 min 40 s apart, and there was none for 1 h: the run has ended"
     assert [*run_lines.details(document, 3601.0)][-1] == ended
     assert run_lines.is_late({**document, "attempts": [{"live": True}]}, 3601)
     # Neither the first checkpoint nor one of a run that saves each second is late.
@@ -418,7 +418,7 @@ def test_reports_a_look_that_fails_and_watches_on(
     document = {**result.document, "taken": 0.0}
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(picture(document, 65.0, EndpointError("The store is away")))
-    assert "The last look failed: The store is away. This is the run of 1 min 5 s ago" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Reading the run failed: The store is away. This is its state 1 min 5 s ago" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_names_the_key_of_a_value_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 def test_names_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
-    with pytest.raises(StoreError, match="a file is where a folder should be"):
+    with pytest.raises(StoreError, match="a file has the name of a folder"):
         bp.save({"w": torch.ones(1)}, (tmp_path / "run" / "step-1").as_uri())
 
 

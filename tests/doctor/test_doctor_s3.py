@@ -91,7 +91,7 @@ def test_tells_a_store_that_ignores_conditions_from_what_it_calls_itself(
     assert service(found).status == "warn"
     assert "conditional puts are ignored" in service(found).message
     assert service(found).remedy == 'Set {"conditional_puts": false} in storage_options'
-    # With the remedy the place is fit, with a warning: a commit looks, writes and looks again.
+    # With the remedy the place is fit, with a warning: a commit checks, writes and checks again.
     cured = examine(store_of(minio, conditional_puts=False), "runs", probe_bytes=0)
     assert cured.ok or header == "If-Match"
     assert service(cured).status == "ok"

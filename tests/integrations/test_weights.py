@@ -107,7 +107,7 @@ def test_refuses_configurations_and_names_that_do_not_fit(tmp_path: Path) -> Non
     for config, text in (
         ({"url": url, "prefx": "model."}, "Did you mean 'prefix'"),
         ({"prefix": "model."}, "names no checkpoint"),
-        ({"url": url, "names": "nowhere:function"}, "no JSON file, and no function"),
+        ({"url": url, "names": "nowhere:function"}, "neither a JSON file nor a function"),
         ({"url": url, "names": str(tmp_path / "lost.json")}, "cannot be read"),
     ):
         with pytest.raises(BucketpointError, match=text):

@@ -155,7 +155,7 @@ def save_on_one_rank(rank: int, world: int, root: str) -> Any:
         # All ranks have had an error, and are together again.
         manager.save(2, state(2, world))
         manager.close()
-    return outcome, [line for line in lines if "not come" in line], committed(root)
+    return outcome, [line for line in lines if "has waited" in line], committed(root)
 
 
 def make_different_calls(rank: int, world: int, root: str) -> Any:

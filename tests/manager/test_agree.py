@@ -41,9 +41,9 @@ def test_refuses_a_policy_that_one_rank_cannot_read_on_all_ranks(ranks: Ranks, r
 
 def test_names_the_ranks_that_never_came_to_a_save(ranks: Ranks, root: str) -> None:
     (first, lines, committed), (second, _, _) = ranks.run(scenarios.save_on_one_rank, root)
-    assert first == "BucketpointError: save(1) was given up after 2 s: rank 1 never came"
-    assert lines == ["save(1) has waited for 0 s: rank 1 has not come"]
-    assert second == f"BucketpointError: steps() cannot go on: rank 0 has given up. There: {first.partition(': ')[2]}"
+    assert first == "BucketpointError: save(1) was given up after 2 s: rank 1 did not begin it"
+    assert lines == ["save(1) has waited 0 s for rank 1"]
+    assert second == f"BucketpointError: steps() cannot continue: rank 0 left the group. Its error: {first[18:]}"
     assert committed == ["step-2"]
 
 
@@ -59,9 +59,9 @@ def test_refuses_different_calls_on_the_ranks(ranks: Ranks, root: str) -> None:
     [
         ("state", "Rank 1 failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
         ("copies", "Rank 1 failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
-        ("begins", "There: save(1) failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
+        ("begins", "Its error: save(1) failed: KeyboardInterrupt: ", "interrupted", (2, 3)),
         ("has begun", "done", "interrupted", (1, 2, 3)),
-        ("is late", "rank 1 never came", "rank 0 has given up", (1, 2, 3)),
+        ("is late", "rank 1 did not begin it", "rank 0 left the group", (1, 2, 3)),
     ],
 )
 def test_saves_on_together_after_one_rank_was_lost_as_a_save_began(
@@ -136,7 +136,7 @@ def test_goes_on_after_failed_saves_where_the_policy_warns(ranks: Ranks, root: s
     assert made == other[0] == [True, True, False, True]
     assert counts == other[1] == (2, 2)
     assert committed == ["step-1", "step-4"]
-    warned = [line for line in lines if "training goes on" in line]
+    warned = [line for line in lines if "training continues" in line]
     assert [line.partition(" was")[0] for line in warned] == ["step 2", "step 3"]
     assert "the save before it was committed, and the newest checkpoint, of step 1, is 0 min old" in warned[0]
     assert "2 saves have failed in a row" in warned[1]

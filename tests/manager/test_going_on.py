@@ -537,7 +537,7 @@ def test_logs_a_checkpoint_that_a_late_metric_saves_with_its_rule(root: str, cap
         manager.pruning.drain()
         manager.report(1, {"loss": 0.1})
         manager.prune()
-    assert "step 1 stays after all, and its tombstone is withdrawn: best: loss min 1 (1st best loss)" in caplog.text
+    assert "step 1 is kept again, and its tombstone is withdrawn: best: loss min 1 (1st best loss)" in caplog.text
 
 
 def test_warns_once_of_a_rule_for_a_metric_that_nobody_reports(root: str, caplog: pytest.LogCaptureFixture) -> None:

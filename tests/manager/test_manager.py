@@ -155,7 +155,7 @@ def test_replaces_a_committed_step_only_if_told_to(root: str) -> None:
 def test_says_of_a_save_behind_newer_steps_what_becomes_of_them(root: str) -> None:
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(BucketpointError, match="Step 15 is lower than the steps of 2 checkpoints, up to step 30"):
+        with pytest.raises(BucketpointError, match="2 checkpoints have higher steps than 15; the highest is step 30"):
             manager.save(15, state(15))
         saved(manager, 15, newer="keep")
         assert manager.steps() == [10, 15, 20, 30]

@@ -363,7 +363,7 @@ def test_refuses_what_works_in_local_folders_only(tmp_path: Path) -> None:
 def test_refuses_a_folder_that_is_used_or_stands_for_another_run(tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "latest_checkpointed_iteration.txt").write_text("500")
-    with pytest.raises(BucketpointError, match="files of its own"):
+    with pytest.raises(BucketpointError, match="has other files"):
         let_stand_for(tmp_path / "used", f"{tmp_path}/run")
     bucketpoint.save({"model": {"weight": torch.ones(3)}}, f"{tmp_path}/run/step-1")
     with pytest.raises(BucketpointError, match="cannot load step-1"):

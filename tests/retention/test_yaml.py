@@ -213,7 +213,7 @@ def test_shows_all_faults_in_the_error_that_survives_pickling() -> None:
         ("# nothing\n", (1, 1), "The policy is empty"),
         ("version: 1\n", (1, 1), "`keep` is missing"),
         ("keep: {latest: 1}\n", (1, 1), "`version` is missing"),
-        ("version: 2\nkeep: {latest: 1}\n", (1, 10), "version: Version 2 is not known"),
+        ("version: 2\nkeep: {latest: 1}\n", (1, 10), "version: Version 2 is not supported"),
         ("version: 1\nkeep: {}\n", (2, 7), "keep: `latest` is missing"),
         ("version: 1\nkeep:\n", (2, 6), "keep: The value is missing"),
         ("version: 1\nkeep: 3\n", (2, 7), "keep: 3 is not a mapping"),

@@ -169,7 +169,7 @@ class View:
         data = self._request("GET range", key, act)
         for buffer in buffers:
             if offset + len(buffer) > len(data):
-                raise CorruptDataError("the object ends before the range does", key=key)
+                raise CorruptDataError("the object is too short for the range", key=key)
             buffer[:] = data[offset : offset + len(buffer)]
             offset += len(buffer)
 

@@ -754,7 +754,7 @@ class TestLocal:
     def test_treats_an_offset_that_no_file_has_as_one_beyond_the_end(self, tmp_path: Path, offset: int) -> None:
         store = LocalStore(str(tmp_path))
         store.put("k", views(b"content"))
-        with pytest.raises(CorruptDataError, match="ends before the range"):
+        with pytest.raises(CorruptDataError, match="too short for the range"):
             store.read_into("k", offset, [memoryview(bytearray(4))])
 
     def test_leaves_the_old_object_and_nothing_else_after_a_write_that_fails(

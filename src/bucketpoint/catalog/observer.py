@@ -101,7 +101,7 @@ class Observer:
         problems = list(_unreadable(snapshot, [*noted, *listed]))
         there = catalog.folders()
         snapshot = snapshot.without_gone([one for one in snapshot.recorded if one.folder not in {*there}])
-        problems += [f"step {one.step} has a record, and its checkpoint is gone" for one in snapshot.gone]
+        problems += [f"step {one.step} has a record, but no checkpoint" for one in snapshot.gone]
         folders = {*there, *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders
         unrecorded = self._without_record(folders)
         everything = tuple(sorted([*snapshot.checkpoints, *unrecorded.values()], key=BY_STEP))
@@ -148,10 +148,10 @@ class Observer:
                 return checkpoint, None
             committed = self.catalog.metadata_info(checkpoint.folder)
             if committed is None:
-                problems.append(f"step {checkpoint.step} has a record, and its .metadata is gone")
+                problems.append(f"step {checkpoint.step} has a record, but no .metadata")
                 continue
             if catalog_keys.mark_of(committed.etag) != checkpoint.mark:
-                problems.append(f"the record of step {checkpoint.step} is not that of its present .metadata")
+                problems.append(f"the record of step {checkpoint.step} does not match its .metadata")
             return checkpoint, self._record(checkpoint, checkpoint.key, problems)
         return None, None
 
@@ -252,5 +252,5 @@ def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) ->
     read |= notes.keys_of() | {tombstone.key for tombstone in (*notes.tombstones, *notes.void)}
     names = [name for name, info in listed if info.key not in read and catalog_keys.run_of(name) is None]
     if names:
-        some = "1 object has a name that is" if len(names) == 1 else f"{len(names)} objects have names that are"
-        yield f"in the catalog {some} no record and no note: {first_of(names, _NAMED_AT_MOST)}"
+        some = "1 object of the catalog is" if len(names) == 1 else f"{len(names)} objects of the catalog are"
+        yield f"{some} neither record nor note, by name: {first_of(names, _NAMED_AT_MOST)}"

@@ -36,14 +36,14 @@ def policy_of(
     if policy is not None or keep is None:
         raise BucketpointError(
             "There are both policy= and keywords that make a policy" if policy is not None else "There is no policy",
-            remedy="Pass keep=3, with best= and every= if wanted; or policy=, which has `keep:` and `save:` of its own",
+            remedy="Pass keep=3, with best= and every= if wanted; or policy=, which contains `keep:` and `save:`",
         )
     rules: tuple[Best, ...] = ()
     if best is not None:
         metric, mode = metric_and_mode(str(best))
         if not mode and usual_mode(metric) == "max":
             raise BucketpointError(
-                f"best={best!r} would keep the lowest value, and high values of such a metric are better",
+                f"best={best!r} would keep the lowest value, but high values of such a metric are better",
                 remedy=f'Pass best="{best}:max", or "{best}:min" if low values are better',
             )
         rules = (Best(metric, "max" if mode == "max" else "min"),)

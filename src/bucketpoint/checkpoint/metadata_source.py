@@ -155,7 +155,7 @@ class MetadataSource:
         names = self._names()
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(
-                "The checkpoint was saved without collectives (no_dist), so each rank has metadata of its own",
+                "The checkpoint was saved without collectives (no_dist), so each rank has its own metadata",
                 url=self.url,
                 remedy="Load it on as many ranks as saved it with no_dist=True, and save it again with collectives",
             )

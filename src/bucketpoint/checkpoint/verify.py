@@ -319,7 +319,7 @@ class _Run:
         for_each(self._tasks(plans, meter), lambda task: task(), self.options)
         for plan in plans:
             for region in plan.check.wrong() if plan.check is not None else ():
-                text = f"the CRC32C of its {region.part} is not {region.crc32c:08x}, which was written"
+                text = f"the CRC32C of its {region.part} differs from the recorded {region.crc32c:08x}"
                 self._add("checksum", plan.path, text, item=region.fqn, start=region.start, stop=region.stop)
 
     def _tasks(self, plans: Sequence[_ObjectPlan], meter: Meter) -> Iterator[Callable[[], None]]:

@@ -65,7 +65,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in REPLACED and not ctx.resilient_parsing:
-            ctx.fail(f"There is no command '{args[0]}' any more. Use `{PROGRAM} {REPLACED[args[0]]}`.")
+            ctx.fail(f"The command '{args[0]}' was removed. Use `{PROGRAM} {REPLACED[args[0]]}`.")
         import difflib
 
         near = difflib.get_close_matches(args[0], COMMANDS, 1)

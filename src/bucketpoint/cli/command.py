@@ -114,7 +114,7 @@ def agreed(question: str, *, required: bool = True) -> bool:
     if not as_json() and sys.stdin.isatty():
         return click.confirm(text.printable(question), err=True)
     if required:
-        raise click.UsageError("There is no terminal to ask for confirmation on: pass --yes")
+        raise click.UsageError("There is no terminal on which to ask for confirmation: pass --yes")
     return True
 
 

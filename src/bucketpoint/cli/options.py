@@ -148,7 +148,7 @@ def run_and_steps(
         @click.argument("words", nargs=-1, required=True, metavar=metavar)
         @click.option(
             "--step-dir",
-            help="Name of a checkpoint's folder in the run, with {step} for the step.  [default: as they are named]",
+            help="Name of a checkpoint's folder in the run, with {step} for the step.  [default: by the folders]",
         )
         @functools.wraps(function)
         def call(words: Sequence[str], step_dir: str | None, access: Access, **arguments: Any) -> CommandResult:

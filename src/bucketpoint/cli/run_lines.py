@@ -121,7 +121,7 @@ def details(document: Mapping[str, Any], now: float) -> Iterator[str]:
     yield f"{loses} {text.when(newest['created'])}, {amount}"
     if gap is not None:
         late = ": the next one is late" if is_late(document, now) else ""
-        late = f", and none came for {age(newest, now)}: the run has ended" if ended else late
+        late = f", and there was none for {age(newest, now)}: the run has ended" if ended else late
         yield f"the last saves were {duration(gap)} apart{late}"
 
 

@@ -53,7 +53,7 @@ def picture(
     parts: list[tuple[str, str]] = []
     if failure is not None:
         old = run_lines.duration(now - document["taken"])
-        parts.append(("bold red", f"The last look failed: {failure.message}. This is the run of {old} ago"))
+        parts.append(("bold red", f"Reading the run failed: {failure.message}. This is its state {old} ago"))
     others = len(parts) + len(list(run_lines.frame(document, now, 0)))
     parts += run_lines.frame(document, now, max(_LEAST_ROWS, height - others))
     # Control characters in names are escaped, and brackets in a line are no markup.

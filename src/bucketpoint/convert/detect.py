@@ -39,7 +39,7 @@ AUTO = "auto"
 _OTHER_FILES = (".npz", ".npy", ".pkl", ".pickle", ".h5", ".onnx", ".gguf", ".msgpack", ".gz", ".zip", ".tar")
 """Endings of files that no conversion writes."""
 
-_EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile stands for"}
+_EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile refers to"}
 """Remedies for URL schemes of other packages, which fsspec does not list."""
 
 

@@ -102,7 +102,7 @@ def watch_files(place: TargetPlace, names: Sequence[str], digest: str = "") -> C
     def look_again() -> None:
         if [look(name) for name in names] != before and not (digest and indexed_by(place) == digest):
             raise CommitConflictError(
-                "Another process wrote to the target during the conversion; its file stays, and this one is discarded",
+                "Another process wrote to the target during the conversion; its file is kept, and this one is deleted",
                 url=place.url,
                 remedy="Name another target, or convert again",
             )

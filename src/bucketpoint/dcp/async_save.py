@@ -218,7 +218,7 @@ class SaveHandle(Future[Metadata]):
                 note_failure(str(self.url), error)
         except Exception:
             # If this error were raised, waits for the handle would never end.
-            logger.exception("the figures of the save of %s are not known", self.url)
+            logger.exception("the figures of the save of %s could not be computed", self.url)
 
 
 def _raising(begin: Callable[P, SaveHandle]) -> Callable[P, SaveHandle]:
@@ -289,7 +289,7 @@ def async_save(
     writer = storage_writer if storage_writer is not None else BucketWriter(checkpoint_id)
     if on_commit is not None and (not isinstance(writer, BucketWriter) or not callable(on_commit)):
         raise BucketpointError(
-            "on_commit cannot be called with what it was given",
+            "on_commit is not a function, or the writer is not a BucketWriter",
             remedy="Give on_commit a function of one argument, and save with a BucketWriter, S3Writer or GCSWriter",
         )
     stager = async_stager if async_stager is not None else writer

@@ -196,8 +196,8 @@ def mesh_of(parent: Any) -> Mesh | None:
         return None
     if mesh.process != os.getpid():
         raise BucketpointError(
-            f"This process was forked from rank {dist.get_rank()} (process {mesh.process}), whose process group it "
-            "cannot use",
+            f"This process was forked from rank {dist.get_rank()} (process {mesh.process}), and cannot "
+            "use the process group of that process",
             rank=dist.get_rank(),
             remedy="Save and load in the process that called init_process_group()",
         )
@@ -278,7 +278,7 @@ def leave_default_group() -> None:
     elif len(dist.distributed_c10d._world.pg_map) == 1:
         logger.warning(
             "an asynchronous save may use the default process group: if its collectives mix with those of training, "
-            "the job hangs or is aborted. Call bucketpoint.async_save, which makes a process group of its own, or pass "
+            "the job hangs or is aborted. Call bucketpoint.async_save, which makes a separate process group, or pass "
             'process_group=dist.new_group(backend="gloo"), made once on every rank'
         )
 

@@ -70,7 +70,7 @@ def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = 
     world, rank = ranks_expected(), os.environ.get("RANK", "0" if first_may else "?")
     if world <= 1 or (first_may and rank == "0"):
         return
-    alone = "a rank that then saves a checkpoint of its own passes no_dist=True"
+    alone = "a rank that then saves a separate checkpoint passes no_dist=True"
     raise BucketpointError(
         f"{what} cannot begin: this is rank {rank} of {world} ranks (by RANK and WORLD_SIZE), but there is no process "
         "group, so each rank would work alone",
@@ -92,7 +92,7 @@ def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
     now = dist.get_world_size() if is_initialized() else 1
     if ranks.job in (None, now):
         return
-    there = f"the process group joins {now} ranks" if is_initialized() else "there is no process group any more"
+    there = f"the process group has {now} ranks" if is_initialized() else "there is no process group"
     raise group_gone(f"The state was staged by one of {ranks.job} ranks, but now {there}. Nothing was saved", url)
 
 

@@ -44,7 +44,7 @@ class Located:
             if unknown:
                 options = ", ".join(f'"{name}": ...' for name in unknown)
                 raise BucketpointError(
-                    f"{cls.__name__} does not know the argument {first_of(unknown, 5)}",
+                    f"{cls.__name__} has no argument {first_of(unknown, 5)}",
                     remedy=f"Pass options of the store as storage_options={{{options}}}",
                 )
         return super().__new__(cls)

@@ -123,7 +123,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         unchanged: Unchanged = "send",
     ) -> None:
         if unchanged not in get_args(Unchanged):
-            raise BucketpointError(f"unchanged={unchanged!r} is not known", remedy='Choose "send" or "copy"')
+            raise BucketpointError(f"unchanged={unchanged!r} is invalid", remedy='Choose "send" or "copy"')
         # Transformed items are always sent.
         self._copies = unchanged == "copy" and not _extensions
         self._log: SaveLog | None = None

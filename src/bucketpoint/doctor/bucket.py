@@ -48,7 +48,7 @@ def clock_finding(store: S3Store) -> Finding:
     skew = abs(clocks.ahead)
     message = f"this machine is {skew:.1f} s {'ahead of' if clocks.ahead > 0 else 'behind'} the store"
     if skew <= clocks.uncertainty + NOTABLE_SKEW_S:
-        return Finding("clock", "ok", f"{message}, give or take {clocks.uncertainty:.1f} s")
+        return Finding("clock", "ok", f"{message} (+/- {clocks.uncertainty:.1f} s)")
     status = "fail" if skew > LARGEST_SKEW_S else "warn"
     return Finding("clock", status, message, "Set the clock by NTP: S3 refuses requests that are 15 minutes off")
 
@@ -62,7 +62,7 @@ def bucket_findings(store: Store, prefix: str, *, spared: str | None = None) -> 
         yield from _of_google(store, spared)
         return
     if not isinstance(store, S3Store):
-        yield Finding("versioning", "skip", "not checked: only buckets of S3 and GCS are asked")
+        yield Finding("versioning", "skip", "not checked: only buckets of S3 and GCS have this check")
         keeps = _SOFT_DELETE.get(urlsplit(store.url).scheme)
         if keeps is not None:
             yield Finding("soft delete", "warn", *keeps)

@@ -45,7 +45,7 @@ ROLES = (ADMIN, TRAINER, READER, PRUNER)
 """The roles of `policies/`, and ADMIN, which saves, loads and prunes."""
 
 _NAMED = 5
-_STAYS = "it could not be deleted again"
+_STAYS = "objects could not be deleted"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Examination:
             if self._removable:
                 self.speed = measure(self.report, self._at.folder, probe_bytes, used=self._remember)
             else:
-                self.report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
+                self.report.say("throughput", "skip", f"not measured: {_STAYS}")
 
     def _checks(self) -> bool:
         """Run all checks but that of the throughput. Return True if objects can be written."""
@@ -171,7 +171,7 @@ class _Examination:
             # First, because the trial of the conditions decides the store's capabilities for the checks below.
             report.add(*fsspec_findings(store, self._at.folder.rstrip("/")))
         elif isinstance(store, FsspecStore):
-            report.say("filesystem", "skip", f"conditions were not tried out: what that writes, {_STAYS}")
+            report.say("filesystem", "skip", f"conditions were not tried: {_STAYS}")
         if isinstance(store, LocalStore):
             report.add(folder_finding(store, self._key("links")))
         self._create_only()
@@ -261,14 +261,14 @@ class _Examination:
         elif self._wrote_data:
             return
         if etag is None:
-            self.report.say(check, "skip", f"not tried: {_STAYS}, and this store has no condition that prevents it")
+            self.report.say(check, "skip", f"not tried: {_STAYS}, and no condition of this store prevents the write")
             return
         right, warn = needed(self._store, check), self._role == PRUNER
         with self.report.trial(check, "a write is refused for its condition alone", right=right, warn=warn):
             body = [memoryview(b"x")]
             if not refused(PreconditionFailedError, lambda: self._store.put(key, body, if_match=etag)):
                 self._remember(key)
-                raise StoreError("the store ignores If-Match where no object is")
+                raise StoreError("the store ignores If-Match if there is no object")
 
     def _create_only(self) -> None:
         check, store = "create-only put", self._store
@@ -282,7 +282,7 @@ class _Examination:
             body = [memoryview(content)]
             return not refused(PreconditionFailedError, lambda: store.put(key, body, if_none_match=True))
 
-        success = f"refused twice; of {RACERS} writers at once, one succeeded" if self._removable else "refused twice"
+        success = "refused twice" + (f"; of {RACERS} concurrent writers, one succeeded" if self._removable else "")
         with self.report.trial(check, success, remedy=without_conditions(store)):
             if self._removable:
                 expect(created(b"first"), "the store refused to create an object that did not exist")
@@ -295,14 +295,14 @@ class _Examination:
                 with TaskGroup(RACERS, name="bucketpoint-doctor") as group:
                     for racer in range(RACERS):
                         group.start(lambda racer=racer: won.append(created(b"%d" % racer, race)))  # type: ignore[misc]
-                expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
+                expect(sum(won) == 1, f"the store confirmed the creation to {sum(won)} of {RACERS} concurrent writers")
 
     def _if_match(self) -> str | None:
         """Check conditional replacement. Return the ETag of a replaced object, or None if conditions do not work."""
         store = self._store
         if not (store.capabilities.conditional_put and store.capabilities.conditional_replace):
             return None
-        key, success = self._key("if-match"), "honoured where the object is the expected one, refused where it is not"
+        key, success = self._key("if-match"), "honoured if the object is the expected one, refused if it is not"
         with self.report.trial("put if match", success, remedy=without_conditions(store)):
             etag = store.put(key, [memoryview(b"first")]).etag
             store.put(key, [memoryview(b"second")], if_match=etag)
@@ -313,14 +313,14 @@ class _Examination:
     def _checksums(self) -> None:
         check, store = "checksum", self._store
         if not store.capabilities.checksums:
-            self.report.say(check, "skip", "no checksums are sent to this store: a load compares what it reads")
+            self.report.say(check, "skip", "no checksums are sent to this store: a load verifies what it reads")
             return
         body, key = memoryview(b"checksum"), self._key("checksum")
         remedy = "Bytes damaged during the upload are noticed only at load; checksums=false avoids sending them"
         with self.report.trial(check, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True):
             store.put(key, [body], crc32c=crc32c(body))
             wrong = refused(CorruptDataError, lambda: store.put(key, [body], crc32c=crc32c(body) ^ 1))
-            expect(wrong, "the store took a body with a wrong CRC32C")
+            expect(wrong, "the store accepted a body with a wrong CRC32C")
 
     def _multipart(self) -> None:
         report, store, key = self.report, self._store, self._key("multipart")
@@ -339,7 +339,7 @@ class _Examination:
             with report.trial("multipart list", success, remedy=UNLISTED_UPLOADS, warn=True, spared=spared):
                 expect(self._is_open(key, upload), "an open multipart upload is not listed")
         if parts and not self._removable:
-            report.say("multipart complete", "skip", f"not tried: {size >> 20} MiB would stay, as {_STAYS}")
+            report.say("multipart complete", "skip", f"not tried: {_STAYS}, so {size >> 20} MiB would stay")
         elif parts:
             with report.trial("multipart complete", "the object is the sum of its parts"):
                 store.complete_multipart(key, upload, parts)
@@ -384,7 +384,7 @@ class _Examination:
             count = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
             message = f"{count}: {first_of(left, _NAMED, last=', and ')}"
             if left == [self._at.lasting]:
-                message += ", of a few bytes; every run of doctor writes the same one"
+                message += ", of a few bytes; each run of doctor overwrites it"
             self.report.say("clean-up", "warn", message, removal(self._store, self._prefix))
         else:
             self.report.say("clean-up", "ok", "everything that was written is deleted")

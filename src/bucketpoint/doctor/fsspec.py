@@ -13,9 +13,9 @@ from bucketpoint.stores.fsspec import FsspecStore
 
 _LOCKED = (
     "a checkpoint is replaced and deleted under the lock of its file: safe on one machine, and between machines unless "
-    "one pauses for minutes"
+    "one of them pauses for minutes"
 )
-_CHECKS = "reads what is there, writes, and reads again"
+_CHECKS = "a save checks the URL, writes its commit, and checks again"
 
 
 def folder_finding(store: LocalStore, key: str) -> Finding:
@@ -23,11 +23,11 @@ def folder_finding(store: LocalStore, key: str) -> Finding:
     try:
         linked = store.has_hard_links(key)
     except StoreError as error:
-        return Finding("conditional commit", "fail", f"it could not be tried out: {error.message}", error.remedy)
+        return Finding("conditional commit", "fail", f"it could not be tried: {error.message}", error.remedy)
     if linked:
         return Finding("conditional commit", "ok", f"a hard link creates a checkpoint, on any machine; {_LOCKED}")
     message = f"the filesystem has no hard links: {_LOCKED.replace('is replaced', 'is created, replaced')}"
-    return Finding("conditional commit", "warn", message, "Give every job a URL of its own")
+    return Finding("conditional commit", "warn", message, "Give every job its own URL")
 
 
 def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
@@ -41,21 +41,19 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
     try:
         able = proven(store, prefix)
     except StoreError as error:
-        yield Finding("conditional commit", "fail", f"it could not be tried out: {error.message}", error.remedy)
+        yield Finding("conditional commit", "fail", f"it could not be tried: {error.message}", error.remedy)
         return
     if able.conditional_put:
-        reason = "no other process has this filesystem" if store.driver.private else "the service refuses a second one"
+        reason = "no other process has this filesystem" if store.driver.private else "a second one is refused"
         yield Finding("conditional commit", "ok", f"a new checkpoint is created exclusively: {reason}")
         if able.conditional_replace:
             yield Finding("conditional replace", "ok", "a checkpoint is replaced only if it is still the one expected")
         else:
-            message = (
-                f"what replaces a checkpoint {_CHECKS}: two jobs that overwrite one URL in one instant may collide"
-            )
-            yield Finding("conditional replace", "warn", message, "Give every save a URL of its own")
+            message = f"replacing a checkpoint is not atomic: {_CHECKS}. Two jobs that overwrite one URL may collide"
+            yield Finding("conditional replace", "warn", message, "Give every save its own URL")
     else:
-        message = f"a commit {_CHECKS}: safe against crashes, not against two jobs that save to one URL in one instant"
-        yield Finding("conditional commit", "warn", message, "Give every job a URL of its own")
+        message = f"{_CHECKS}: safe against crashes, but not against two jobs that save to one URL at the same time"
+        yield Finding("conditional commit", "warn", message, "Give every job its own URL")
     if able.checksums:
         message = "the CRC32C that the service computed is compared with ours"
         yield Finding("upload checksum", "ok", message)

@@ -56,7 +56,7 @@ def examine_pinned_read(report: Report, make: Callable[[], ObjectInfo]) -> None:
     if not store.capabilities.pinned_reads:
         report.say(check, "skip", "this store has no conditional reads: checksums alone protect a load")
         return
-    remedy = "A replaced object is then noticed only by its checksum"
+    remedy = "A replaced object is then detected only by its checksum"
     with report.trial(check, "a replaced object is refused", remedy=remedy, warn=True):
         info = make()
         store.read_into(info.key, 0, [view], if_match=info.etag)

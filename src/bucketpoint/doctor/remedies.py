@@ -12,7 +12,7 @@ _NEEDED = {
     "get": "Loads, and overwriting saves, need the right to read",
     "list": "Saves and loads do not need it; finding the latest and pruning need the right to list",
     "delete": "Saves and loads do not need it; pruning needs the right to delete",
-    "delete notes": "Saves and loads do not need it; `bucketpoint gc` removes what they leave. Jobs with a retention "
+    "delete notes": "Saves and loads do not need it; `bucketpoint gc` removes the remains. Jobs with a retention "
     "policy need the right to delete below _bucketpoint/",
     "put notes": "Pruning needs the right to write below _bucketpoint/",
     "put .metadata": "Pruning does not need it; thinning needs the right to write .metadata",
@@ -27,8 +27,8 @@ _RIGHTS: dict[type, dict[str, str]] = {
     },
 }
 _WITHOUT_CONDITIONS = (
-    "saves read, write and read again: safe against crashes, not against two jobs that save to one URL in one instant. "
-    "Give every job a URL of its own"
+    "a save checks the URL, writes its commit, and checks again: safe against crashes, but not against two jobs that "
+    "save to one URL at the same time. Give every job its own URL"
 )
 
 
@@ -44,7 +44,7 @@ def needed(store: Store, check: str) -> str:
 def lack_of_conditions(store: Store) -> str:
     """Return the message for a store that is used without conditional writes."""
     if isinstance(store, S3Store) and store.options.conditional_puts is False:
-        return "conditional_puts=false in storage_options: saves do without conditional writes"
+        return "conditional_puts=false in storage_options: saves use no conditional writes"
     return "this store has no conditional writes"
 
 

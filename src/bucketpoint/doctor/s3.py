@@ -106,5 +106,5 @@ def _remedy(named: S3Service | None, features: Mapping[str, bool], differ: list[
     if options:
         return f"Set {{{', '.join(options)}}} in storage_options"
     if fitting:
-        return f'Set {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} does the same'
+        return f'Set {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} behaves the same'
     return "Uploads that cannot be listed by prefix cannot be swept: use a lifecycle rule"

@@ -80,7 +80,7 @@ def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
     descriptors = reader.descriptors()
     payload_offset, payload_nbytes = reader.optional(_PAYLOAD_OFFSET), reader.optional(_PAYLOAD_NBYTES)
     reader.require(
-        (payload_offset is None) == (payload_nbytes is None), "only one of payload offset and payload size is there"
+        (payload_offset is None) == (payload_nbytes is None), "one of payload offset and payload size is missing"
     )
     if payload_offset is not None and payload_nbytes is not None:
         reader.require(payload_offset + payload_nbytes <= length, "its payload does not lie within it")
@@ -88,11 +88,11 @@ def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
     crc32c = reader.optional(_CRC32C, limit=1 << 32)
     block_crcs: tuple[int, ...] | None = None
     block_nbytes, table_offset = reader.optional(_TABLE_BLOCK_NBYTES), reader.optional(_TABLE_OFFSET)
-    reader.require((block_nbytes is None) == (table_offset is None), "only one of block size and table offset is there")
+    reader.require((block_nbytes is None) == (table_offset is None), "one of block size and table offset is missing")
     if block_nbytes is not None:
         reader.require(
             block_nbytes > 0 and crc32c is not None,
-            "its table of block checksums has blocks of no bytes, or no checksum over it",
+            "its block size is 0, or its table has no checksum",
         )
         reader.require(checked > block_nbytes, "it has a table of block checksums for a single block")
         reader.require(

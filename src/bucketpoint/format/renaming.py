@@ -41,8 +41,8 @@ def renaming(names: Renaming | Mapping[str, str | None] | str | os.PathLike[str]
             return new.format(*numbers)
         except (AttributeError, TypeError, LookupError, ValueError):
             raise BucketpointError(
-                f"The new name of {name} is no text with as many numbers: {str(new)[:200]!r}",
-                remedy="Correct the mapping of names: {} stands for a number between dots",
+                f"The new name of {name} is not text, or has more {{}} than the name has numbers: {str(new)[:200]!r}",
+                remedy="Correct the mapping of names: {} matches a number between dots",
             ) from None
 
     return mapped
@@ -54,5 +54,5 @@ def _read(file: str | os.PathLike[str]) -> Mapping[str, str | None]:
     except (OSError, ValueError) as error:
         raise BucketpointError(f"The file of names cannot be read: {error}", key=os.fspath(file)) from error
     if not isinstance(table, dict):
-        raise BucketpointError("The file of names holds no JSON object", key=os.fspath(file))
+        raise BucketpointError("The file of names does not contain a JSON object", key=os.fspath(file))
     return table

@@ -108,7 +108,7 @@ def load_state(accelerator: Accelerator, url: str, **options: Any) -> None:
 def _parts(accelerator: Accelerator) -> dict[str, Any]:
     if accelerator.distributed_type in _OTHER_FORMATS:
         raise BucketpointError(
-            f"An Accelerator with {accelerator.distributed_type} saves in a format of its own",
+            f"An Accelerator with {accelerator.distributed_type} saves in its own format",
             remedy="Use accelerator.save_state, or train with FSDP",
         )
     models = accelerator._models

@@ -330,9 +330,9 @@ def _refuse_other_memory(func: Any, args: Any) -> None:
 
 def _refusal(promise: Promised, name: str) -> BucketpointError:
     return BucketpointError(
-        f"{name} changes which elements a tensor is, which a tensor that is not read yet cannot follow",
+        f"{name} gives a tensor other elements in place, which is impossible before the tensor is read",
         key=promise.saved.key,
-        remedy="Use an operation that returns another tensor, as t() for t_()",
+        remedy="Use an operation that returns another tensor, such as t() instead of t_()",
     )
 
 

@@ -141,7 +141,7 @@ def _check_report(
         if _in_container(value) and any(hasattr(leaf, "state_dict") for leaf in _leaves(value)):
             raise BucketpointError(
                 f"{key!r} of the state holds models or other objects in a list or dict: no load would find their state",
-                remedy="Give each a key of its own: {'generator': model, 'critic': other}",
+                remedy="Give each its own key: {'generator': model, 'critic': other}",
             )
 
 
@@ -298,7 +298,7 @@ def _check_seen(checkpoint: Checkpoint, url: str) -> None:
     seen = checkpoint.filesystem.get_file_info(f"{checkpoint.path}/.metadata")
     if seen.type == arrow.FileType.NotFound:
         raise CheckpointNotFoundError(
-            "The checkpoint is committed, but Ray's filesystem does not find it: it reads from another store",
+            "The checkpoint is committed, but Ray's filesystem does not find it, because it reads from another store",
             url=url,
             remedy=_SAME_STORE,
         )

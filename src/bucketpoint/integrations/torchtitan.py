@@ -203,7 +203,7 @@ class BucketpointManager(CheckpointManager):
             saving.wait()
             error = saving.failure()
             if error is not None and may_be_warned(error, committed=self._committed):
-                logger.error("%s was not saved, and training goes on (on_failure: warn): %s", saving.url, error)
+                logger.error("%s was not saved, and training continues (on_failure: warn): %s", saving.url, error)
                 return
         saving.result()
         self._committed = True

@@ -81,7 +81,7 @@ class BucketTrainerMixin:
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise BucketpointError(
-                "DeepSpeed saves in a format of its own", remedy="Train with DDP or FSDP, or without BucketTrainerMixin"
+                "DeepSpeed saves in its own format", remedy="Train with DDP or FSDP, or without BucketTrainerMixin"
             )
         self._checkpoint_url = checkpoint_url
         self._policy = policy
@@ -181,7 +181,7 @@ class BucketTrainerMixin:
         steps = self._manager.steps() if saves else None
         if steps:
             raise CheckpointExistsError(
-                f"The run has checkpoints up to step {steps[-1]}, and training does not resume from one of them",
+                f"The run has checkpoints up to step {steps[-1]}, but training does not resume from any of them",
                 url=os.fspath(self._checkpoint_url),
                 remedy="Resume with resume_from_checkpoint=True or the URL of one, or name another checkpoint_url",
             )
@@ -350,7 +350,7 @@ class BucketTrainerMixin:
         model = self.accelerator.unwrap_model(self.model)
         if hasattr(model, "peft_config"):
             raise BucketpointError(
-                "An adapter of PEFT has another format than save_pretrained of its model",
+                "PEFT adapters cannot be exported in the format of save_pretrained",
                 url=chosen,
                 remedy="Write the trainer's own model with trainer.save_model(folder)",
             )

@@ -63,7 +63,7 @@ class WeightsOptions:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 raise BucketpointError(
-                    f"{name!r} is no key of the loader's configuration",
+                    f"{name!r} is not a key of the loader's configuration",
                     remedy=f"Did you mean {near[0]!r}?" if near else f"The keys are {', '.join(known)}",
                 )
         if not isinstance(config.get("url"), str):
@@ -205,7 +205,7 @@ def _names(text: str | None) -> tuple[Callable[[str], str | None], Any]:
             return renaming(None), pkgutil.resolve_name(text)
         except (ImportError, AttributeError, ValueError) as error:
             raise BucketpointError(
-                f"names is no JSON file, and no function either: {text!r}: {error}",
+                f"names is neither a JSON file nor a function: {text!r}: {error}",
                 remedy='Pass "names.json", or "package.module:function" of a package on PYTHONPATH',
             ) from error
     return renaming(text), None

@@ -296,7 +296,7 @@ class CheckpointManager:
     def _warn(self, step: int, error: BaseException) -> None:
         if self._ranks.is_coordinator and self._warns(error):
             logger.error(
-                "step %d was not saved, and training goes on (on_failure: warn); %s: %s",
+                "step %d was not saved, and training continues (on_failure: warn); %s: %s",
                 step,
                 self._standing.at_risk(),
                 error,

@@ -207,9 +207,9 @@ class Ranks:
         if process_groups.is_initialized() or len(self._ranks) > 1:
             now = process_groups.ranks_of(self.members)
             if now != self._ranks:
-                there = f"joins {len(now)} now" if process_groups.is_initialized() else "was destroyed"
+                there = f"has {len(now)} now" if process_groups.is_initialized() else "was destroyed"
                 raise RanksDisagreeError(
-                    f"{what} cannot begin: the process group joined {len(self._ranks)} ranks, and {there}",
+                    f"{what} cannot begin: the process group had {len(self._ranks)} ranks, and {there}",
                     remedy="Close the manager before destroy_process_group(), and make a new one after "
                     "init_process_group()",
                 )
@@ -281,7 +281,7 @@ class Ranks:
             raise
         except BaseException as error:
             if isinstance(error, Exception):
-                failure = BucketpointError(f"{what} cannot go on: the job's key-value store does not answer: {error}")
+                failure = BucketpointError(f"{what} failed: the job's key-value store does not answer: {error}")
                 self._give_up()
                 raise failure from error
             self.leave_others(what, error)
@@ -333,7 +333,7 @@ class Ranks:
         if self._store.check(["end"]):
             end = Failure.received(self._store.get("end"), self._ranks)
             return BucketpointError(
-                f"{here.what} cannot go on: rank {end.rank} has given up. There: {end.error.message}"[:1000],
+                f"{here.what} cannot continue: rank {end.rank} left the group. Its error: {end.error.message}"[:1000],
                 rank=end.rank,
                 remedy="Make each call on all ranks, at the same point of the program",
             )

@@ -90,11 +90,12 @@ class Replacing:
                 self._refuse_to_replace(checkpoint, snapshot, gone)
         later = [one for one in snapshot.full if one.step > step and one.name not in gone]
         if later and newer == "error" and not self.beside:
-            of = "that of 1 checkpoint" if len(later) == 1 else f"the steps of {len(later)} checkpoints"
+            many = f"{len(later)} checkpoints have higher steps than {step}; the highest is"
+            higher = many if len(later) > 1 else f"1 checkpoint has a higher step than {step}:"
             last = max(later, key=lambda one: one.step)
             committer, remedy = self._committer(last)
             raise BucketpointError(
-                f"Step {step} is lower than {of}, up to step {last.step}, committed {committer}; "
+                f"{higher} step {last.step}, committed {committer}; "
                 f"training was probably rolled back{', or another job saves to this run' if remedy else ''}",
                 url=self._catalog.url,
                 remedy="If this job has not restored yet, call manager.restore(state) first. "

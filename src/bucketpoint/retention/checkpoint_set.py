@@ -70,7 +70,7 @@ def _check(row: Row) -> None:
         raise BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
     if row.kind not in KINDS:
         raise BucketpointError(
-            f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
+            f"Step {row.step} is of the kind {row.kind!r}, which this version does not support",
             key=row.id,
             remedy="Update bucketpoint before you prune this run",
         )

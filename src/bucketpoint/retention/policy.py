@@ -59,7 +59,7 @@ class SaveEvery(Checked):
 
 @dataclass(frozen=True)
 class SaveEveryMinutes(Checked):
-    """Save when this many minutes have passed since the last save, by the coordinator's clock."""
+    """Save when this many minutes have passed since the last save began, by the coordinator's clock."""
 
     minutes: Annotated[int, WholeNumber(1), "a save is due this many minutes after the last one began"]
 
@@ -78,7 +78,7 @@ Occasion = Literal["first_step", "last_step", "sigterm", "sigusr1", "sigusr2"]
 
 @dataclass(frozen=True)
 class Save(Checked):
-    """Triggers of saves: a save is made whenever one of them asks for it."""
+    """Triggers of saves: a save is made whenever one of them is due."""
 
     every: Annotated[Sequence[SaveEvery | SaveEveryMinutes], "regular saves"] = ()
     on: Annotated[Sequence[Occasion], "saves on occasions"] = ()
@@ -94,10 +94,10 @@ class Save(Checked):
 
 @dataclass(frozen=True)
 class MaxDelete(Checked):
-    """The circuit breaker: a plan that exceeds either number makes only a few deletions without confirmation."""
+    """The circuit breaker: of a plan that exceeds either limit, an unconfirmed prune makes only a few deletions."""
 
-    count: Annotated[int, WholeNumber(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
-    fraction: Annotated[float, Fraction(), "share of the existing checkpoints, if more than 5 go"] = 0.5
+    count: Annotated[int, WholeNumber(1), "deletions and thinnings by one prune, plus one for each new commit"] = 20
+    fraction: Annotated[float, Fraction(), "share of the existing checkpoints, checked above 5 deletions"] = 0.5
 
 
 LEAST_DEBRIS_AGE = (timedelta(hours=1), "a sweep could delete the data of a running save")
@@ -128,7 +128,7 @@ class Layout(Checked):
 
 @dataclass(frozen=True)
 class RetentionPolicy(Checked):
-    """A whole policy: the file with its keys as objects."""
+    """A policy, with a field for each key of the policy file."""
 
     keep: Annotated[Keep, "union of the rules"]
     root: Annotated[

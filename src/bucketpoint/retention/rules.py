@@ -73,10 +73,10 @@ class Latest(RetentionRule):
 
 @dataclass(frozen=True)
 class Await(Checked):
-    """Limits of the hold on checkpoints whose value is not reported yet."""
+    """Limits on holding checkpoints whose value of the metric is not reported yet."""
 
-    for_: Annotated[timedelta, Key("for"), "held until the newest checkpoint is this much younger"]
-    max: Annotated[int, WholeNumber(1), "most checkpoints held, the newest ones"]
+    for_: Annotated[timedelta, Key("for"), "held until the newest checkpoint is more recent by this duration"]
+    max: Annotated[int, WholeNumber(1), "largest number of held checkpoints; the newest are held"]
 
 
 @dataclass(frozen=True)
@@ -285,11 +285,11 @@ class Match(RetentionRule):
         except Exception as error:
             raise self._failed(f"failed at step {row.step}: {type(error).__name__}: {error}") from error
         if type(answer) is not bool:
-            raise self._failed(f"returned {type(answer).__name__} at step {row.step}, and not True or False")
+            raise self._failed(f"returned {type(answer).__name__} at step {row.step}, not True or False")
         return answer
 
     def _failed(self, what: str) -> PolicyError:
-        remedy = "No plan is made without its answer: correct the function, or remove `match` from the policy"
+        remedy = "A plan needs its answer: correct the function, or remove `match` from the policy"
         return PolicyError.of(PolicyFault(f"{self.path} {what}", remedy, ("keep", "match")))
 
 

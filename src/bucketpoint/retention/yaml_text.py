@@ -144,7 +144,7 @@ class _Version(Shape):
     def check(self, value: Any) -> int:
         if type(value) is not int or value != POLICY_VERSION:
             remedy = f"Write `version: {POLICY_VERSION}`, or update bucketpoint"
-            raise wrong(f"Version {shown(value)} is not known", remedy)
+            raise wrong(f"Version {shown(value)} is not supported", remedy)
         return POLICY_VERSION
 
     def schema(self) -> dict[str, Any]:

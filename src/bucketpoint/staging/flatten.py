@@ -239,7 +239,7 @@ class FlatState:
             addressed = plain.device.type in ADDRESSED_DEVICES and plain.layout is torch.strided
             if addressed and plain.nbytes and not plain.data_ptr():
                 raise StagingError(
-                    f"A {kind.__qualname__} has no memory itself, and does not show what it wraps",
+                    f"A {kind.__qualname__} has no memory, and no __tensor_flatten__ for the tensors that it wraps",
                     remedy="Give the class __tensor_flatten__ and __tensor_unflatten__",
                 )
             node = self._tensor(plain)

@@ -47,7 +47,7 @@ class StagingOptions:
     def __post_init__(self) -> None:
         if self.when_busy not in get_args(WhenBusy):
             raise BucketpointError(
-                f"when_busy={self.when_busy!r} is not known", remedy=f"Choose one of {', '.join(get_args(WhenBusy))}"
+                f"when_busy={self.when_busy!r} is invalid", remedy=f"Choose one of {', '.join(get_args(WhenBusy))}"
             )
         if self.max_bytes is not None and self.max_bytes <= 0:
             raise BucketpointError(f"max_bytes={self.max_bytes} leaves no memory for staging")

@@ -129,7 +129,7 @@ def give_up_when_cut(call: Callable[[], T], what: str) -> T:
         while not done.wait(_POLL_S):
             if cut.is_made:
                 raise EndpointError(
-                    f"{what} had not ended when the work was cut off",
+                    f"{what} was still running when the work was cancelled",
                     remedy="Check the network, its names (DNS) and the source of credentials, or allow more time",
                 )
     finally:

@@ -105,7 +105,7 @@ class StoreOptions:
         if near:
             parts.append(f"Did you mean {', '.join(near)}?")
         if others:
-            parts.append(cls.further or f"These are known: {', '.join(known)}")
+            parts.append(cls.further or f"The known options are: {', '.join(known)}")
         return " ".join(parts).rstrip(".")
 
     def replace(self, **changes: Any) -> Self:
@@ -204,7 +204,7 @@ class HttpStore(Store, CopiesInside):
             raise StoreError(
                 "the reply has no Content-Length",
                 url=self._url(key),
-                remedy="A proxy before the store removes Content-Length: let it pass replies on as they are",
+                remedy="A proxy before the store removes Content-Length: configure it to pass replies on unchanged",
             )
         length = reply.length
         # A store, or a proxy, may ignore the range, and send the whole object.
@@ -234,7 +234,7 @@ class HttpStore(Store, CopiesInside):
         if length is not None and length != nbytes:
             discard(body)
             raise CorruptDataError(
-                f"the object ends before the range does: {length} of the {nbytes} bytes from {offset} are there",
+                f"the object is too short: {length} of the {nbytes} bytes from {offset} exist",
                 url=self._url(key),
             )
 
@@ -246,7 +246,7 @@ class HttpStore(Store, CopiesInside):
         if start not in (None, offset):
             discard(reply.body)
             raise TransientStoreError(
-                f"the reply holds the bytes from {start}, and those from {offset} were asked for", url=self._url(key)
+                f"the reply has the bytes from {start}, but those from {offset} were requested", url=self._url(key)
             )
 
     def _received(self, act: Callable[[], None], key: str) -> None:

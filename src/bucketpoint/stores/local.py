@@ -487,9 +487,9 @@ class LocalStore:
             # Throttled requests are retried until the deadline, and not only a few times.
             kind, remedy = ThrottledError, "If no job writes to this folder, delete the lock file"
         elif isinstance(error, NotADirectoryError) and operation in ("put", "create_multipart"):
-            reason, remedy = "a file is where a folder should be", "Save below another folder, or move that file"
+            reason, remedy = "a file has the name of a folder", "Save below another folder, or move that file"
         elif isinstance(error, IsADirectoryError) and operation == "delete":
-            remedy = "This is the folder of other objects: name these"
+            remedy = "This is a folder that contains other objects: name those"
         elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             kind, reason = missing, "no such file"
         elif isinstance(error, PermissionError):
@@ -541,12 +541,12 @@ def _write(fd: int, body: Buffers) -> None:
 def _read(fd: int, offset: int, buffers: Buffers, url: str) -> None:
     # `seek` refuses an offset beyond the filesystem's limit, and damaged metadata may contain any offset.
     if offset > os.fstat(fd).st_size:
-        raise CorruptDataError("the object ends before the range does", url=url)
+        raise CorruptDataError("the object is too short for the range", url=url)
     with open(fd, "rb", buffering=_SMALL_BYTES, closefd=False) as file:
         file.seek(offset)
         for view in buffers:
             if file.readinto(view) < view.nbytes:  # type: ignore[attr-defined]
-                raise CorruptDataError("the object ends before the range does", url=url)
+                raise CorruptDataError("the object is too short for the range", url=url)
 
 
 def _copy(source: int, target: int, size: int) -> None:

@@ -116,7 +116,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
         )
     if not _BUCKET.fullmatch(bucket):
         raise InvalidURLError(
-            f"{bucket!r} is no name of a bucket",
+            f"{bucket!r} is not a bucket name",
             url=text,
             remedy=f"Pass {scheme}://bucket/prefix; the host and the port of a service go into endpoint_url",
         )
@@ -221,7 +221,7 @@ def open_store(
             )
         else:
             failure = InvalidURLError(
-                f"fsspec does not know this URL: {reason}",
+                f"fsspec does not support this URL: {reason}",
                 url=_shown(url),
                 remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
             )
@@ -297,11 +297,11 @@ def _refuse_mistaken(url: str) -> None:
             remedy="Pass the password in storage_options: URLs are logged, and are stored in the checkpoint",
         )
     if url != url.strip():
-        raise InvalidURLError("there is white space before or behind the URL", url=repr(url), remedy="Remove it")
+        raise InvalidURLError("there is white space before or after the URL", url=repr(url), remedy="Remove it")
     host, local = _HOST.match(url), first is None or first[1].lower() in _LOCAL_SCHEMES
     if host is not None and (host[2] or host.end() == len(url)):
         raise InvalidURLError(
-            f"the URL names the host {host[2]!r}, and no folder of this machine" if host[2] else "the URL has no path",
+            f"the URL names the host {host[2]!r}, but a folder has no host" if host[2] else "the URL has no path",
             url=url,
             remedy="Pass three slashes before an absolute path (file:///data/run), and a relative path without file://",
         )
@@ -309,7 +309,7 @@ def _refuse_mistaken(url: str) -> None:
         raise InvalidURLError("the path holds a backslash", url=url, remedy="Separate the folders by slashes")
     if first is None and "://" in url:
         raise InvalidURLError(
-            "this is a local path and holds ://, but begins with no scheme",
+            "this is a local path that contains ://, but does not begin with a scheme",
             url=url,
             remedy="Pass s3://bucket/prefix, without quotes or other characters before it",
         )

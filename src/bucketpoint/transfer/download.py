@@ -329,8 +329,7 @@ def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
 def _compare(url: str, extent: Extent, part: str, crc: int, written: int) -> None:
     if crc != written:
         raise CorruptDataError(
-            f"Checksum mismatch in {extent.label or 'data'}: {part} have CRC32C {crc:08x}, and {written:08x} "
-            "was written",
+            f"Checksum mismatch in {extent.label or 'data'}: {part} have CRC32C {crc:08x}, expected {written:08x}",
             url=url,
             key=extent.key,
         )

@@ -77,7 +77,7 @@ class TransferOptions:
                 raise BucketpointError(f"TransferOptions.{name} must be 0 to 19, not {getattr(self, name)}")
         if self.background not in get_args(Background):
             raise BucketpointError(
-                f"TransferOptions.background={self.background!r} is not known",
+                f"TransferOptions.background={self.background!r} is invalid",
                 remedy=f"Choose one of {', '.join(get_args(Background))}",
             )
         if self.max_overread < 1:

@@ -126,7 +126,7 @@ class TaskGroup:
         try:
             thread.start()
         except RuntimeError as error:
-            logger.debug("%s goes on with %d threads: %s", self._name, len(self._threads), error)
+            logger.debug("%s continues with %d threads: %s", self._name, len(self._threads), error)
         else:
             self._threads.append(thread)
 

@@ -32,7 +32,7 @@ def saved(url: str, **where: Any) -> None:
 
 
 def check(caught: pytest.ExceptionInfo[BucketpointError], what: str) -> None:
-    assert re.search(rf"was not complete after 1 s: rank 0 was .*{what}.* had not ended", str(caught.value))
+    assert re.search(rf"was not complete after 1 s: rank 0 was .*{what}.* was still running", str(caught.value))
 
 
 @pytest.mark.parametrize("method", ["__init__", "info", "pipe_file", "cat_file"])

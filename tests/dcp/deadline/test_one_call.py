@@ -127,7 +127,7 @@ def test_names_a_rank_that_stalls_and_raises_there_when_it_goes_on(
 
 def test_names_a_rank_that_never_comes_and_takes_it_back_at_its_next_call(two_ranks: Ranks, tmp_path: Path) -> None:
     (first, again), (_, second) = two_ranks.run(scenarios.stay_away_once, f"file://{tmp_path}/step-1")
-    assert "rank 1 does not answer (died, stopped, cut off, or never made this call" in first[1]
+    assert "rank 1 does not answer (died, stopped, lost its connection, or never made this call" in first[1]
     assert first[2] == 1
     assert again is None
     assert second is None

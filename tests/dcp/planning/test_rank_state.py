@@ -48,7 +48,7 @@ def test_names_values_that_differ_between_ranks_once(caplog: pytest.LogCaptureFi
     states = [{"loader": {"position": rank, "epoch": 3}, "lr": 0.1, "w": torch.ones(3)} for rank in range(3)]
     planners = planned(states)
     (said,) = warnings(caplog)
-    assert said.startswith("ranks have different values for these keys, and only that of one rank is saved: ")
+    assert said.startswith("ranks have different values for these keys, but only one rank's value is saved: ")
     assert "loader.position" in said
     assert "rank_state(value)" in said
     planned([{**state, "new": 1} for state in states], planners)
@@ -85,7 +85,7 @@ def test_saves_tensors_that_ranks_hold_different_ones_of_from_one_rank_and_warns
     planners = planned(states)
     (said,) = warnings(caplog)
     assert said.startswith(
-        "ranks have different tensors under these names, and only that of one rank is saved: expert."
+        "ranks have different tensors under these names, but only one rank's value is saved: expert."
     )
     assert parts(planners, "expert") == 1
     assert parts(planners, "shared") > 1

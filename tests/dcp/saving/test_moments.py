@@ -19,7 +19,7 @@ from dcp.planning.test_compact import Job
 
 
 def alarms(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "although training went on" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "although training continued" in record.getMessage()]
 
 
 def state(moments: float, step: int = 0) -> dict[str, Any]:

@@ -105,8 +105,8 @@ def test_finds_by_the_fsspec_probe_what_the_page_promises_and_doctor_shows(found
     assert able == store.capabilities
 
     creates, replaces, checks, parts = promised(found.name)
-    assert creates.startswith("yes" if able.conditional_put else "looks, writes, looks again")
-    assert replaces.startswith("yes" if held else "looks, writes, looks again")
+    assert creates.startswith("yes" if able.conditional_put else "checks, writes, checks again")
+    assert replaces.startswith("yes" if held else "checks, writes, checks again")
     assert checks.startswith("yes" if able.checksums else "no")
     assert parts.startswith("yes" if able.multipart else "no")
     if able.multipart and able.min_part_bytes >= MIB:

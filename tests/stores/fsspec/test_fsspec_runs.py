@@ -120,7 +120,7 @@ def test_keeps_one_of_two_saves_that_commit_at_once_whole_and_tells_the_other(
         ends = dict(zip((2, 3), pool.map(one, (2, 3)), strict=True))
     lost = [error for error in ends.values() if error is not None]
     assert all(isinstance(error, CommitConflictError | CheckpointExistsError) for error in lost), lost
-    # Where a commit looks, writes and looks again, the one that was replaced may have looked in between.
+    # Where a commit checks, writes and checks again, the one that was replaced may have checked in between.
     refuses = found.creates and (found.replaces or not over)
     assert len(lost) == 1 if refuses else len(lost) <= 1
     assert ends[load(found.fs, url)] is None

@@ -196,7 +196,7 @@ def test_refuses_options_that_mean_nothing_elsewhere_before_anything_is_sent(
 ) -> None:
     work = in_folder(tmp_path)
     of_this_program = replace(work.config, storage_options=b"ca_module_of_the_program\nA\n.")
-    with pytest.raises(HelperUnavailableError, match="made again"):
+    with pytest.raises(HelperUnavailableError, match="cannot be opened in another process"):
         helper.upload(replace(work, config=of_this_program), meter())
     elsewhere = replace(work.config, url=str(tmp_path / "other"))
     with pytest.raises(HelperUnavailableError, match="another store"):

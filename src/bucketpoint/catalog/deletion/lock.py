@@ -152,9 +152,7 @@ def require_deletes(catalog: Catalog, folder: str, *, written: int = 0) -> None:
     except AccessDeniedError as error:
         reason, remedy = error.message, error.remedy
     if reason is not None:
-        left = (
-            f"; the next prune with that right carries out {written} tombstones that this one wrote" if written else ""
-        )
+        left = f"; the next prune with this permission carries out {written} tombstones of this one" if written else ""
         raise AccessDeniedError(
             f"These credentials may not delete data, so no checkpoint was deleted ({reason.rstrip('.')}){left}",
             url=catalog.url,

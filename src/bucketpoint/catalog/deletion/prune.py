@@ -111,8 +111,8 @@ def gone_lines(arguments: str, gone: Collection[int]) -> Iterator[str]:
     """Yield a line about records whose checkpoints another tool has removed or replaced."""
     if gone:
         yield (
-            f"the checkpoint that the record names is gone, or another one is in its place, so no rule counts it: step "
-            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {arguments}` removes such records"
+            f"another tool removed or replaced checkpoints that have a record, so no rule counts them: step "
+            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {arguments}` removes the records"
         )
 
 

@@ -265,7 +265,7 @@ class PruneWorker:
         for discard, why in held:
             self._named.add(discard.name)
             logger.warning(
-                "step %d was given up (%s), but stays because it is %s; until that ends, `latest` may find it",
+                "step %d was given up (%s), but stays because it is %s; until the hold ends, `latest` may load it",
                 discard.checkpoint.step,
                 discard.reason,
                 why,
@@ -340,7 +340,7 @@ class PruneWorker:
         for name in done.withdrawn:
             if name in why and why[name].action != "delete":
                 reasons = "; ".join(map(str, why[name].reasons))
-                logger.info("step %d stays after all, and its tombstone is withdrawn: %s", name[0], reasons)
+                logger.info("step %d is kept again, and its tombstone is withdrawn: %s", name[0], reasons)
         for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
             for name in gone:
                 miss = why[name].miss if name in why else None
@@ -353,7 +353,7 @@ class PruneWorker:
         if verdict is not None and not verdict and not forced:
             logger.warning(
                 "%s; this prune is limited to %d of them. The manager's `prune(force=True)`, or with the policy's file "
-                "`bucketpoint prune FILE --root %s --yes`, carries out all of it",
+                "`bucketpoint prune FILE --root %s --yes`, carries out the whole plan",
                 verdict.why,
                 len(done.buried),
                 catalog.url,

@@ -60,7 +60,7 @@ _NAMED_AT_MOST = 5
 @click.option(
     "--names",
     type=click.Path(exists=True, dir_okay=False),
-    help="JSON file with new names of tensors in safetensors, without --prefix. {} stands for a number between dots, "
+    help="JSON file with new names of tensors in safetensors, without --prefix. {} matches a number between dots, "
     "null as the new name leaves the tensor out.",
 )
 @click.option(
@@ -68,7 +68,7 @@ _NAMED_AT_MOST = 5
     metavar="I/N",
     callback=lambda context, option, value: _worker(value),
     help="Write only the files of worker I, from 0, of N that share a conversion to safetensors, on any machines. The "
-    "last one to finish writes the index. Run a worker that died again.",
+    "last one to finish writes the index. If a worker died, run it again.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to safetensors.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
@@ -93,8 +93,8 @@ def convert(
 
     The formats are `bucketpoint` (DCP with an index and checksums, which torch's own readers read), `dcp` (as torch
     itself writes it, a source only), `torch` (one file of torch.save) and `safetensors` (files with an index). Source
-    and target may lie in any two stores. Tensors are streamed in pieces, within 256 MiB of memory beside what torch
-    itself takes. The target appears whole at the end, or not at all. Run the command again to continue an interrupted
+    and target may lie in any two stores. Tensors are streamed in pieces, within 256 MiB of memory, in addition to
+    torch's own. The target appears whole at the end, or not at all. Run the command again to continue an interrupted
     conversion.
     """
     from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
@@ -193,6 +193,6 @@ def _notes(plan: ConvertPlan) -> Iterator[str]:
     text_keys = plan.source.text_keys(plan.format)
     if text_keys:
         named = first_of(text_keys, _NAMED_AT_MOST)
-        yield f"  keys that look like integers are text, because the source notes no integer keys, in: {named}"
+        yield f"  keys that look like integers are text, because the source does not record integer keys, in: {named}"
     if plan.log is not None:
         yield f"  the catalog of the run at {plan.log.catalog.url} gets a record of the checkpoint"

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 @click.option(
     "--adopt",
     is_flag=True,
-    help="Delete nothing. Write the missing catalog records of the run's checkpoints. Checkpoints of other "
-    "writers have none, nor has any after the catalog was lost.",
+    help="Delete nothing. Write the missing catalog records of the run's checkpoints. Other writers write none, "
+    "and a lost catalog has none.",
 )
 @click.option(
     "--name",
     metavar="NAME",
     help="Delete nothing. Give this name to a run that was started without one. From then on only jobs whose policy "
-    "says run: NAME save, restore and prune here. An empty NAME takes the name away.",
+    "has run: NAME save, restore and prune here. An empty NAME removes the name.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 @progress_option
@@ -124,5 +124,5 @@ def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
     owner = (claimed_by(catalog) or name) if dry_run else name_run(catalog, name)
     lines = [f"{catalog.url} {'would belong' if dry_run and owner == name else 'belongs'} to run {owner}"]
     if owner == name:
-        lines.append(f"add `run: {owner}` to the policy of its jobs: others are refused here")
+        lines.append(f"add `run: {owner}` to the policy of its jobs: other jobs are refused here")
     return CommandResult({"root": catalog.url, "dry_run": dry_run, "run": owner}, lines, ok=owner == name)

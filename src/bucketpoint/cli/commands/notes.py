@@ -26,7 +26,7 @@ def pin(
 ) -> CommandResult:
     """Pin a step, so that no policy deletes it, or remove its pins.
 
-    Withdraws a tombstone that the step has. Exits with 1 if there is no pin to remove.
+    Also withdraws a tombstone of the step. Exits with 1 if there is no pin to remove.
     """
     from bucketpoint.catalog import notes
 
@@ -76,7 +76,7 @@ def report(catalog: Catalog, steps: Sequence[int], words: Sequence[str]) -> Comm
     from bucketpoint.catalog import notes
 
     if not words:
-        raise click.UsageError("The metric is missing: write NAME=VALUE behind the step")
+        raise click.UsageError("The metric is missing: write NAME=VALUE after the step")
     step, values = steps[0], dict(map(_pair, words))
     there = notes.has_checkpoint(catalog, step)
     notes.report(catalog, step, values)

@@ -80,10 +80,10 @@ def overview(
     """Show what a run's checkpoints cost, or write a page about it.
 
     Shows the size and the monthly cost of the checkpoints and, with --policy, of those that the policy would keep, and
-    the cost of requests if saves go on at the pace and with the size of the last ones. Not
-    counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps. The page also shows
-    all checkpoints, saves that did not commit, and what is kept and why. It loads nothing from elsewhere. Takes the
-    requests of `watch`, and, for the page, one small read for each pin. Exits with 1 if --verify finds damage.
+    the cost of requests at the rate and size of the last saves. Remains of dead saves (see gc) and old versions in a
+    versioned bucket are not counted. The page also shows all checkpoints, saves that did not commit, and what is kept
+    and why. It loads nothing from elsewhere. Takes the requests of `watch`, and, for the page, one small read for each
+    pin. Exits with 1 if --verify finds damage.
     """
     from bucketpoint.catalog.deletion.prune import judged
     from bucketpoint.stores.local import LocalStore

@@ -170,7 +170,8 @@ def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any]) -> Itera
             why += "; a prune withdraws its tombstone"
         yield f"{entry.action:<7}step {row.step}  {text.size(row.bytes)}  {why}"
     for note in waiting.values():
-        yield f"{note['action']:<7}step {note['step']}  {text.size(note['bytes'])}  {_due(note)}, whatever the policy"
+        why = f"{_due(note)}, regardless of the policy"
+        yield f"{note['action']:<7}step {note['step']}  {text.size(note['bytes'])}  {why}"
     others = [note["bytes"] for note in waiting.values() if note["action"] == "delete"]
     kept, thinned, deleted = len(plan.kept), len(plan.thinned), len(plan.deleted) + len(others)
     grace, ordered = written(timedelta(seconds=document["grace_s"])), ordered + len(others)

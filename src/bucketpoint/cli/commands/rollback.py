@@ -55,7 +55,7 @@ def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool
     words = "would be deleted" if dry_run else "will be deleted"
     lines = [f"step {newer} {words} after {text.when(done.due)}" for newer in done.steps]
     lines += [
-        f"step {discard.checkpoint.step} stays, because it is {why}: until that ends, a restore finds it"
+        f"step {discard.checkpoint.step} stays, because it is {why}: until the hold ends, a restore loads it"
         for discard, why in done.held
     ]
     if not done.held:

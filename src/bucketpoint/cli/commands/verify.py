@@ -58,7 +58,7 @@ def verify(place: Location, trusted: bool, every: bool, progress: bool | None) -
             # A prune at the same time deletes the record, too.
             place.opened[0].head(record)
             message = (
-                "it has a record and no .metadata, so something else removed it; `bucketpoint gc --deep` on its run "
+                "it has a record but no .metadata, so another tool removed it; `bucketpoint gc --deep` on its run "
                 "removes the record"
             )
             documents.append({"url": at, "error": {"kind": "CheckpointNotFoundError", "message": message}})

@@ -39,7 +39,7 @@ _GAPS = 10
     default=10,
     show_default=True,
     metavar="SECONDS",
-    help="Time between looks.",
+    help="Seconds between two reads of the run.",
 )
 @click.option("--once", is_flag=True, help="Print one frame and exit; the default if the output is not a terminal.")
 @run_and_policy
@@ -47,8 +47,8 @@ def watch(catalog: Catalog, policy: RetentionPolicy | None, access: Access, ever
     """Show a run while it saves, until Ctrl-C.
 
     Shows the age of the newest whole checkpoint, the newest checkpoints, the saves that have not committed and how much
-    of them is in the store, and what the policy does next. A look takes three listings, one more for each save under
-    way, and a few small reads; no data is read.
+    of them is in the store, and what the policy does next. Each read of the run takes three listings, one more for
+    each save under way, and a few small GETs; no data is read.
     """
     from bucketpoint.catalog.observer import Observer
 
@@ -149,7 +149,7 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
         from bucketpoint.stores.redact import without_credentials
 
         document["problems"].append(
-            f"the policy is for the run at {without_credentials(policy.root)}; shown is what it would do here"
+            f"the policy is for the run at {without_credentials(policy.root)}; the lines show what it would do here"
         )
     if runs and policy.run not in runs:
         mine = f"of run {policy.run}" if policy.run else "of a run without a name"

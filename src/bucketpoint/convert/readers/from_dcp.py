@@ -214,7 +214,7 @@ class _Reading:
             raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is damaged: {reason}")
 
     def _unlike(self, fqn: str) -> MetadataError:
-        return MetadataError("The item has another dtype or shape than the metadata says", url=self._saved.url, key=fqn)
+        return MetadataError("The item has another dtype or shape than its metadata", url=self._saved.url, key=fqn)
 
 
 def _crc32c(info: ItemInfo) -> Checksum | None:

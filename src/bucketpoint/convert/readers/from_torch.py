@@ -51,7 +51,7 @@ def read_torch(
         nbytes = sum(archive.storages[name].nbytes for name in loaded)
         if nbytes > MAX_LOADED_BYTES:
             raise MismatchError(
-                f"{nbytes} bytes of tensors lie in tuples and objects, where DCP does not find them",
+                f"{nbytes} bytes of tensors are inside tuples and objects, which DCP does not search",
                 url=url,
                 remedy="Put the tensors into dictionaries or lists",
             )

@@ -44,7 +44,7 @@ class Cooperation:
     def __init__(self, mode: str, group: Any) -> None:
         if mode not in _MODES:
             raise BucketpointError(
-                f"cooperative={mode!r} is not known", remedy=f"Pass one of {', '.join(map(repr, _MODES))}"
+                f"cooperative={mode!r} is invalid", remedy=f"Pass one of {', '.join(map(repr, _MODES))}"
             )
         self._mode = mode
         self._group = group

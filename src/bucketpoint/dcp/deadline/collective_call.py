@@ -251,10 +251,10 @@ class CollectiveCall:
         if gone:
             plural = len(gone) > 1
             # Without a group the call has not begun on all ranks.
-            never = "cut off, or never made this call, which all ranks must make"
+            never = "lost its connection, or never made this call, which all ranks must make"
             missing = (
                 f"rank{'s' * plural} {first_of(gone, 16)} {'do' if plural else 'does'} not answer "
-                f"(died, stopped, {never if self.group is None else 'or cut off'})"
+                f"(died, stopped, {never if self.group is None else 'or lost its connection'})"
             )
             if self._received is not None and self._received.kind == "lost":
                 return self._error(f"{self._what} failed: {missing}", "Read the error or the log of that rank", *gone)
@@ -278,7 +278,7 @@ class CollectiveCall:
                 return
             self._stopped, self._stage_then = kind, self._stage
             if self._stage and self.cut.called:
-                self._stage_then += f" ({self.cut.called} had not ended)"
+                self._stage_then += f" ({self.cut.called} was still running)"
             self._changed.notify_all()
         self.cut.make()
         mesh = self.mesh

@@ -72,7 +72,7 @@ class KeysPlanner(LoadPlanner):
             return torch.empty(entry.size, dtype=properties.dtype, layout=properties.layout, device=self._device)
         except (RuntimeError, TypeError) as error:
             raise MismatchError(
-                f"No {properties.dtype} tensor of {list(entry.size)} can be made on {self._device}: {error}",
+                f"A {properties.dtype} tensor of {list(entry.size)} cannot be allocated on {self._device}: {error}",
                 key=fqn,
                 remedy="Exclude the tensor with keys=, or load into a state that you allocate",
             ) from error

@@ -49,7 +49,7 @@ class Results:
     def __iter__(self) -> Iterator[WriteResult]:
         if self.own is None:
             raise BucketpointError(
-                "The results of another rank are columns, and cannot be iterated",
+                "The results of another rank are columns, which cannot be iterated",
                 remedy="Read each rank's results where its write_data has returned them",
             )
         return iter(self.own)

@@ -252,8 +252,8 @@ class SavePlanner(DefaultSavePlanner):
         if news:
             self._cache.warned.update(news)
             logger.warning(
-                "ranks have different %s, and only that of one rank is saved: %s. "
-                "To save that of each rank, wrap it: state[key] = rank_state(value)",
+                "ranks have different %s, but only one rank's value is saved: %s. "
+                "To save the value of each rank, use state[key] = rank_state(value)",
                 what,
                 first_of(news, _NAMED_AT_MOST),
             )

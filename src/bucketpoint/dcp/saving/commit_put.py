@@ -119,7 +119,7 @@ def refuse_hidden(seen: PriorCommit | None, url: str | None) -> None:
     """
     if seen is not None and seen.there:
         raise CheckpointExistsError(
-            "Checkpoint already exists at this URL: it has collectives, and would hide one without them",
+            "Checkpoint already exists at this URL: beside it, one saved without collectives would never be read",
             url=url,
             remedy="Choose another checkpoint_id",
         )

@@ -43,7 +43,7 @@ _ELEMENT_BYTES = 8
 """Largest size of one element. Larger tensors of an optimizer are moments, smaller ones may be step counters."""
 
 _ALARM = (
-    "no byte of the optimizer's moments (group %r) changed in %s, although training went on: they have not changed "
+    "no byte of the optimizer's moments (group %r) changed in %s, although training continued: they have not changed "
     "since %s. The optimizer may no longer step, or the state that is saved may be a stale copy. Check that "
     "the optimizer whose state is saved is the one on which training calls step(); if it should not change, "
     "ignore this warning"
@@ -283,7 +283,7 @@ def read_earlier_save(
     try:
         return _read(str(said.url), said, indices, options, open_url)
     except BucketpointError as error:
-        logger.info("%s cannot be compared with, so everything is sent: %s", said.url, error)
+        logger.info("%s cannot be compared, so everything is sent: %s", said.url, error)
         return None
 
 

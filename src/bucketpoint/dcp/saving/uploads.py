@@ -121,10 +121,10 @@ class Uploads:
         if not self._told:
             self._told = True
             if refused:
-                logger.info("uploads run on threads of this process, beside training: %s", error.message)
+                logger.info("uploads run on threads of this process, during training: %s", error.message)
             else:
                 # A warning, because the process was expected to work.
-                logger.warning("this upload runs on threads of this process, beside training: %s", error)
+                logger.warning("this upload runs on threads of this process, during training: %s", error)
 
     def leave(self) -> None:
         """Record that a checkpoint process saves and uploads: end the upload process here, and prepare no new one."""
@@ -148,7 +148,7 @@ class Uploads:
             raise HelperUnavailableError(why)
         if place.fs is not None:
             raise HelperUnavailableError(
-                "no process can be given the filesystem object that was passed as fs=, only a URL with storage_options"
+                "the filesystem object passed as fs= cannot be sent to another process; a URL with storage_options can"
             )
         if not store.capabilities.shared:
             raise HelperUnavailableError(f"another process may not reach the same files at {store.url}")

@@ -82,7 +82,7 @@ def _fault(size: Sequence[int], chunks: Sequence[Box]) -> str | None:
         return f"has only {held} of its {volume} elements"
     cut = [axis for axis, whole in enumerate(size) if any(sizes[axis] != whole for _, sizes in boxes)]
     if held > volume or (len(cut) <= MAX_CUT_AXES and _overlap(size, boxes, cut)):
-        return f"has chunks that overlap, with {held} elements in all for its {volume}"
+        return f"has overlapping chunks, which have {held} elements in total for its {volume}"
     return None
 
 

@@ -71,7 +71,7 @@ def parse_marker(data: bytes) -> DeletionMarker | None:
         if not all(isinstance(text, str) for text in [*texts, *tokens, *paths]):
             raise ValueError("a field has another type")
         if not all(0 <= moment < 1e11 for moment in moments):
-            raise ValueError("a time is none")
+            raise ValueError("a time is out of range")
         return DeletionMarker(texts[0], moments[0], texts[1], tuple(tokens), tuple(paths), moments[1])
     except (ValueError, TypeError, OverflowError, RecursionError):
         return DeletionMarker("", 0.0)

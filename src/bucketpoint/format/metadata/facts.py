@@ -66,7 +66,7 @@ def extra(metadata: Any) -> dict[str, Any]:
         if value is not None and not (type(value) in (int, float) and 0 <= value < _MAX_SECONDS):
             raise not_metadata(f"its {name!r} is not a valid number of seconds", None)
     if type(gone) is not list or not all(type(path) is str for path in gone):
-        raise not_metadata("the list of what was thinned is malformed", None)
+        raise not_metadata("its list of thinned paths is malformed", None)
     if any(len(str(facts.get(name))) > _MAX_WORD for name in ("token", "kind")):
         raise not_metadata("its token or kind is too long", None)
     return facts
@@ -230,7 +230,7 @@ def _check(metadata: Any, kinds: Mapping[str, Any], nbytes: int) -> None:
         if type(index.fqn) is not str or type(info.relative_path) is not str or type(info.length) is not int:
             raise TypeError("an entry of its storage_data has fields of wrong types")
     if metadata.storage_meta is not None and type(metadata.storage_meta) is not kinds["StorageMeta"]:
-        raise TypeError("its storage_meta is no StorageMeta")
+        raise TypeError("its storage_meta is not a StorageMeta")
 
 
 def _check_tensor(fqn: str, entry: Any, kinds: Mapping[str, Any]) -> None:
@@ -278,7 +278,7 @@ def require_plain(value: Any, what: str) -> None:
         for content, depth in nested_values(value, _parts):
             _require_plain_value(content, depth, what)
     except RepetitionError:
-        raise not_metadata(f"{what} repeats the same lists again and again", None) from None
+        raise not_metadata(f"{what} contains the same lists too often", None) from None
 
 
 def _parts(value: Any) -> Collection[Any] | None:

@@ -138,11 +138,11 @@ class _Storages:
                 storage = self._copied(key)
             if storage.nbytes() != nbytes:
                 # torch.load refuses this too.
-                raise UnreadableError("a storage has another length than the pickle says")
+                raise UnreadableError("a storage has another length than the pickle states")
             self._made[key] = storage
             self.locations[storage._cdata] = location
         if storage.nbytes() < nbytes:
-            raise UnreadableError("a storage has fewer bytes than the pickle says")
+            raise UnreadableError("a storage has fewer bytes than the pickle states")
         return storage
 
     def _copied(self, key: str) -> torch.UntypedStorage:

@@ -103,7 +103,7 @@ class Machine:
                     raise _overspent()
             return self.stack.pop()
         except (IndexError, struct.error):
-            raise UnreadableError("the pickle ends early, or takes more from its stack than there is") from None
+            raise UnreadableError("the pickle ends early, or pops an empty stack") from None
         except UnicodeDecodeError:
             raise UnreadableError("a text in the pickle is not valid UTF-8") from None
 
@@ -234,7 +234,7 @@ class Machine:
 
     def recall(self, place: int) -> Any:
         if place not in self.memo:
-            raise UnreadableError("the pickle refers to an object that it has not numbered")
+            raise UnreadableError("the pickle refers to a number that its memo lacks")
         return self.memo[place]
 
     def find(self, module: str, name: str) -> Any:

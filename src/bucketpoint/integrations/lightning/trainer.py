@@ -169,7 +169,7 @@ class BucketCheckpoint(Checkpoint):
     def best_model_path(self) -> str:
         """Raise an error for `ckpt_path="best"`, which Lightning resolves here."""
         raise BucketpointError(
-            "BucketCheckpoint does not know which checkpoint is meant by ckpt_path='best'",
+            "BucketCheckpoint does not support ckpt_path='best'",
             url=os.fspath(self._root),
             remedy="Pass the URL of a checkpoint: `bucketpoint ls ROOT` shows their metrics",
         )
@@ -208,10 +208,10 @@ class BucketCheckpoint(Checkpoint):
         steps = self.manager.steps() if self._saved_step is None else []
         if steps and steps[-1] > trainer.global_step:
             raise BucketpointError(
-                f"The run has checkpoints up to step {steps[-1]}, and training begins at step {trainer.global_step}",
+                f"The run has checkpoints up to step {steps[-1]}, but training begins at step {trainer.global_step}",
                 url=self.manager.catalog.url,
-                remedy="To go on from its newest checkpoint, pass the run's URL: trainer.fit(..., ckpt_path=URL), as "
-                "Lightning's 'last' finds none here; or save to another URL",
+                remedy="To continue from its newest checkpoint, pass the run's URL: trainer.fit(..., ckpt_path=URL), "
+                "because Lightning's 'last' finds none here; or save to another URL",
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

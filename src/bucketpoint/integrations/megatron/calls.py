@@ -92,11 +92,11 @@ def _check(strategy: Any, kind: type[Any], url: str, options: Mapping[str, Any])
         raise BucketpointError(
             f"{type(base).__name__} works in local folders only",
             url=url,
-            remedy=f"Use {kind.__name__}(), by itself or wrapped",
+            remedy=f"Use {kind.__name__}(), alone or in megatron's wrapper",
         )
     if url.startswith("msc://"):
         raise BucketpointError(
-            "Profiles of multi-storage-client are not read here",
+            "URLs of multi-storage-client (msc://) are not supported",
             url=url,
             remedy="Give the URL of the bucket, such as s3://bucket/run/iter_0000500, and storage_options if needed",
         )

@@ -141,9 +141,9 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         self._commits[reader._commit.commit] = reader._commit
         if len(self._commits) > 1:
             raise CommitConflictError(
-                "Another checkpoint was committed here during the load, which has read parts of both",
+                "Another checkpoint was committed here during the load, so it has read parts of both",
                 url=reader.url,
-                remedy="Load again, and save each checkpoint at a URL of its own, such as iter_0000500",
+                remedy="Load again, and save each checkpoint at its own URL, such as iter_0000500",
             )
 
 

@@ -88,7 +88,7 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
     if told != url.rstrip("/"):
         if told is not None or used:
             raise BucketpointError(
-                f"The folder {root} belongs to {told}" if told else f"The folder {root} has files of its own",
+                f"The folder {root} belongs to {told}" if told else f"The folder {root} has other files",
                 url=url,
                 remedy="Give an empty folder that only this run uses",
             )
@@ -106,7 +106,9 @@ def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options
     iteration = name.removeprefix("iter_")
     if name != f"iter_{iteration:0>7}" or not iteration.isdigit():
         raise BucketpointError(
-            f"Megatron's training loop cannot load {name}", url=newest, remedy="Its folders are named iter_0000500"
+            f"Megatron's training loop cannot load {name}",
+            url=newest,
+            remedy="Megatron's folders are named like iter_0000500",
         )
     write_side_files(root / name, COMMON, strategy.load_common_item(newest))
     tracker.write_text(str(int(iteration)), encoding="utf-8")

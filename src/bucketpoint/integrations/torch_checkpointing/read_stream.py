@@ -87,7 +87,7 @@ class Files:
         nbytes = file.nbytes
         if len(data) != file.object_nbytes:
             raise CorruptDataError(
-                f"An object has {len(data)} bytes, and {file.object_nbytes} were written",
+                f"An object has {len(data)} bytes, but {file.object_nbytes} were written",
                 url=self.store.url,
                 key=file.key,
             )

@@ -194,10 +194,10 @@ class FsspecStore:
                 # Some services answer "bad request" to a range beyond the end, but also to many other faults.
                 info = self._find(key)
                 if info is not None and info.size < offset + size:
-                    raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
+                    raise CorruptDataError("the object is too short for the range", url=self._url(key)) from None
                 raise
         if data.nbytes != size:
-            raise CorruptDataError("the object ends before the range does", url=self._url(key))
+            raise CorruptDataError("the object is too short for the range", url=self._url(key))
         # Checked before and after the read: bytes read between two equal ETags belong to that ETag.
         self._check_etag(key, if_match)
         scatter(data, buffers)

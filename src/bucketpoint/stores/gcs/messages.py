@@ -68,18 +68,18 @@ def _reason(operation: str, reply: GCSReply, headers: Mapping[str, str]) -> str 
     root = root_of(body)
     if status >= 300:
         if status < 400:
-            return "it leads elsewhere"
+            return "it is a redirect"
         if _ID in headers:
             return None
         html = "html" in headers.get("content-type", "") or (root is not None and root != "Error")
         return "its body is not an error of GCS" if html or (status == 404 and not body) else None
     if operation == "upload part":
-        return None if headers.get("etag") and not body else "it is not the answer to a part"
+        return None if headers.get("etag") and not body else "it does not answer the upload of a part"
     expected = next(iter(OPERATIONS[operation].replies), None) if operation in OPERATIONS else None
     if expected is not None and expected[0].isupper():
-        return None if root in (expected, "Error") else f"its body is no {expected}"
+        return None if root in (expected, "Error") else f"its body is not a {expected}"
     if operation == "a batch of objects.delete":
-        return None if headers.get("content-type", "").startswith("multipart/mixed") else "it is not that of a batch"
+        return None if headers.get("content-type", "").startswith("multipart/mixed") else "it does not answer a batch"
     if expected is not None:
         try:
             named: Any = reply.json()

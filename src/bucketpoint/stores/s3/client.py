@@ -110,7 +110,7 @@ def renewed_client(options: S3Options, stale: S3Client) -> S3Client:
     made = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
     if getattr(getattr(made.api, "_request_signer", None), "_credentials", made) is None:
         # Keep the stale client: one without credentials would fail every later request, even once the source is back.
-        raise CredentialRetrievalError(provider="every source", error_msg="there are no credentials any more")
+        raise CredentialRetrievalError(provider="every source", error_msg="no source has credentials")
     return made
 
 
@@ -139,7 +139,7 @@ def build_client(options: S3Options) -> S3Client:
                 # from changes. On the loopback interface, signing would only cost 0.8 s of SHA-256 per gigabyte.
                 client = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
         except TypeError as error:
-            remedy = "See boto3.session.Session.client for what it takes"
+            remedy = "See boto3.session.Session.client for its arguments"
             raise BucketpointError(f"client_kwargs: {error}", remedy=remedy) from None
         api = client
     if api is None:
@@ -250,7 +250,7 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
         config = Config(**settings)
     except TypeError as error:
         raise BucketpointError(
-            f"config_kwargs: {error}", remedy="See botocore.config.Config for what it takes"
+            f"config_kwargs: {error}", remedy="See botocore.config.Config for its arguments"
         ) from None
     base = options.client_kwargs.get("config")
     ours = Config(s3=settings["s3"], retries=settings["retries"])
@@ -272,7 +272,7 @@ def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
     }
     name, given = next(((name, value) for name, value in sources.items() if value), ("", DEFAULT_MAX_ATTEMPTS))
     if not str(given).strip().isdecimal() or not int(given):
-        raise BucketpointError(f"{name} is {given!r}, which is no number of attempts", remedy="Set it to 1 or more")
+        raise BucketpointError(f"{name} is {given!r}, not a number of attempts", remedy="Set it to 1 or more")
     return RetryPolicy(attempts=int(given), deadline_s=options.retry_deadline_s, counts_throttled=bool(name))
 
 
@@ -291,7 +291,7 @@ def _parameters_by_operation(api: Any, parameters: Mapping[str, Any]) -> dict[st
     unknown = set(parameters).difference(*allowed.values())
     if unknown:
         raise BucketpointError(
-            f"s3_additional_kwargs: no S3 request takes {', '.join(sorted(unknown))}",
+            f"s3_additional_kwargs: no S3 request has a parameter {', '.join(sorted(unknown))}",
             remedy="Use the parameter names of boto3's put_object and get_object",
         )
     chosen = {

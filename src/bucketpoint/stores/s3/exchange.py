@@ -118,7 +118,7 @@ class S3Exchange:
         if reason is not None and status < 500 and status not in (408, 429):
             raise ForeignAnswer(reason, status, headers, body)
         if status < 300 and operation in _WRITES and sent is not None and headers.get(_CRC, sent) != sent:
-            failure = CorruptDataError(f"the store has the CRC32C {headers[_CRC]}, and {sent} was sent")
+            failure = CorruptDataError(f"the store has the CRC32C {headers[_CRC]}, expected {sent}")
             failure.action = Action.RETRY
             raise failure
         return AWSResponse(answer.url, status, answer.headers, Delivered(body))
@@ -159,7 +159,7 @@ def _success_reason(operation: str, headers: Mapping[str, str], body: bytes | No
         return "it has a body"
     root = root_of(body) if body else None
     if roots and root not in (*roots, "Error"):
-        return f"its body is no {roots[0]}"
+        return f"its body is not a {roots[0]}"
     if body and (root is None or root.lower() == "html"):
         return "its body is not XML"
     return None
@@ -169,11 +169,11 @@ def _error_reason(operation: str, status: int, headers: Mapping[str, str], body:
     if body:
         return None if root_of(body) == "Error" else "its body is not an error of S3"
     if status < 400 and "location" in headers and _REGION not in headers:
-        return "it leads elsewhere"
+        return "it is a redirect"
     if status == 304:
         return "the request did not ask whether anything has changed"
     # Saves and restores take 404 for "no checkpoint here", so it is accepted only from the store. Answers to HEAD are
     # not checked: they have no body, and some servers give them the content type of a web page.
     if status == 404 and _ID not in headers and not operation.startswith("Head"):
-        return "it does not say what is missing"
+        return "it does not name the missing key or bucket"
     return None

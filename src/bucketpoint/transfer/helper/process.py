@@ -135,7 +135,7 @@ class UploadHelper:
                 _abort_left(work, running.begun)
                 meter.begin_again()
                 if not last:
-                    logger.warning("the process that uploaded %s %s: another one uploads it", work.config.url, fate)
+                    logger.warning("the process that uploaded %s %s; a new one repeats it", work.config.url, fate)
         raise HelperProcessError(
             f"Two processes that uploaded {work.config.url} died: the second {fate}",
             remedy="Look for the out-of-memory killer in the kernel's log (dmesg), or upload on threads: "
@@ -298,7 +298,7 @@ class _Running:
                 received = self._channel.receive(until_end_of=self._helper.alive)
                 return received[0] if received is not None else None
         logger.warning(
-            "process %d, which uploads for this one, has given no sign of life for %.0f s, and is killed",
+            "process %d, which uploads for this one, has sent no message for %.0f s, and is killed",
             self.process.pid,
             SILENT_WAITS * SIGN_OF_LIFE_S,
         )
@@ -317,9 +317,7 @@ class _Running:
             if in_time and status is not None and status < 0:
                 return False
             fate = _fate(status) if in_time else f"was not ready after {READY_S:.0f} s"
-            raise HelperUnavailableError(
-                f"a process of {sys.executable} was started and {fate}; standard error may have the reason"
-            )
+            raise HelperUnavailableError(f"a process of {sys.executable} was started and {fate}; see standard error")
         own = Ready.of_this_process()
         if received[0] != own:
             raise HelperUnavailableError(
@@ -327,14 +325,14 @@ class _Running:
                 "start the program again"
             )
         self._ready = True
-        logger.info("process %d uploads beside training", self.process.pid)
+        logger.info("process %d uploads during training", self.process.pid)
         return True
 
 
 def _fate(status: int | None) -> str:
     """Describe how a process ended, from its return code in `subprocess`."""
     if status is None:
-        return "does not end"
+        return "did not end"
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:

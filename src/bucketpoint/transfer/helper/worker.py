@@ -226,7 +226,7 @@ class _Job:
         except Exception as error:
             # A class of the program may raise anything. The message omits the error's text, which may quote a secret.
             raise HelperUnavailableError(
-                f"the store cannot be made again in another process ({type(error).__name__})"
+                f"the store cannot be opened in another process ({type(error).__name__})"
             ) from error
         if store.identity != order.identity:
             raise HelperUnavailableError(f"another process opens another store: {store.identity}, not {order.identity}")
