@@ -225,7 +225,7 @@ class Renaming:
         added = f", which {wrapper} adds" if wrapper else ""
         side = "checkpoint" if self.in_checkpoint else "state"
         return (
-            f"{self.count} of {self.of} compared missing keys match keys of the checkpoint that differ only by "
+            f"{self.count} of {self.of} compared keys that the checkpoint lacks match its keys that differ only by "
             f"{self.segments!r} in the {side}{added}: the state has {here}, and the checkpoint {there}"
         )
 
