@@ -89,7 +89,7 @@ def _transfer_sections(result: dict[str, Any], plot_name: str) -> Iterator[str]:
     yield f"{wire} MB/s a connection; wall time."
     yield _wire_table(results)
     yield "## Requests by kind"
-    yield "Round trips are those between the last data and the visible checkpoint."
+    yield "Round trips are counted from the last acknowledged data to a visible `.metadata`."
     yield _kinds_table(results)
     yield from _error_section(results)
 
@@ -139,7 +139,7 @@ def _how(result: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"Saves and loads ({minutes} minutes): a transformer's state, bf16 weights and two fp32 moments, "
-        f"{state['tensors']} tensors, {state['state_bytes'] / 1e9:.3f} GB. A dim-0 (dim-1) quarter is a load of a "
+        f"{state['tensors']} tensors, {state['state_bytes'] / 1e9:.2f} GB. A dim-0 (dim-1) quarter is a load of a "
         "quarter of each tensor's rows (columns). Others run with their defaults, s3torchconnector with its "
         "DCP-optimized reader. `raw engine` is bucketpoint's store between one buffer and the bucket; `s5cmd` moves "
         "files of the same sizes."

@@ -115,8 +115,8 @@ def sections(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         machine = result["machine"]
         yield (
             "machine",
-            f"Seed {result['seed']}. Coordinator and calibration: {machine['cores']} cores ({machine['processor']}), "
-            f"Python {machine['python']},\ntorch {machine['torch']}; CPU seconds, on a machine with other work.",
+            f"Seed {result['seed']}. Coordinator (CPU seconds) and calibration: {machine['cores']} cores "
+            f"({machine['processor']}), beside other work,\nPython {machine['python']}, torch {machine['torch']}.",
         )
 
 

@@ -105,6 +105,6 @@ def _load_rows(results: Results) -> Iterator[list[str]]:
             if not found:
                 continue
             taken = shown(results.spread(mode, "load", where, seconds), "{:.2f}", brief=True)
-            bytes_ = shown(results.spread(mode, "load", where, overread), "{:.3f}", brief=True)
+            bytes_ = shown(results.spread(mode, "load", where, overread), "{:.2f}", brief=True)
             peak = max(one["peak_bytes"] for one in found) / 1e6
             yield [title, mode, taken, bytes_, f"{peak:+.0f} MB"]

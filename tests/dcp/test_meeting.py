@@ -1,4 +1,4 @@
-"""Messages in the job's store, where any process of the network may write: plain values, of which none is believed."""
+"""Messages in the job's TCP store, where any process may write: plain values, of which none is believed."""
 
 from __future__ import annotations
 

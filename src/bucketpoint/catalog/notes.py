@@ -121,7 +121,7 @@ def pin(
     return identity
 
 
-def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (what the pin calls it)
+def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (as in `PinInfo.id`)
     """Remove the pin `id` of a step, or all its pins. Return the number of removed pins."""
     keys = [pin.key for pin in catalog.snapshot().notes.pins if pin.step == step and id in (None, pin.id)]
     delete_all(catalog.store, keys)

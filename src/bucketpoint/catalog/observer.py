@@ -222,7 +222,7 @@ def _with_objects(
     """
     data = [info for path, info in listed.items() if _is_data(path, save) and keys.token_of(path) not in committed]
     if save.token is not None and save.started is not None:
-        # A listing does not show to which attempt a rank's token belongs, so times are compared. Both are the store's,
+        # A listing does not show to which attempt a rank's token belongs, so times of the store are compared,
         # possibly in whole seconds.
         data = [info for info in data if info.modified is None or save.started <= info.modified < until]
     times = [info.modified for info in data if info.modified is not None]

@@ -283,7 +283,7 @@ class Snapshot:
 
     @property
     def ahead(self) -> dict[int, float]:
-        """Steps whose record has a time of commit later than its own write, with the difference in seconds."""
+        """By step: seconds by which the commit time in a record is later than the record's write."""
         return {checkpoint.step: checkpoint.ahead for checkpoint in self.recorded if checkpoint.ahead}
 
     @property

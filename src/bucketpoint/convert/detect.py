@@ -69,7 +69,7 @@ def open_object(place: Location) -> tuple[Store, str]:
 def format_of(url: str, wanted: str, source: Source) -> str:
     """Return the format of the target: `wanted`, or for `"auto"` that of the URL's ending, or else bucketpoint."""
     if wanted == DCP:
-        raise BucketpointError("dcp is not a target", remedy="Use bucketpoint: readers of torch read such checkpoints")
+        raise BucketpointError("dcp is not a target", remedy="Use the format bucketpoint: torch's readers read it")
     if wanted not in (AUTO, *TARGETS):
         raise BucketpointError(f"{wanted!r} is not a format", remedy=f"Use one of {', '.join(TARGETS)}")
     named = TORCH if url.endswith(TORCH_SUFFIXES) else SAFETENSORS if url.endswith(SAFETENSORS_SUFFIX) else AUTO

@@ -45,7 +45,7 @@ def export_safetensors(
 
     Each rank writes its share of the files, balanced by bytes, and reads only the ranges of the checkpoint that it
     needs. The first rank writes the index last: a killed export leaves no index, and continues where it stopped if it
-    is run again on the same number of ranks. A single file becomes visible only as a whole. config.json and the
+    is run again on the same number of ranks. If there is one file, it appears as a whole. config.json and the
     tokenizer's files beside the checkpoint are copied.
 
     Args:

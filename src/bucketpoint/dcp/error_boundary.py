@@ -1,6 +1,6 @@
 """Conversion of errors that are sent to other ranks: all of them become BucketpointErrors.
 
-DCP sends errors as pickles. This package sends them as JSON, because other processes may write into the job's store.
+DCP sends errors as pickles. This package sends them as JSON: other processes may write into the job's TCP store.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def as_ours(
 
 
 def decoded(data: bytes) -> Any:
-    """Decode JSON from the job's store, into which any process may write.
+    """Decode JSON from the job's TCP store, into which any process may write.
 
     Raises:
         ValueError: the data is too long, nested too deeply, or not JSON.

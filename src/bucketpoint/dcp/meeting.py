@@ -1,7 +1,7 @@
-"""Meetings of ranks over the job's key-value store, which record the ranks that have joined, their calls and failures.
+"""Meetings of ranks over the job's TCP store, which record the ranks that have joined, their calls and failures.
 
 A meeting needs no connections between the ranks, so it works before ranks are connected, and after connections have
-failed. Any process on the job's network may write into the store, so messages are JSON of limited size.
+failed. Any process on the job's network may write into that store, so messages are JSON of limited size.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ class Failure:
             ranks[0],
             "error",
             BucketpointError(
-                f"The call ended: something other than its ranks wrote {len(data)} bytes into the TCP store of the job",
+                f"The call ended: something other than its ranks wrote {len(data)} bytes into the job's TCP store",
                 remedy="Keep other hosts and users away from the job's network: see SECURITY.md",
             ),
         )
 
 
 class CallRefused(Exception):
-    """Raised if a call cannot begin, for a reason that is received over the job's store."""
+    """Raised if a call cannot begin, for a reason that is received over the job's TCP store."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """One collective call of some ranks, recorded in the job's store.
+    """One collective call of some ranks, recorded in the job's TCP store.
 
     Attributes:
         ranks: global ranks that must join.
         what: name of the call, the same on all ranks.
-        store: part of the job's store for this meeting.
+        store: part of the job's TCP store for this meeting.
         name: the same on all ranks, and unique among the meetings of these ranks for the same purpose.
     """
 
@@ -97,7 +97,7 @@ class Meeting:
         purpose: str = "calls",
         error: BaseException | None = None,
     ) -> Meeting:
-        """Record in the job's store that this rank begins a call. Does not wait for other ranks.
+        """Record in the job's TCP store that this rank begins a call. Does not wait for other ranks.
 
         Each rank numbers its calls. Numbers of failed calls are skipped, so that a rank that missed a failed call meets
         the others at its next call. The last rank to join compares the records of all ranks.

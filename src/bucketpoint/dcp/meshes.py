@@ -134,7 +134,7 @@ class Mesh:
             else:
                 ours = _explained(error, lost, url, what)
         except RuntimeError:
-            # The process that holds the job's store is lost.
+            # The process that holds the job's TCP store is lost.
             ours = _explained(error, lost or [ended.ranks[place] for place in self.cut()], url, what)
         return ours
 

@@ -24,7 +24,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 MOST_CONNECTED = 256
 """Largest group in which every rank is connected with every other rank. 256 ranks fetch 150 MB of addresses from the
-job's store, and 2,000 ranks would fetch 65 GB."""
+job's TCP store, and 2,000 ranks would fetch 65 GB."""
 
 _LAZY = "bucketpoint_lazy_gloo"
 _SPARE_DESCRIPTORS = 64
@@ -124,7 +124,7 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def store_of(ranks: tuple[int, ...]) -> Any:
-    """Return the part of the job's store (torch's key-value store) that only meetings of these ranks use."""
+    """Return the part of the job's TCP store that only meetings of these ranks use."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return dist.PrefixStore(f"bucketpoint/{digest_of(ranks)}", _get_default_store())

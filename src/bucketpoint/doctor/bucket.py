@@ -124,7 +124,7 @@ def _unread(check: str, right: str, error: StoreError, spared: str | None) -> Fi
 
 
 def _versioning(status: str, days: Sequence[int], remedy: str) -> Finding:
-    """Return a finding from the state of versioning, and the days after which lifecycle rules delete old versions."""
+    """Return a finding about versioning. `days`: the days after which lifecycle rules delete old versions."""
     if status not in ("Enabled", "Suspended"):
         return Finding("versioning", "ok", "off: what is deleted is gone, and is no longer billed")
     enabled = status == "Enabled"

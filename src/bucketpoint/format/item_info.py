@@ -67,7 +67,7 @@ def data_paths(metadata: Any) -> set[str]:
 
 
 def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
-    """Return the checked content of an untrusted `_StorageInfo`, DCP's class or the plain class of that name.
+    """Return the checked content of an untrusted `_StorageInfo`, DCP's or that of `metadata.plain`.
 
     Raises:
         MetadataError: `info` is of another type, or its values have wrong types or contradict each other.

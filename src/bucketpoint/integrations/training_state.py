@@ -122,8 +122,8 @@ class ResumePlanner(LoadPlanner):
             raise MismatchError(
                 f"The checkpoint has no {first_of(sorted({*self._optimizers} - {*there}), 5)}",
                 url=url_of(metadata),
-                remedy="It was saved without its optimizer, as by save_only_model=True of transformers: begin another "
-                "run with its model",
+                remedy="The checkpoint was saved without its optimizer, as by save_only_model=True of "
+                "transformers: begin another run with its model",
             )
         prefixes = tuple(f"{name}.state." for name in there)
         with_state = {_parameter_of(key) for key in saved if key.startswith(prefixes)}

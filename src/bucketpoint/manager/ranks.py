@@ -37,7 +37,7 @@ class Ranks:
 
     `connect` makes two gloo groups: one for the manager's own collectives, so that they never mix with those of
     training, and one for all saves and loads of these ranks, so that they never mix with the manager's while a save is
-    under way. Before `connect`, `together` uses the job's key-value store. The call after a failed wait reconnects.
+    under way. Before `connect`, `together` uses the job's TCP store. The call after a failed wait reconnects.
 
     Args:
         what: name of the caller's object, for messages.
@@ -281,7 +281,7 @@ class Ranks:
             raise
         except BaseException as error:
             if isinstance(error, Exception):
-                failure = BucketpointError(f"{what} failed: the job's key-value store does not answer: {error}")
+                failure = BucketpointError(f"{what} failed: the job's TCP store does not answer: {error}")
                 self._give_up()
                 raise failure from error
             self.leave_others(what, error)
@@ -305,7 +305,7 @@ class Ranks:
                         raise self._broken(here) from error
             waited = time.monotonic() - begun
             if not noted:
-                # Not before `_NOTES_AFTER_S`, so that fast collectives send no request to the store.
+                # Not before `_NOTES_AFTER_S`, so that fast collectives send no request to the job's TCP store.
                 noted = True
                 here.come()
             if waited >= limit_s:

@@ -134,7 +134,7 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
 def _copy_whole(
     sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: ArenaLayout
 ) -> None:
-    """Plan the last region as one copy of its storage's bytes, because its first tensor does not cover it."""
+    """Plan one copy of all bytes of the last region, which extends beyond its first tensor."""
     storage, size = sources[members[-1]].untyped_storage(), end - start
     if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
         # No storage holds the whole region (two NumPy slices of one array): copy each tensor that extends it.

@@ -72,8 +72,7 @@ class ArenaPool:
                     raise StagingError(
                         f"Staging this state needs {needed} bytes, and states that were staged and never saved hold "
                         f"{unsaved} of the {self._options.max_bytes} of max_bytes",
-                        remedy="Drop what stage() returned if no save will read it, or raise "
-                        "StagingOptions(max_bytes=...)",
+                        remedy="Drop what stage() returned if no save will read it, or set a higher max_bytes",
                     )
             self._wait(*leased[0])
 

@@ -90,7 +90,7 @@ class ErrorRule(NamedTuple):
 
 
 RuleKey = str | int | tuple[str | int, Asked]
-"""The error code of an answer, or its HTTP status. With a kind of request: only in answers to such requests."""
+"""The error code of an answer, or its HTTP status. In a tuple: only in answers to this kind of request."""
 
 
 def rule_of(kind: type[StoreError], remedy: str | None = None, action: Action | None = None) -> ErrorRule:

@@ -233,7 +233,7 @@ class _Wire:
         self._reply = reply
         self._fill = fill
         self._pace = pace_of(reply)
-        # Bytes of the body that arrived in the same read as the headers are in the buffered reader.
+        # The buffered reader holds bytes of the body that arrived in one read with the headers.
         self._buffered = len(reply.fp.peek(1))
 
     @classmethod

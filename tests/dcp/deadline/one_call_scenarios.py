@@ -236,7 +236,7 @@ def lose_the_last(
 
 
 def lose_the_host_of_the_store(rank: int, world: int, url: str, port: int, number: int) -> Told | None:
-    """As without torchrun: the job's store is in rank 0, and goes with it."""
+    """As without torchrun: the job's TCP store is in rank 0, and goes with it."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     return call(rank, url, False, (lambda: os.kill(os.getpid(), number)) if rank == 0 else None, 10)

@@ -217,7 +217,5 @@ def test_raises_on_ranks_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Pat
     for answer in answers:
         assert isinstance(answer, Outcome)
         assert answer.value is not None, answer
-        assert (
-            "the TCP store of the job does not answer" in answer.value[1] or "rank 0 does not answer" in answer.value[1]
-        )
+        assert "the job's TCP store does not answer" in answer.value[1] or "rank 0 does not answer" in answer.value[1]
     assert what_lies_at(url) == OLD

@@ -117,7 +117,7 @@ def gone_lines(arguments: str, gone: Collection[int]) -> Iterator[str]:
 
 
 def future_lines(ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield a line for each step whose record has a time of commit later than its own write."""
+    """Yield a line for each step whose record contains a commit time later than the record's write."""
     for step, seconds in sorted(ahead.items()):
         yield (
             f"step {step} was saved by a machine whose clock was {seconds / 3600:.1f} h ahead: its "

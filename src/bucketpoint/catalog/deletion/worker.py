@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 RESTS = 19
 """Length of a pause as a multiple of the work before it: the worker works for one twentieth of the time.
 
-Both are wall time: if training keeps the interpreter's lock or the cores busy, a request takes longer, and so does the
-pause after it.
+Work and pause are wall time: if training keeps the interpreter's lock or the cores busy, a request takes longer, and
+so does the pause after it.
 """
 
 LONGEST_REST_S = 1.0

@@ -143,7 +143,7 @@ def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, p
         }
         for note in snapshot.notes.tombstones
         if (note.folder, note.id) in sizes
-        # The tombstone of a checkpoint has no effect while the checkpoint is held.
+        # A tombstone has no effect while, for example, a pin or a lease keeps its checkpoint.
         and (note.begun or fates.get((note.step, note.id), note.action) == note.action)
     ]
     return {

@@ -93,7 +93,7 @@ class Cooperation:
     def close(self) -> None:
         """Abort an unfinished load, and notify the other ranks, so that they do not wait for this rank."""
         if self._exchange is not None:
-            self._give_up(BucketpointError("It gave up this load before it read anything"))
+            self._give_up(BucketpointError("The rank gave up this load before any read"))
 
     def _end(self) -> None:
         """End the cooperation: all reads until the next `connect` are plain."""

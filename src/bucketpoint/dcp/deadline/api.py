@@ -182,7 +182,7 @@ def load(
         if planner is not None or process_group is not None or strict is not None:
             raise BucketpointError(
                 "planner=, process_group= and strict= need a state to load into",
-                remedy="Call load(state, url), or select what load(url) returns with keys=",
+                remedy="Call load(state, url), or load(url, keys=...) to select keys",
             )
         if step is not None:
             options = {"storage_options": storage_options, "fs": fs, "transfer": transfer, "progress": progress}

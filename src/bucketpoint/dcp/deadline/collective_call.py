@@ -1,6 +1,6 @@
 """A collective call, which ends on all ranks of a group by a deadline.
 
-The ranks meet over the key-value store of the job, and then use their mesh (see `meshes`), or make a new mesh if some
+The ranks meet over the job's TCP store, and then use their mesh (see `meshes`), or make a new mesh if some
 ranks have none. A failure, a lost rank or the deadline ends the call early: it closes the connections of the mesh and
 cancels pending requests, so that every waiting thread wakes up.
 """
@@ -36,7 +36,7 @@ WAITS = ""
 
 _LOOK_S = 0.25
 _LOOKS_A_SECOND = 4000
-"""Limit on requests per second to the job's store, from all idle ranks together."""
+"""Limit on requests per second to the job's TCP store, from all idle ranks together."""
 
 _MOST_STAGE = 200
 _MOST_BUSY = 64
@@ -96,7 +96,7 @@ def collective_call(
 class CollectiveCall:
     """This rank's part in a call. Made by `collective_call`.
 
-    On each rank, only one thread uses the job's store, so that no other thread waits for the store. It meets the other
+    On each rank, only one thread uses the job's TCP store, so that no other thread waits for it. It meets the other
     ranks, makes the mesh, sends this rank's failure, receives failures of other ranks, and wakes the working thread.
 
     Attributes:
@@ -124,13 +124,13 @@ class CollectiveCall:
         self._leaving = False
         self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
         self._timer.daemon = True
-        # Received over the job's store: the failure that ends the call, the stages of the ranks for which others wait
-        # (None for a missing rank), and True if the store is lost.
+        # Received over the job's TCP store: the failure that ends the call, the stages of the ranks for which others
+        # wait (None for a missing rank), and True if that store is lost.
         self._received: Failure | None = None
         self._stages: dict[int, str | None] | None = None
         self._storeless = False
         self._changed = threading.Condition()
-        # Used only by the thread that uses the job's store.
+        # Used only by the thread that uses the job's TCP store.
         self._thread: threading.Thread | None = None
         self._meeting: Meeting | None = None
         self._told = False
@@ -235,8 +235,8 @@ class CollectiveCall:
             return received.error
         if stages is None:
             return self._error(
-                f"{self._what} failed, and the missing rank is unknown: the TCP store of the job does not answer",
-                "Read the log of rank 0, or of the agent that started it: that process holds the TCP store",
+                f"{self._what} failed, and the missing rank is unknown: the job's TCP store does not answer",
+                "Read the log of rank 0, or of the agent that started it: that process holds the job's TCP store",
             )
         if received is not None and received.kind == "lost" and None not in stages.values():
             # All ranks answer, so no connection broke, and the error came from the work.
@@ -297,7 +297,7 @@ class CollectiveCall:
             yield
             self._changed.notify_all()
 
-    # -- on the thread that uses the job's store ----------------------------------------------------------------------
+    # -- on the thread that uses the job's TCP store ------------------------------------------------------------------
 
     def _talk(self) -> None:
         mesh, parted = None, False
@@ -309,7 +309,7 @@ class CollectiveCall:
             except Exception as error:  # noqa: BLE001 (reported to the other ranks, and raised by the call)
                 self._refuse(error)
             if self._meeting is None:
-                # `Meeting.begin` has sent the reason to the other ranks, unless the store is lost.
+                # `Meeting.begin` has sent the reason to the other ranks, unless the job's TCP store is lost.
                 with self._news():
                     self._storeless = True
                 return
@@ -411,7 +411,7 @@ class CollectiveCall:
     def _call_roll(self, meeting: Meeting) -> None:
         """Publish the stage of this rank, and receive the stages of the others. A rank without an answer is missing.
 
-        One rank collects the answers for all ranks: otherwise the store would get ranks x ranks requests.
+        One rank collects the answers for all ranks: otherwise the job's TCP store would get ranks x ranks requests.
         """
         store, ranks = meeting.store, self._ranks
         self._answer(meeting, self._stage_then or "-")

@@ -43,7 +43,7 @@ class SavedChunk:
 
     @staticmethod
     def stored(box: Box) -> Box:
-        """Return the box of stored elements that contains a box of the chunk."""
+        """Return a box of the chunk in units of stored elements, rounded outwards."""
         return box
 
     @property

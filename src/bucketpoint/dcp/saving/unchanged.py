@@ -86,7 +86,7 @@ def find_unchanged(
         assert payload.digest_seed is not None
         if digest(payload.data, payload.digest_seed) != saved.digest:
             return
-        # The saved checksum goes into the new metadata. If the store returned it, it may be damaged, and is verified.
+        # The saved checksum goes into the new metadata. One that was read from the store may be damaged: verify it.
         if saved.sample is not None or crc32c(payload.data) == saved.info.crc32c:
             unchanged[entry.item.index] = saved
 

@@ -27,7 +27,7 @@ MAX_METADATA_BYTES = MOST_BYTES >> 4
 """Limit on the size of a `.metadata` object, far above any real one."""
 
 FILES, SAFETENSORS = "files", "safetensors"
-"""Name and value of the fact that metadata was made from the headers of safetensors files, without a `.metadata`."""
+"""Name and value that mark metadata made from the headers of safetensors files, without a `.metadata`."""
 
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64

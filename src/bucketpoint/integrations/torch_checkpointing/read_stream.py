@@ -77,9 +77,9 @@ class Files:
         return pinned(self.store, file.etag)
 
     def check(self, file: File) -> None:
-        """Raise CorruptDataError if an object is too short for a file."""
+        """Raise CorruptDataError if an object is too short to contain its checksums."""
         if file_bytes(file.object_nbytes) < 0:
-            raise CorruptDataError("An object is too short for a file", url=self.store.url, key=file.key)
+            raise CorruptDataError("The object lacks its checksums", url=self.store.url, key=file.key)
 
     def _small(self, file: File) -> memoryview:
         self.check(file)

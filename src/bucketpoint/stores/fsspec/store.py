@@ -119,7 +119,7 @@ class FsspecStore:
 
     @property
     def _untried(self) -> Probed:
-        """Conditions and checksums of the library, which are assumed before a trial."""
+        """Conditional writes and checksums that the library is assumed to support before `prove_conditions`."""
         return Probed(self.driver.creates, self.driver.replaces, self.driver.checks)
 
     @_given_up
