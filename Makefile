@@ -119,7 +119,7 @@ test-transformers: .venv-transformers/$(STAMP) minio ## transformers' Trainer on
 	fi
 
 .PHONY: test-vllm
-test-vllm: .venv-vllm/$(STAMP) ## vLLM's models from checkpoints at URLs, on its CPU build, where the index has it
+test-vllm: .venv-vllm/$(STAMP) minio ## vLLM's models from checkpoints at URLs, on its CPU build, where the index has it
 	@if [ -e $< ]; then \
 		.venv-vllm/bin/python -m pytest tests/serving $(ARGS); \
 	else \

@@ -156,7 +156,7 @@ def test_refuses_dcp_as_a_target_and_names_bucketpoint(tmp_path: Path) -> None:
     torch.save(MIXED, tmp_path / "a.pt")
     with pytest.raises(BucketpointError, match="dcp is not a target") as refused:
         plan_conversion(tmp_path / "a.pt", tmp_path / "b", to_format="dcp")
-    assert "Use bucketpoint" in (refused.value.remedy or "")
+    assert "Use the format bucketpoint" in (refused.value.remedy or "")
 
 
 @pytest.mark.contract

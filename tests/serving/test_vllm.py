@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from bucketpoint import BucketWriter
+import bucketpoint
+from bucketpoint import BucketWriter, RetentionPolicy
+from bucketpoint.retention import Keep
+from kit.servers import S3Server
 
 COMMON = {
     "hidden_size": 256,
@@ -33,6 +38,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "head_dim": 64},
     "qwen2": {**COMMON, "tie_word_embeddings": True},
     "mixtral": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Its loader passes the tensors on to those of its parts.
+    "qwen2_vl": {
+        "text_config": {**COMMON, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}},
+        "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 256, "num_heads": 2},
+    },
+}
+
+VLLM_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
 }
 
 
@@ -40,7 +59,10 @@ def exported(folder: Path, kind: str, seed: int = 0, scale: float = 1) -> dict[s
     """Write a tiny model of random weights as vLLM reads it from a disk, and return its tensors."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **MODELS[kind])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    composed = "vision_config" in MODELS[kind]
+    model = (AutoModelForImageTextToText if composed else AutoModelForCausalLM).from_config(
+        config, dtype=torch.bfloat16
+    )
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.mul_(1 if "norm" in name else scale)
@@ -48,10 +70,11 @@ def exported(folder: Path, kind: str, seed: int = 0, scale: float = 1) -> dict[s
     return load_file(folder / "model.safetensors")
 
 
-def checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> str:
+def checkpoint(folder: Path, weights: dict[str, torch.Tensor], step: int = 7, **options: Any) -> str:
     """Save the tensors as a training program does: below `model`, beside an optimizer. Return the URL of the run."""
     state = {"model": weights, "optim": {"state": {name: {"exp_avg": w.float()} for name, w in weights.items()}}}
-    dcp.save(state, checkpoint_id=f"file://{folder}/step-7", storage_writer=BucketWriter(), no_dist=True)
+    writer = BucketWriter(**options)
+    dcp.save(state, checkpoint_id=f"file://{folder}/step-{step}", storage_writer=writer, no_dist=True)
     return f"file://{folder}"
 
 
@@ -66,9 +89,7 @@ def run(world: int, folder: Path, **arguments: Any) -> list[Any]:
         if not generate:
             given["place"] = str(folder / "meeting")
         environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        environ |= {"VLLM_DIST_IDENT": f"{folder.name}-{os.getpid()}", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        environ |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environ |= {"VLLM_DIST_IDENT": f"{folder.name}-{os.getpid()}", **VLLM_ENV}
         with (folder / f"{rank}.log").open("wb") as log:
             command = [sys.executable, str(program), json.dumps(given)]
             workers.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
@@ -99,6 +120,8 @@ def ours(url: str, **config: Any) -> dict[str, Any]:
     ("kind", "world", "dtype"),
     [
         ("llama", 1, "bfloat16"),
+        ("llama", 1, "fp8_per_channel"),
+        ("qwen2_vl", 1, "bfloat16"),
         ("llama", 2, "bfloat16"),
         ("llama", 2, "float32"),
         ("qwen2", 2, "bfloat16"),
@@ -110,11 +133,14 @@ def test_gives_every_parameter_as_the_exported_model_does(tmp_path: Path, kind: 
     weights = exported(tmp_path / "exported", kind)
     url = checkpoint(tmp_path / "run", weights)
     model = {"model": str(tmp_path / "exported"), "dtype": dtype}
+    if quantized := dtype.startswith("fp8"):
+        model |= {"dtype": "bfloat16", "quantization": dtype}
     expected = run(world, tmp_path / "theirs", load_format="safetensors", **model)
     loaded = run(world, tmp_path / "ours", **ours(url), **model)
     for rank in range(world):
         theirs, own = expected[rank]["parameters"], loaded[rank]["parameters"]
         assert theirs.keys() == own.keys()
+        assert quantized == (torch.uint8 in {tensor.dtype for tensor in own.values()})
         assert [name for name in own if not torch.equal(own[name], theirs[name])] == []
     assert sum(result["read"] for result in loaded) <= 1.02 * sum(tensor.nbytes for tensor in weights.values())
 
@@ -162,6 +188,75 @@ def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path)
     expected = [*(text for _, text in cases.values()), "Did you mean 'prefix'"]
     for text, error in zip(expected, result["parameters"]["errors"], strict=True):
         assert re.search(text, error), error
+
+
+def test_refuses_a_checkpoint_that_changes_during_the_load_or_is_forbidden(tmp_path: Path, minio: S3Server) -> None:
+    weights = exported(tmp_path / "exported", "llama")
+    program, policy = str(Path(sys.executable).with_name("bucketpoint")), tmp_path / "policy.yaml"
+    meanwhile = {
+        str(tmp_path / "replaced"): ["cp", "--overwrite", f"{tmp_path}/other/step-7", f"{tmp_path}/replaced/step-7"],
+        str(tmp_path / "pruned"): ["prune", str(policy)],
+        str(tmp_path / "deleted"): ["rm", "--yes", "--force", f"{tmp_path}/deleted/step-7"],
+    }
+    checkpoint(tmp_path / "other", {name: tensor + 1 for name, tensor in weights.items()})
+    # Several objects, so that each load has several reads. The policy of the saves deletes nothing.
+    options = {"target_object_bytes": 1 << 18, "retention": RetentionPolicy(Keep(2))}
+    urls = [checkpoint(Path(folder), weights, **options) for folder in meanwhile]
+    checkpoint(tmp_path / "pruned", {"later": torch.ones(1)}, step=8, **options)
+    policy.write_text(
+        f"{{version: 1, root: '{urls[1]}', keep: {{latest: 1}}, prune: {{grace: 0s, max_delete: {{fraction: 1.0}}}}}}"
+    )
+    configs: list[dict[str, Any]] = [{"url": f"{url}/step-7", "prefix": "model."} for url in urls]
+    there = f"s3://{minio.make_bucket()}/run/step-7"
+    bucketpoint.save({"model": weights}, there, storage_options=minio.options)
+    only_list = {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": "arn:aws:s3:::*"}
+    configs.append({"url": there, "prefix": "model.", "storage_options": minio.limited_options(only_list)})
+    commands = {folder: [program, *command] for folder, command in meanwhile.items()}
+    model = {"model": str(tmp_path / "exported"), "dtype": "float32"}
+    (result,) = run(1, tmp_path / "ours", refused=configs, meanwhile=commands, **ours(urls[0]), **model)
+    *changed, forbidden = result["parameters"]["errors"]
+    for error in changed:
+        assert re.search(r"^CorruptDataError: .* a data object is missing", error), error
+    assert re.search(r"^AccessDeniedError: .*permission s3:GetObject", forbidden, re.DOTALL), forbidden
+
+
+@pytest.mark.slow
+def test_answers_after_the_commands_of_the_page_and_its_example(tmp_path: Path, minio: S3Server) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/vllm.md").read_text(encoding="utf-8").replace("\\\n", "")
+    url, config = minio.url(minio.make_bucket(), "run"), str(tmp_path / "config")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"s3://bucket/run": url, "CONFIG_DIR": config, "localhost:8000": f"127.0.0.1:{port}"}.items():
+        page = page.replace(name, value)
+    train, serve, ask = (shlex.split(line) for line in re.findall(r"^(?:torchrun|vllm|curl) .*", page, re.MULTILINE))
+    environ = {**os.environ, **VLLM_ENV, **minio.env, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(train, env=environ, cwd=root, check=True)
+    # The program `vllm` of the wheel for CPUs misses the metadata of a package `vllm`.
+    serve[:2] = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    serve += ["--port", port, "--dtype", "float32", "--enforce-eager"]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(serve, env=environ, stdout=log, stderr=subprocess.STDOUT) as server,
+    ):
+        try:
+            answer, until = "", time.monotonic() + 500
+            while not answer and server.poll() is None and time.monotonic() < until:
+                time.sleep(1)
+                answer = subprocess.run([*ask, "--silent"], stdout=subprocess.PIPE, text=True, check=False).stdout
+        finally:
+            server.terminate()
+    assert answer, (tmp_path / "log").read_text()[-4000:]
+    text = json.loads(answer)["choices"][0]["text"]
+    assert f'# "text": {json.dumps(text)}\n' in page
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    model.load_state_dict(bucketpoint.load(url, step="latest", keys="model", storage_options=minio.options)["model"])
+    tokenizer = AutoTokenizer.from_pretrained(config)
+    prompt = tokenizer(json.loads(ask[ask.index("--json") + 1])["prompt"], return_tensors="pt")
+    (tokens,) = model.generate(**prompt, do_sample=False, max_new_tokens=50)
+    assert tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True) == text
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,13 +21,22 @@ from bucketpoint.stores.local import LocalStore
 read_bytes = 0
 
 
-def count_reads() -> None:
-    lock, read_into = threading.Lock(), LocalStore.read_into
+def count_reads(meanwhile: dict[str, list[str]]) -> None:
+    """Count the bytes that are read. Run each command of `meanwhile` before the second read of data of its folder."""
+    lock, read_into, once = threading.Lock(), LocalStore.read_into, set[str]()
 
     def counting(self: Any, key: str, offset: int, buffers: Any, **kwargs: Any) -> None:
         global read_bytes
         with lock:
             read_bytes += sum(len(view) for view in buffers)
+            of_data = self._url(key) if key.endswith(".distcp") else ""
+            for folder in [folder for folder in meanwhile if f"{folder}/" in of_data]:
+                if folder in once:
+                    subprocess.run(meanwhile.pop(folder), check=True)
+                else:
+                    read_into(self, key, offset, buffers, **kwargs)
+                    once.add(folder)
+                    return
         read_into(self, key, offset, buffers, **kwargs)
 
     LocalStore.read_into = counting  # type: ignore[method-assign]
@@ -91,13 +101,22 @@ def parameters(arguments: dict[str, Any], place: str, reload: dict[str, str], re
             except Exception as caught:  # noqa: BLE001 (is the result)
                 error = f"{type(caught).__name__}: {caught}"
             return {"first": first, "again": again, "error": error}
-        # Without the last step of `load_model`, in which layers of a CPU replace their parameters by packed ones.
+        # Without the last step of `load_model`, in which layers of a CPU replace their parameters by packed ones. Those
+        # that are quantized during the load are not packed.
         loader = get_model_loader(config.load_config)
-        with set_default_torch_dtype(config.model_config.dtype):
-            with torch.device("cpu"):
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+            if config.model_config.quantization is not None:
+                model = loader.load_model(config, config.model_config)
+            else:
                 model = loader.create_model(config, config.model_config)
+        if config.model_config.quantization is None:
             loader.load_weights(model, config.model_config)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: _comparable(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or its bytes if torch cannot compare its dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def tokens(arguments: dict[str, Any], world: int, arrives: dict[str, str]) -> list[list[int]]:
@@ -123,7 +142,7 @@ if __name__ == "__main__":
         arrives = arguments.pop("arrives", {})
         out.write_text(json.dumps(tokens(arguments, int(os.environ["WORLD_SIZE"]), arrives)))
     else:
-        count_reads()
+        count_reads(arguments.pop("meanwhile", {}))
         place = arguments.pop("place")
         result = parameters(arguments, place, arguments.pop("reload", {}), arguments.pop("refused", []))
         torch.save({"parameters": result, "read": read_bytes}, out)
