@@ -104,7 +104,8 @@ class Running:
 
     def work(self) -> None:
         for number, (kind, given) in enumerate(self.actor.steps):
-            getattr(self, kind)(number, **given)
+            with self._judged():
+                getattr(self, kind)(number, **given)
         for manager in self.managers.values():
             with contextlib.suppress(BucketpointError):
                 manager.close()
@@ -259,14 +260,12 @@ class Running:
         overwrite: bool,
         parts: bool,
     ) -> BucketWriter:
-        settings: dict[str, Any] = {}
-        if how == "retention":
-            settings["retention"] = policy
-        elif how == "log":
+        log, retention = None, policy if how == "retention" else None
+        if how == "log":
             catalog = self.world.catalog(root)
-            pruner = worker_of(catalog, policy) if policy is not None else None
-            settings["log"] = SaveLog(catalog, pruner=pruner)
-        return BucketWriter(overwrite=overwrite, transfer=IN_PARTS if parts else WHOLE, progress=_silent, **settings)
+            log = SaveLog(catalog, pruner=worker_of(catalog, policy) if policy is not None else None)
+        given = {"overwrite": overwrite, "transfer": IN_PARTS if parts else WHOLE, "progress": _silent}
+        return BucketWriter.of_run(None, log, retention=retention, **given)
 
     @contextlib.contextmanager
     def _judged(self) -> Iterator[None]:
