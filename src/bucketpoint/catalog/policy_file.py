@@ -52,7 +52,7 @@ def policy_of(
 
 
 def read_policy(path: str | os.PathLike[str]) -> RetentionPolicy:
-    """Read the policy in a local YAML file. `${VAR}` is replaced by the value in this process's environment.
+    """Read the policy in the local YAML file `path`. `${VAR}` is replaced by its value in this process's environment.
 
     Raises:
         PolicyError: the file cannot be read, or has faults: the error lists all of them, with line and column.
