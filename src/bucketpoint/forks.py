@@ -7,6 +7,7 @@ of such an object registers a function here that replaces it in each child.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -68,7 +69,7 @@ class ProcessLock:
     """
 
     def __init__(self, forget: Callable[[], None] | None = None, *, holders: int = 1) -> None:
-        self._holders = holders
+        self._new = threading.Lock if holders == 1 else functools.partial(threading.Semaphore, holders)
         self._lock = self._new()
         self._forget = forget
         self._used = False
@@ -87,9 +88,6 @@ class ProcessLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def _new(self) -> threading.Lock | threading.Semaphore:
-        return threading.Lock() if self._holders == 1 else threading.Semaphore(self._holders)
 
     def _renew(self) -> None:
         self._lock = self._new()

@@ -7,7 +7,6 @@ Numbers are little-endian. Loads do not need the table.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 
@@ -76,8 +75,7 @@ def read_digests(store: Store, key: str, *, size: int, etag: str | None) -> dict
     def last(nbytes: int) -> memoryview:
         view = memoryview(bytearray(nbytes))
         if nbytes:
-            read = functools.partial(store.read_into, key, size - nbytes, [view], if_match=pinned(store, etag))
-            retry_transient(read)
+            retry_transient(lambda: store.read_into(key, size - nbytes, [view], if_match=pinned(store, etag)))
         return view
 
     ending = last(min(size, FIRST_READ_BYTES))

@@ -217,8 +217,7 @@ class CheckpointManager:
             log = SaveLog(self.catalog, kind, known, pruner=self.pruning, **self._facts)
             only = replaces if isinstance(replaces, frozenset) else None
             given = {"overwrite": bool(replaces), **self._writer_arguments}
-            shared = (self._uploads, self._earlier_saves)
-            return BucketWriter.of_run(url, log, *shared, replaces_only=only, **given)
+            return BucketWriter.of_run(url, log, self._uploads, self._earlier_saves, replaces_only=only, **given)
 
         # If the save fails from here on, its discards must be withdrawn.
         try:
