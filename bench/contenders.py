@@ -224,7 +224,7 @@ def _options() -> Any:
 
 
 def _cut_as_save(buffers: Sequence[memoryview], store: Any) -> list[list[memoryview]]:
-    from bucketpoint.transfer.parts import common_part_bytes, plan_parts
+    from bucketpoint.transfer.pieces import common_part_bytes, plan_parts
 
     size = common_part_bytes([len(buffer) for buffer in buffers], _options())
     plans = [plan_parts(len(buffer), size, store.capabilities) for buffer in buffers]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from bench.resident import forget_peak, memory
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.convert import detect, export_safetensors, pipeline
-from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.convert.source import SourceBytes
 from bucketpoint.transfer import TransferOptions
 from dcp.ranks import Ranks
 from kit.servers import find_minio, minio

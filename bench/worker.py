@@ -14,8 +14,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint
-import torch.distributed.tensor
 
 from bench import state as states
 from bench.contenders import CHILD_PEAK_BYTES, CONTENDERS, Contender, Setting

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list  # noqa: E402
 
-from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items  # noqa: E402
+from bucketpoint.dcp.planning.local_chunks import WantedChunks, read_items  # noqa: E402
 from bucketpoint.format import keys  # noqa: E402
 from bucketpoint.format.index.encode import HEAD, encode_index  # noqa: E402
 from bucketpoint.format.index.view import decode_index  # noqa: E402

@@ -15,7 +15,7 @@ from bucketpoint.stores.s3.store import CAPABILITIES
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.download import Extent, Request, plan_requests
 from bucketpoint.transfer.long_reads import join_requests
-from bucketpoint.transfer.parts import common_part_bytes, plan_parts
+from bucketpoint.transfer.pieces import common_part_bytes, plan_parts
 from sim.limiters import Ints
 from sim.store import ObjectWork, Work
 

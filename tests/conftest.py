@@ -20,7 +20,7 @@ from azurite import AzureServer
 from background import LEAST_BYTES, choose_uploads
 from bucketpoint.stores.s3 import deletes as s3_deletes
 from bucketpoint.stores.s3 import store as s3_store
-from bucketpoint.stores.s3.services import S3Service
+from bucketpoint.stores.s3.options import S3Service
 from gcs_server import GCSServer
 from gcs_xml import with_multipart
 from kit import FaultProxy, servers

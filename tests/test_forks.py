@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, CheckpointManager, RetentionPolicy, StagingOptions
-from bucketpoint.dcp import program_end
+from bucketpoint.dcp import error_boundary
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import ProcessLock, no_fork, renew_in_child
 from bucketpoint.manager.triggers import Signals
@@ -192,8 +192,8 @@ def test_raises_in_a_child_what_waits_for_a_save_of_the_parent(tmp_path: Path, e
             handle.result()
         assert handle.staged.done()
         assert not told
-        assert program_end._last is not None
-        assert program_end._last.failure is None
+        assert error_boundary._last is not None
+        assert error_boundary._last.failure is None
         endless.go_on.set()
         # Its own save does not wait for the parent's.
         own = bucketpoint.async_save(

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.distributed.tensor
 
 from bench import state as states
 from bench.lines import answer_each, speaker

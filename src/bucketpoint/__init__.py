@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from bucketpoint.dcp.planning.save_planner import SavePlanner
     from bucketpoint.dcp.reader import BucketReader
     from bucketpoint.dcp.s3_and_gcs import GCSReader, GCSWriter, S3Reader, S3Writer
-    from bucketpoint.dcp.saving.commit_info import CommitInfo
-    from bucketpoint.dcp.stats import LoadStats, SaveStats
+    from bucketpoint.dcp.stats import CommitInfo, LoadStats, SaveStats
     from bucketpoint.dcp.writer import BucketWriter
     from bucketpoint.manager import CheckpointManager
     from bucketpoint.retention import RetentionPolicy
-    from bucketpoint.staging.options import StagingOptions
+    from bucketpoint.staging.pool import StagingOptions
     from bucketpoint.staging.stager import Stager
     from bucketpoint.stores.node_copy import NodeCopy
     from bucketpoint.transfer.options import TransferOptions
@@ -90,10 +89,10 @@ __all__ = [
 _MODULES = {name: module for module, *names in map(str.split, (
     "catalog.catalog latest_checkpoint", "dcp.async_save SaveHandle async_save", "dcp.deadline.api load save",
     "dcp.planning.load_planner LoadPlanner", "dcp.planning.rank_state rank_state saved_ranks",
-    "dcp.planning.save_planner SavePlanner", "dcp.reader BucketReader", "dcp.stats LoadStats SaveStats",
-    "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer", "dcp.saving.commit_info CommitInfo",
+    "dcp.planning.save_planner SavePlanner", "dcp.reader BucketReader", "dcp.stats CommitInfo LoadStats SaveStats",
+    "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer",
     "dcp.writer BucketWriter", "manager CheckpointManager", "retention RetentionPolicy",
-    "stores.node_copy NodeCopy", "staging.options StagingOptions", "staging.stager Stager",
+    "stores.node_copy NodeCopy", "staging.pool StagingOptions", "staging.stager Stager",
     "transfer.options TransferOptions",
 )) for name in names}  # fmt: skip
 """Modules of the names that are imported on first use."""

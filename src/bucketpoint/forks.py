@@ -3,6 +3,8 @@
 A fork copies objects, but none of the threads that work on them. A lock that another thread held is never released in
 the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So the owner
 of such an object registers a function here that replaces it in each child.
+
+Also the reservation of descriptors 0 to 2, to which libraries write even in a program without standard streams.
 """
 
 from __future__ import annotations
@@ -134,3 +136,22 @@ def _call(moment: str) -> None:
             except Exception:
                 # The other owners are still renewed.
                 logger.exception("a %s of the parent was not renewed in a fork", type(owner).__qualname__)
+
+
+def occupy_standard_descriptors() -> None:
+    """Open the null device as each closed descriptor from 0 to 2, as in a daemon started with `2>&-`.
+
+    Otherwise the next file, connection or staging memory would get that number, and warnings of C libraries would be
+    written to it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # `os.open` returns the lowest free number: `number`, unless another thread opens a file at this moment.
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened > 2:
+                os.close(opened)
+            else:
+                # Inheritable, because a started program such as the upload helper expects all three descriptors.
+                os.set_inheritable(opened, True)

@@ -21,7 +21,7 @@ from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.retention.row import ORDER, Row
+from bucketpoint.retention.rows import ORDER, Row
 from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, save
 
 faults = st.none() | st.builds(Fault, st.integers(1, 30), st.sampled_from(["kill", "fail"]), st.booleans())

@@ -22,7 +22,7 @@ from bucketpoint.catalog.deletion.worker import (
     counted,
 )
 from bucketpoint.errors import TransientStoreError
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker
+from bucketpoint.format.record import DeletionMarker
 from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores import Capabilities, proven_deletes
 from catalog.memory import MemoryStore, memory_catalog, save

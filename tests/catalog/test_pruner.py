@@ -21,7 +21,7 @@ from bucketpoint.errors import AccessDeniedError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.retention.row import Row
+from bucketpoint.retention.rows import Row
 from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save, saved_run
 
 HOUR = 3600.0

@@ -28,7 +28,7 @@ from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.location import Location
-from bucketpoint.retention.row import Row
+from bucketpoint.retention.rows import Row
 from fsspec_backends import SERVED, backend
 from services import Service
 from transfer.wrappers import CountingStore, FailingStore

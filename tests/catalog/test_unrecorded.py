@@ -18,11 +18,10 @@ from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.records import adopt
-from bucketpoint.catalog.restore_candidates import restore_candidates
-from bucketpoint.catalog.rollback import roll_back
+from bucketpoint.catalog.restore_candidates import restore_candidates, roll_back
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
+from bucketpoint.format.record import DeletionMarker, parse_marker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 

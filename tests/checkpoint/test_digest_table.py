@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.checkpoint.digest_table import read_digests, table_nbytes, table_tail
+from bucketpoint.checkpoint.hash_tables import read_digests, table_nbytes, table_tail
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.stores import open_store
-from bucketpoint.transfer.digest import DIGEST_BYTES
+from bucketpoint.transfer.checksum import DIGEST_BYTES
 from transfer.wrappers import CountingStore
 
 

@@ -33,7 +33,7 @@ from bucketpoint.cli.commands import watch as module
 from bucketpoint.cli.screen import Screen, picture
 from bucketpoint.errors import EndpointError
 from bucketpoint.format import catalog_keys, keys
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker
+from bucketpoint.format.record import DeletionMarker
 from bucketpoint.stores import LocalStore
 from bucketpoint.transfer import TransferOptions
 from cli.conftest import Program, save

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.convert.nd_boxes import Box, cut, shared, stretch_start
-from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.payload_reader import Box, Filling, cut, shared, stretch_start
 from bucketpoint.convert.source import Stretch
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

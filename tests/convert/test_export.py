@@ -25,7 +25,7 @@ from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert import ConvertOptions, export_safetensors, plan_conversion, run_conversion
 from bucketpoint.convert.export import refuse_export
 from bucketpoint.convert.journal import name_of
-from bucketpoint.convert.shares import share_of
+from bucketpoint.convert.target import share_of
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -35,7 +35,7 @@ from bucketpoint.errors import (
     RanksDisagreeError,
     StoreError,
 )
-from bucketpoint.format.renaming import renaming
+from bucketpoint.format.item_names import renaming
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
 from convert.conftest import SMALL, contents, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import opentelemetry.context
-import opentelemetry.metrics
 import opentelemetry.trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader

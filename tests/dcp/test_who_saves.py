@@ -21,7 +21,7 @@ import bucketpoint
 import bucketpoint as bp
 from bucketpoint import BucketWriter, CheckpointManager, StagingOptions
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.wholeness import look_for_damage
+from bucketpoint.catalog.deletion.state import look_for_damage
 from bucketpoint.catalog.records import adopt
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify

@@ -17,7 +17,7 @@ from bucketpoint.stores.gcs import GCSStore
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.stores.s3 import services as s3_services
+from bucketpoint.stores.s3 import options as s3_services
 from gcs_server import GCSServer
 from kit import servers
 from kit.servers import S3Server

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.storage_info import make_storage_info
-from bucketpoint.format.torch_zip import ALIGNMENT, frameable, tensor_frame
-from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
+from bucketpoint.format.torch_zip import ALIGNMENT, PROBE_BYTES, ProbedFrame, frameable, probe_frame, tensor_frame
 from kit.checkpoints import saved
 from kit.metadata import tensor_entry
 

@@ -159,7 +159,7 @@ def test_loads_any_layout_of_any_tensors(
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch("bucketpoint.dcp.saving.object_layout.plan_blocks", lambda nbytes, row: min(nbytes, block)),
-        mock.patch("bucketpoint.dcp.planning.balance.MIN_SLICE_BYTES", slice_bytes),
+        mock.patch("bucketpoint.dcp.planning.items.MIN_SLICE_BYTES", slice_bytes),
         mock.patch("bucketpoint.format.index.ref.INDEX_ITEMS", 1 if indexed else 1 << 30),
     ):
         kind = FileSystemWriter if stock else BucketWriter

@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from bucketpoint.errors import InvalidURLError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import (
+    DEFAULT_RULES,
     MAX_NAME_BYTES,
     AttemptKey,
     CommitKey,
+    GroupRule,
     NoteKey,
     StepTemplate,
     UploadKey,
     decode,
     encode,
+    group_of,
 )
-from bucketpoint.format.groups import DEFAULT_RULES, GroupRule, group_of
 
 groups = st.text("abcxyzABC019_.", min_size=1, max_size=12)
 numbers = st.integers(0, 1 << 40)

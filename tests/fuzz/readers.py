@@ -23,8 +23,7 @@ from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.pickles.archive import MAGIC
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.torch_zip import tensor_frame
-from bucketpoint.format.zip_probe import probe_frame
+from bucketpoint.format.torch_zip import probe_frame, tensor_frame
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
 from fuzz.mutations import MOST_BYTES

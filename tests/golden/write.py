@@ -21,7 +21,7 @@ import bucketpoint
 from bucketpoint import BucketWriter, CheckpointManager, RetentionPolicy, SavePlanner
 from bucketpoint.catalog import notes
 from bucketpoint.dcp.saving import unchanged
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker
+from bucketpoint.format.record import DeletionMarker
 from bucketpoint.retention import Keep, Prune
 from dcp.ranks import Ranks
 from golden.states import flat, plain_state, save_sharded, small_formats

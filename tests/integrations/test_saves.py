@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bucketpoint import BucketpointError, BucketWriter
 from bucketpoint.dcp import process_groups
-from bucketpoint.integrations.saves import Saves, job_ranks
+from bucketpoint.integrations.training_state import Saves, job_ranks
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from manager.agree_scenarios import committed, failing_copy, full_disk, said

@@ -17,8 +17,7 @@ from bucketpoint import MismatchError
 from bucketpoint.dcp.planning import rank_state
 from bucketpoint.integrations import training_state
 from bucketpoint.integrations.parts import OfThisRank, RandomState
-from bucketpoint.integrations.saves import Saves
-from bucketpoint.integrations.training_state import TrainingState, with_parts
+from bucketpoint.integrations.training_state import Saves, TrainingState, with_parts
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, RetentionPolicy
 

@@ -22,7 +22,7 @@ from bucketpoint.catalog import restore_candidates
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.prune import Order, prune
 from bucketpoint.catalog.deletion.state import undo
-from bucketpoint.catalog.rollback import roll_back
+from bucketpoint.catalog.restore_candidates import roll_back
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, EndpointError, NewerFormatError, UnsafeDataError
 from bucketpoint.format.metadata import codec as metadata
 from bucketpoint.format.metadata import facts as metadata_facts

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketpointError, BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
-from bucketpoint.catalog import rollback
+from bucketpoint.catalog import restore_candidates
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.worker import prune_by
-from bucketpoint.catalog.rollback import roll_back
+from bucketpoint.catalog.restore_candidates import roll_back
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from manager.manager_scenarios import saved, state, value_of
 
@@ -105,7 +105,10 @@ def test_gives_up_nothing_if_a_prune_deletes_the_step_of_a_rollback(
     with CheckpointManager(catalog.url, keep=3) as manager:
         for step in (3, 4, 5):
             manager.save(step, state(step))
-    looked, policy = rollback.look_for_damage, RetentionPolicy(Keep(latest=1), prune=Prune(grace=timedelta(0)))
+    looked, policy = (
+        restore_candidates.look_for_damage,
+        RetentionPolicy(Keep(latest=1), prune=Prune(grace=timedelta(0))),
+    )
 
     def look(*given: Any) -> str | None:
         try:
@@ -113,7 +116,7 @@ def test_gives_up_nothing_if_a_prune_deletes_the_step_of_a_rollback(
         finally:
             prune_by(catalog, policy, holder="another")
 
-    monkeypatch.setattr(rollback, "look_for_damage", look)
+    monkeypatch.setattr(restore_candidates, "look_for_damage", look)
     with pytest.raises(BucketpointError):
         roll_back(catalog, 4, grace=0.0)
     assert latest_checkpoint(catalog.url) == f"{catalog.url}/step-5"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bucketpoint.catalog.run_owner import name_run
+from bucketpoint.catalog.save_log import name_run
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, OtherRunError
 from bucketpoint.manager.manager import CheckpointManager
 from manager.agree_scenarios import committed

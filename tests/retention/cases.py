@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from bucketpoint.retention import Await, Best, EveryHours, EverySteps, Keep, Plan, RetentionPolicy, Row, plan
-from bucketpoint.retention.row import KINDS
+from bucketpoint.retention.rows import KINDS
 
 QUICK, FULL = 150, 2000
 

@@ -18,7 +18,7 @@ from hypothesis import assume
 
 from bucketpoint.retention import Await, Best, EverySteps, Keep, Plan, RetentionPolicy, Row, circuit_breaker, plan
 from bucketpoint.retention.plans import ALWAYS_ALLOWED
-from bucketpoint.retention.row import ORDER
+from bucketpoint.retention.rows import ORDER
 from retention.cases import (
     HOUR,
     SIZE,

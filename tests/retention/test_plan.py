@@ -27,8 +27,8 @@ from bucketpoint.retention import (
     plan,
     rules,
 )
-from bucketpoint.retention.checkpoint_set import Explanation
-from bucketpoint.retention.engine import unreported
+from bucketpoint.retention.plans import unreported
+from bucketpoint.retention.rows import Explanation
 from retention.cases import HOUR, reported, rows_at, steps
 
 EXAMPLE = RetentionPolicy(

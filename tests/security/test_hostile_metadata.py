@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import bucketpoint as bp
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.wholeness import inspect
+from bucketpoint.catalog.deletion.state import inspect
 from bucketpoint.catalog.records import read_record
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify

@@ -24,13 +24,13 @@ from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.errors import CheckpointDeletedError, MetadataError
 from bucketpoint.format import keys
 from bucketpoint.format.index.decode import HEAD
-from bucketpoint.format.index.derived import fits
+from bucketpoint.format.index.int_columns import fits
 from bucketpoint.format.index.ref import MAGIC
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata import codec, plain
 from bucketpoint.format.metadata.facts import record_of
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.zip_probe import probe_frame
+from bucketpoint.format.torch_zip import probe_frame
 from bucketpoint.stores import open_store
 from security.corpus import ORDERED, P4, archive, global_, refusal, short, text
 

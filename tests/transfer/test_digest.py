@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bucketpoint.checkpoint.digest_table import read_digests, table_nbytes, table_tail
+from bucketpoint.checkpoint.hash_tables import read_digests, table_nbytes, table_tail
 from bucketpoint.stores import Store, open_store
 from bucketpoint.transfer import BufferPool, ObjectSource, Segment, TransferOptions, Uploaded, upload_objects
-from bucketpoint.transfer.digest import BLOCK_BYTES, digest
+from bucketpoint.transfer.checksum import BLOCK_BYTES, digest
 from bucketpoint.transfer.helper.process import UploadHelper
 from transfer.helper.orders import MIB, filled_arena, meter, upload_of, view_of
 

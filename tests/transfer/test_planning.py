@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Capabilities
 from bucketpoint.transfer import BufferPool, Extent, TransferOptions, plan_requests
-from bucketpoint.transfer.parts import common_part_bytes, plan_parts
+from bucketpoint.transfer.pieces import common_part_bytes, plan_parts
 
 MIB = 1 << 20
 S3 = Capabilities(

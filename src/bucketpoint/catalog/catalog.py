@@ -23,10 +23,10 @@ from bucketpoint.errors import (
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.index.ref import HEAD_BYTES
-from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, may_be_metadata
+from bucketpoint.format.record import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.location import Location, Place
-from bucketpoint.retention.row import FULL
+from bucketpoint.retention.rows import FULL
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c

@@ -23,7 +23,7 @@ from bucketpoint.catalog.snapshot import (
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey, StepTemplate
 from bucketpoint.format.record import FUTURE_S
-from bucketpoint.retention.row import FULL
+from bucketpoint.retention.rows import FULL
 from bucketpoint.stores import ObjectInfo
 
 

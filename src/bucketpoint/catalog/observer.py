@@ -13,7 +13,7 @@ from bucketpoint.catalog.snapshot import BY_STEP, Attempt, Checkpoint, Notes, Sn
 from bucketpoint.catalog.survey import size_of
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys
-from bucketpoint.format.groups import OTHER
+from bucketpoint.format.catalog_keys import OTHER
 from bucketpoint.format.index.ref import index_path
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo

@@ -18,8 +18,7 @@ from bucketpoint.errors import (
     UnsafeDataError,
 )
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, CommitKey, NoteKey
-from bucketpoint.format.groups import OTHER
+from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, OTHER, CommitKey, NoteKey
 from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord, dated

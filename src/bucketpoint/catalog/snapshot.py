@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from bucketpoint.retention.row import FULL, Row
+from bucketpoint.retention.rows import FULL, Row
 
 KEEP = "keep"
 DELETE = "delete"

@@ -26,8 +26,8 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.ref import IndexRef
-from bucketpoint.format.metadata.deletion_marker import is_marker, parse_marker
 from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, extra
+from bucketpoint.format.record import is_marker, parse_marker
 from bucketpoint.stores import ObjectInfo, Store, check_url, this_url
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 

@@ -1,13 +1,14 @@
 """Metadata for a folder of safetensors in Hugging Face's layout, as a save of the same tensors would have.
 
-The metadata is made from the headers of the files, so that readers do not depend on the format of the files.
+The metadata is made from the headers of the files, so that readers do not depend on the format of the files. Also the
+errors for missing files and files of other kinds (Git LFS pointers, web pages).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Size, bfloat16
@@ -19,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.checkpoint.other_files import explain, missing_files
 from bucketpoint.checkpoint.quantization import QUANTIZATION, Quantization, declared, may_be_quantized
 from bucketpoint.errors import (
     AccessDeniedError,
+    BucketpointError,
     CorruptDataError,
     MetadataError,
     ObjectNotFoundError,
@@ -44,6 +45,39 @@ from bucketpoint.stores import ObjectInfo, Store, pinned
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
+
+HEAD_BYTES = 64
+"""Number of bytes at the start of a file from which `explain` recognises its kind."""
+
+_NAMED_AT_MOST = 5
+
+_DOWNLOAD = "Download the file itself"
+_BEGINNINGS = (
+    (b"version https://git-lfs.", "a Git LFS pointer", "Fetch the data: `git lfs pull` in the clone, or `hf download`"),
+    (b"<", "a web or XML page, such as a login page", f"{_DOWNLOAD}; the server sent this page in its place"),
+)
+
+
+def explain(head: bytes, url: str, key: str, error: BucketpointError) -> BucketpointError:
+    """Return an error that names the kind of an unexpected file, from its first bytes; `error` for other kinds."""
+    for beginning, what, remedy in _BEGINNINGS:
+        if head.lstrip().startswith(beginning):
+            return MetadataError(f"The file is {what}, not its data", url=url, key=key, remedy=remedy)
+    if not head:
+        return MetadataError("The file is empty", url=url, key=key, remedy=f"{_DOWNLOAD} again")
+    return error
+
+
+def missing_files(gone: Collection[str], url: str) -> CorruptDataError:
+    """Return the error for missing files that a safetensors index names."""
+    named = first_of(sorted(gone), _NAMED_AT_MOST)
+    return CorruptDataError(
+        f"Files that the safetensors index names are missing: {named}",
+        url=url,
+        key=min(gone),
+        remedy="Put the missing files beside the index; an interrupted download leaves such a folder",
+    )
+
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

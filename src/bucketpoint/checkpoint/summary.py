@@ -9,7 +9,7 @@ from typing import Any
 
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.format import keys
-from bucketpoint.format.groups import group_of
+from bucketpoint.format.catalog_keys import group_of
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.coverage import is_tensor
 from bucketpoint.format.record import CommitRecord

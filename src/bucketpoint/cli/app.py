@@ -10,8 +10,7 @@ from typing import NoReturn
 
 import click
 
-from bucketpoint.cli.exits import INTERRUPTED, OUTPUT_FAILED
-from bucketpoint.cli.terminal import OutputError, printed_safely
+from bucketpoint.cli.terminal import INTERRUPTED, OUTPUT_FAILED, OutputError, printed_safely
 from bucketpoint.version import __version__
 
 GROUPS = {

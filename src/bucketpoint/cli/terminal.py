@@ -1,4 +1,7 @@
-"""Streams that make printed text safe: terminals obey control characters, and keys and names may contain them."""
+"""Streams that make printed text safe, exit codes, and the status line on standard error during a prune or a sweep.
+
+Terminals obey control characters, and keys and names may contain them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,58 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from typing import Any, TextIO, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import click
 
-from bucketpoint.cli.exits import OUTPUT_FAILED
+from bucketpoint import errors
 from bucketpoint.cli.text import printable
+from bucketpoint.errors import BucketpointError
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+
+
+FINE = 0
+FOUND = 1
+"""The command ran, and found its object damaged, different or unfit."""
+USAGE = 2
+NOT_FOUND = 3
+NO_PERMISSION = 4
+IN_THE_WAY = 5
+"""Something exists at the target already, or appeared meanwhile. Nothing was overwritten."""
+STORE_FAILED = 6
+INTERNAL = 70
+"""A fault of bucketpoint itself: EX_SOFTWARE in sysexits.h."""
+OUTPUT_FAILED = 74
+"""Standard output is closed, or on a full disk: EX_IOERR in sysexits.h."""
+INTERRUPTED = 130
+"""The code that a shell reports for a program that SIGINT ended."""
+
+# Order matters: the first match wins, so subclasses come before their bases.
+_BY_KIND: tuple[tuple[type[errors.BucketpointError], int], ...] = (
+    (errors.InvalidURLError, USAGE),
+    (errors.CheckpointNotFoundError, NOT_FOUND),
+    (errors.ObjectNotFoundError, NOT_FOUND),
+    (errors.BucketNotFoundError, NOT_FOUND),
+    (errors.AccessDeniedError, NO_PERMISSION),
+    (errors.CredentialsError, NO_PERMISSION),
+    (errors.CheckpointExistsError, IN_THE_WAY),
+    (errors.CommitConflictError, IN_THE_WAY),
+    (errors.OtherRunError, IN_THE_WAY),
+    (errors.PreconditionFailedError, IN_THE_WAY),
+    (errors.CorruptDataError, FOUND),
+    (errors.MetadataError, FOUND),
+    (errors.UnsafeDataError, FOUND),
+    (errors.StoreError, STORE_FAILED),
+)
+
+
+def exit_code(error: errors.BucketpointError) -> int:
+    """Return the program's exit code for an error. Errors of no listed kind count as usage errors."""
+    return next((code for kind, code in _BY_KIND if isinstance(error, kind)), USAGE)
+
 
 _KEPT = "\n\t"
 
@@ -84,3 +133,36 @@ def printed_safely() -> Iterator[None]:
 def _made_printable(record: logging.LogRecord) -> bool:
     record.msg, record.args = printable(record.getMessage()), None
     return True
+
+
+@contextmanager
+def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
+    """Yield the catalog, over a store whose listed and deleted objects are counted on a status line.
+
+    Raises BucketpointError if `wanted` is True and rich is not installed.
+    """
+    if wanted is False or sys.stderr is None or (wanted is None and not sys.stderr.isatty()):
+        yield catalog
+        return
+    # Imported on use: `--help` needs none of it.
+    from bucketpoint.catalog.deletion.worker import counted
+
+    try:
+        from rich.console import Console
+    except ImportError:
+        if wanted:
+            raise BucketpointError(
+                "--progress needs the package rich", remedy="pip install 'rich>=13', or leave out --progress"
+            ) from None
+        yield catalog
+        return
+    # Give rich the underlying stream: the program's own stream would escape rich's control characters.
+    with Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr)).status("reading the catalog") as line:
+        listed = deleted = 0
+
+        def tell(more_listed: int, more_deleted: int) -> None:
+            nonlocal listed, deleted
+            listed, deleted = listed + more_listed, deleted + more_deleted
+            line.update(f"{listed:,} objects listed, {deleted:,} deleted")
+
+        yield replace(catalog, store=counted(catalog.store, tell))

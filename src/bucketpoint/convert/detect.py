@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from bucketpoint.catalog.survey import names_below, other_files
 from bucketpoint.checkpoint.open import open_checkpoint, open_safetensors
-from bucketpoint.checkpoint.other_files import HEAD_BYTES, explain
+from bucketpoint.checkpoint.safetensors_folder import HEAD_BYTES, explain
 from bucketpoint.convert.readers.from_dcp import read_dcp
 from bucketpoint.convert.readers.from_torch import read_torch
 from bucketpoint.convert.source import (
@@ -19,8 +19,8 @@ from bucketpoint.convert.source import (
     TORCH,
     TORCH_SUFFIXES,
     Source,
+    SourceBytes,
 )
-from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointDeletedError,

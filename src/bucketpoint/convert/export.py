@@ -15,7 +15,7 @@ from bucketpoint.convert.source import SAFETENSORS
 from bucketpoint.dcp.meeting import Meeting
 from bucketpoint.dcp.process_groups import ranks_of, this_rank
 from bucketpoint.errors import CommitConflictError
-from bucketpoint.format.renaming import Renaming
+from bucketpoint.format.item_names import Renaming
 from bucketpoint.location import Place
 from bucketpoint.transfer import ProgressCallback, TransferOptions
 

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bucketpoint.convert.shares import is_of_conversion
-from bucketpoint.convert.target import TargetPlace
+from bucketpoint.convert.target import TargetPlace, is_of_conversion
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.stores import delete_all

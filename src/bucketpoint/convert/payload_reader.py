@@ -1,24 +1,91 @@
 """Reader of the target's bytes just before they are sent: of one payload, or of a whole tensor from its chunks.
 
-The bytes are also compared with the source's checksums. Buffers are leased within a budget.
+The bytes are also compared with the source's checksums. Buffers are leased within a budget. A range of a tensor's bytes
+is divided into boxes, along the tensor's chunks. The bytes of an element are the innermost dimension, so that a range
+may begin within an element. Each box is one contiguous range of the tensor, and its overlap with a chunk is one
+contiguous range of the chunk.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.checkpoint.objects import REMEDY
-from bucketpoint.convert.nd_boxes import Box, cut, shared, stretch_start
-from bucketpoint.convert.source import Decoded, Held, Payload, Stretch
-from bucketpoint.convert.source_reader import SourceBytes
-from bucketpoint.errors import CorruptDataError
+from bucketpoint.convert.source import Decoded, Held, Payload, Source, SourceBytes, Stretch, exclude_option
+from bucketpoint.errors import CorruptDataError, MismatchError
+from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.tensor_bytes import copy_stretch
 from bucketpoint.transfer import BufferPool, Segment
 from bucketpoint.transfer.checksum import CrcAccumulator
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box: offset and size in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes)
+
+    def within(self, other: Box) -> Box:
+        """Return the same box with offsets relative to `other`, a box that contains it."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
+
+def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes. `shape` ends with the bytes of an element."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    row = prod(shape[1:])
+    low, high = -(-start // row), stop // row
+    if low > high:
+        yield from _in_row(shape, high, start - high * row, stop - high * row)
+        return
+    if start < low * row:
+        yield from _in_row(shape, low - 1, start - (low - 1) * row, row)
+    if low < high:
+        yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+    if stop > high * row:
+        yield from _in_row(shape, high, 0, stop - high * row)
+
+
+def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
+    for box in cut(shape[1:], start, stop):
+        yield Box((number, *box.offsets), (1, *box.sizes))
+
+
+def shared(box: Box, other: Box) -> Box | None:
+    """Return the overlap of two boxes, or None."""
+    offsets, sizes = [], []
+    for low, size, other_low, other_size in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True):
+        start, stop = max(low, other_low), min(low + size, other_low + other_size)
+        if start >= stop:
+            return None
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def stretch_start(shape: Sequence[int], box: Box) -> int:
+    """Return the offset of a box's first byte in a tensor or chunk of this shape, in C order."""
+    start = 0
+    for size, offset in zip(shape, box.offsets, strict=True):
+        start = start * size + offset
+    return start
 
 
 class Filling:
@@ -127,3 +194,57 @@ class Filling:
                 key=stretch.key,
                 remedy=REMEDY,
             )
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor and its chunks. The last dimension of a chunk's box is the bytes of an element."""
+
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Payload], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def segment(self, filling: Filling) -> Segment:
+        """Return the whole tensor as a segment of an object to be written."""
+        return filling.whole(self.shape, self.dtype.itemsize, self.chunks)
+
+
+def whole_tensors(source: Source, without: Collection[str] = ()) -> list[WholeTensor]:
+    """Return the tensors of a source, sorted by their positions in the source.
+
+    Raises:
+        MismatchError: a tensor is not covered by its chunks, or not stored as plain elements.
+    """
+    faults = dict(uncovered(source.metadata, {}))
+    tensors = [
+        _whole(source, fqn, entry, faults.get(fqn))
+        for fqn, entry in source.metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and fqn not in without
+    ]
+    return sorted(tensors, key=lambda tensor: min(payload.place for _, payload in tensor.chunks))
+
+
+def _whole(source: Source, fqn: str, entry: TensorStorageMetadata, fault: str | None) -> WholeTensor:
+    itemsize, shape = entry.properties.dtype.itemsize, tuple(entry.size)
+    chunks = []
+    for chunk in entry.chunks:
+        payload = source.payloads[MetadataIndex(fqn, chunk.offsets)]
+        if payload.opaque:
+            raise MismatchError(
+                "The tensor cannot be converted, because it is sparse, quantised or of a tensor subclass",
+                key=fqn,
+                remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint, which keeps it",
+            )
+        chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
+    if not chunks or fault is not None:
+        raise MismatchError(
+            f"The tensor {fault or 'has no chunk'}, so it can be converted only to bucketpoint",
+            key=fqn,
+            remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint",
+        )
+    return WholeTensor(fqn, entry.properties.dtype, shape, tuple(chunks))

@@ -28,15 +28,14 @@ from bucketpoint.convert.occupied import (
 )
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
-from bucketpoint.convert.shares import Worker, check_worker, copy_beside
 from bucketpoint.convert.source import SAFETENSORS, SAFETENSORS_SUFFIX, TORCH, Source
-from bucketpoint.convert.target import TargetPlace
+from bucketpoint.convert.target import TargetPlace, Worker, check_worker, copy_beside
 from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
 from bucketpoint.convert.writers.to_safetensors import plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, CommitConflictError
+from bucketpoint.format.item_names import renaming
 from bucketpoint.format.keys import METADATA
-from bucketpoint.format.renaming import renaming
 from bucketpoint.location import Location, Place
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import (
@@ -49,8 +48,7 @@ from bucketpoint.transfer import (
     upload_objects,
 )
 from bucketpoint.transfer.checksum import CrcAccumulator, combine, fold_blocks
-from bucketpoint.transfer.parts import batched
-from bucketpoint.transfer.pieces import for_each, piece_bytes
+from bucketpoint.transfer.pieces import batched, for_each, piece_bytes
 from bucketpoint.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,9 @@ from functools import cached_property
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.convert.journal import Journal
 from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.shares import Worker, share_of
 from bucketpoint.convert.source import Source
-from bucketpoint.convert.target import TargetLayout, TargetPlace
-from bucketpoint.format.renaming import Renaming
+from bucketpoint.convert.target import TargetLayout, TargetPlace, Worker, share_of
+from bucketpoint.format.item_names import Renaming
 from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded
 
 SHARD_BYTES = 5_000_000_000
@@ -36,7 +35,7 @@ class ConvertOptions:
         trusted: unpickle without the allow-list.
         exclude: `fnmatch` patterns of the source's keys to leave out, such as `model.rope.*`. A pattern without
             wildcards also leaves out every key below it.
-        names: new names of the tensors in safetensors, without `prefix`: see `format.renaming`.
+        names: new names of the tensors in safetensors, without `prefix`: see `format.item_names`.
     """
 
     prefix: str = ""

@@ -25,14 +25,13 @@ from torch.distributed.checkpoint import CheckpointException, Metadata, StorageW
 from torch.distributed.checkpoint import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bucketpoint.dcp import process_groups, program_end
+from bucketpoint.dcp import error_boundary, process_groups
 from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.planning.global_plan import PlanCache
 from bucketpoint.dcp.planning.save_planner import SavePlanner
-from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.saving.watched_stager import WatchedStager
-from bucketpoint.dcp.stats import SaveStats, SaveTimes, end_save, note_failure
+from bucketpoint.dcp.stats import CommitInfo, OnCommit, SaveStats, SaveTimes, end_save, note_failure, tell
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import renew_in_child
@@ -58,7 +57,7 @@ class SaveHandle(Future[Metadata]):
         self.url = url
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
-        self._at_end: program_end.LastSave | None = None
+        self._at_end: error_boundary.LastSave | None = None
         # The program has received the outcome, so the error is not raised again.
         self._told = False
         # The error that the stager or the state raised at the call.
@@ -340,7 +339,7 @@ def async_save(
             meshes.given_up(group, error, handle.url)
         raise
     handle._refused = watched.refused
-    handle._at_end = program_end.begin(handle.url)
+    handle._at_end = error_boundary.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
     # Set before the callback is added, because it may run at once.
     handle._blocked_s = time.monotonic() - begun_s

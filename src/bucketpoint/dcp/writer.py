@@ -41,7 +41,7 @@ from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, 
 from bucketpoint.dcp.stats import SaveStats, begin_save, end_save
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
-from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
+from bucketpoint.format.catalog_keys import DEFAULT_RULES, GroupRule
 from bucketpoint.location import Location
 from bucketpoint.staging import (
     SavingRanks,

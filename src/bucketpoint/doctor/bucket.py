@@ -1,20 +1,32 @@
-"""Findings about a bucket's configuration (versioning, locks, lifecycle rules), with their remedies."""
+"""Findings about a bucket's configuration, the service behind an S3 bucket, and guarantees of folders and fsspec.
+
+Trial requests write only to the caller's keys.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from bucketpoint.doctor.report import Finding, counted
-from bucketpoint.errors import AccessDeniedError, StoreError, UnsupportedRequestError
-from bucketpoint.stores import Store
+from bucketpoint.doctor.report import Finding, counted, refused
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CorruptDataError,
+    PreconditionFailedError,
+    StoreError,
+    UnsupportedRequestError,
+)
+from bucketpoint.stores import LocalStore, Store, proven
+from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.gcs import GCSStore
-from bucketpoint.stores.gcs.inspect import bucket_configuration
+from bucketpoint.stores.gcs.store import bucket_configuration
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3.inspect import LifecycleRule, clock, default_retention, lifecycle, server_header, versioning
-from bucketpoint.stores.s3.services import by_header
+from bucketpoint.stores.s3.options import SERVICES, S3Service, by_header
+from bucketpoint.transfer.checksum import crc32c
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed.
 LARGEST_SKEW_S = 15 * 60
@@ -187,3 +199,157 @@ def _incomplete_uploads(rules: list[LifecycleRule], below: str, store: S3Store) 
         "no rule aborts incomplete multipart uploads: those of killed saves are billed, and listings do not show them",
         f"Add this lifecycle rule: {json.dumps(wanted)}",
     )
+
+
+_LOCKED = (
+    "a checkpoint is replaced and deleted under the lock of its file: safe on one machine, and between machines unless "
+    "one of them pauses for minutes"
+)
+_CHECKS = "a save checks the URL, writes its commit, and checks again"
+
+
+def folder_finding(store: LocalStore, key: str) -> Finding:
+    """Return a finding about the guarantees of a folder, after a trial beside `key`."""
+    try:
+        linked = store.has_hard_links(key)
+    except StoreError as error:
+        return Finding("conditional commit", "fail", f"it could not be tried: {error.message}", error.remedy)
+    if linked:
+        return Finding("conditional commit", "ok", f"a hard link creates a checkpoint, on any machine; {_LOCKED}")
+    message = f"the filesystem has no hard links: {_LOCKED.replace('is replaced', 'is created, replaced')}"
+    return Finding("conditional commit", "warn", message, "Give every job its own URL")
+
+
+def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
+    """Yield one finding per guarantee, after a trial below `prefix` unless this process has made it already."""
+    kind = type(store.fs)
+    name = kind.__module__.partition(".")[0]
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = f" {importlib.metadata.version(name)}"
+    yield Finding("filesystem", "ok", f"{kind.__name__} of {name}{version}")
+    try:
+        able = proven(store, prefix)
+    except StoreError as error:
+        yield Finding("conditional commit", "fail", f"it could not be tried: {error.message}", error.remedy)
+        return
+    if able.conditional_put:
+        reason = "no other process has this filesystem" if store.driver.private else "a second one is refused"
+        yield Finding("conditional commit", "ok", f"a new checkpoint is created exclusively: {reason}")
+        if able.conditional_replace:
+            yield Finding("conditional replace", "ok", "a checkpoint is replaced only if it is still the one expected")
+        else:
+            message = f"replacing a checkpoint is not atomic: {_CHECKS}. Two jobs that overwrite one URL may collide"
+            yield Finding("conditional replace", "warn", message, "Give every save its own URL")
+    else:
+        message = f"{_CHECKS}: safe against crashes, but not against two jobs that save to one URL at the same time"
+        yield Finding("conditional commit", "warn", message, "Give every job its own URL")
+    if able.checksums:
+        message = "the CRC32C that the service computed is compared with ours"
+        yield Finding("upload checksum", "ok", message)
+    else:
+        message = "the service returns no checksum of its objects. A load compares what it reads with what was saved"
+        yield Finding("upload checksum", "skip", message)
+    if able.multipart:
+        least = f", from {able.min_part_bytes} bytes on" if able.min_part_bytes > 1 else ""
+        yield Finding("parallel parts", "ok", f"parts of one object are uploaded in any order and in parallel{least}")
+    else:
+        yield Finding("parallel parts", "skip", "objects are uploaded whole, several at a time")
+
+
+_CHECK = "service"
+_OPTIONS = {"conditional_put": "conditional_puts", "checksums": "checksums"}
+"""Options by probed feature."""
+
+# Differences from the options that need no remedy, by whether the store has the feature. Options that do not rely on
+# `lists_uploads` cost one more request; a checksum that the store ignores costs none.
+_HARMLESS = {True: ("lists_uploads",), False: ("checksums",)}
+
+_SAID = {
+    "conditional_put": ("conditional puts are honoured", "conditional puts are ignored or refused"),
+    "checksums": ("bodies are compared with their CRC32C", "bodies are not compared with their CRC32C"),
+    "lists_uploads": ("uploads are listed by prefix", "uploads are listed by their whole key only"),
+}
+
+
+def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str], str]) -> Finding:
+    """Probe the features of the store, identify the service, and compare both with the options in use.
+
+    Args:
+        new_key: returns an unused key, and makes sure that its object is deleted later.
+        begin: begins a multipart upload, and makes sure that the upload is aborted later.
+    """
+    try:
+        named = by_header(server_header(store) or "")
+        features = _probe(store, new_key, begin)
+    except StoreError as error:
+        return Finding(_CHECK, "warn", f"the properties of the store cannot be read: {error.message}")
+    used = store.service
+    differ = [name for name, does in features.items() if getattr(used, name) != does and name not in _HARMLESS[does]]
+    does = "; ".join(_SAID[name][not has] for name, has in features.items())
+    source = "its Server header" if named else "the endpoint or the options"
+    message = f"{(named or used).name} by {source}: {does}"
+    if (named or used).equal_parts:
+        message += "; all parts of an upload but the last must have one size, as those of bucketpoint have"
+    if not differ:
+        return Finding(_CHECK, "ok", message)
+    remedy = _needless_options(store, features, differ) or _remedy(named, features, differ)
+    return Finding(_CHECK, "warn", message, remedy)
+
+
+def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str], str]) -> dict[str, bool]:
+    # All features are switched on for the probe, so that the store decides and not the options.
+    sure = store
+    if not (store.service.conditional_put and store.service.checksums):
+        sure = S3Store(store.bucket, store.options.replace(conditional_puts=True, checksums=True))
+    body, key = memoryview(b"checksum"), new_key("service-condition")
+    sure.put(key, [body])
+    conditional_put = _all_refused(
+        PreconditionFailedError,
+        lambda: sure.put(key, [body], if_none_match=True),
+        lambda: sure.put(key, [body], if_match="0" * 32),
+    )
+    summed = new_key("service-checksum")
+    checksums = _all_refused(CorruptDataError, lambda: sure.put(summed, [body], crc32c=crc32c(body) ^ 1))
+    features = {"conditional_put": conditional_put, "checksums": checksums}
+    key = new_key("service-upload")
+    upload = begin(key)
+    # Without the permission to list uploads, which a trainer does not need, this feature is unknown.
+    with contextlib.suppress(AccessDeniedError):
+        features["lists_uploads"] = any(found.upload_id == upload for found in store.list_multipart(key[:-1]))
+    return features
+
+
+def _all_refused(kind: type[StoreError], *requests: Callable[[], object]) -> bool:
+    try:
+        return all(refused(kind, request) for request in requests)
+    except StoreError:
+        return False
+
+
+def _needless_options(store: S3Store, features: Mapping[str, bool], differ: list[str]) -> str | None:
+    """Return the remedy if the service that is recognised without the given options has the features; else None."""
+    given = [_OPTIONS[name] for name in differ if getattr(store.options, _OPTIONS.get(name, ""), None) is not None]
+    if not given:
+        return None
+    bare = S3Store(store.bucket, store.options.replace(**dict.fromkeys(given))).service
+    if any(getattr(bare, name) != features[name] for name in differ):
+        return None
+    values = ", ".join(f'"{name}": {str(getattr(store.options, name)).lower()}' for name in given)
+    return f"Leave {{{values}}} out of storage_options"
+
+
+def _remedy(named: S3Service | None, features: Mapping[str, bool], differ: list[str]) -> str:
+    fitting = [
+        service.name
+        for service in SERVICES.values()
+        if all(getattr(service, name) == does for name, does in features.items())
+    ]
+    if named is not None and named.name in fitting:
+        return f'Set {{"service": "{named.name}"}} in storage_options'
+    options = [f'"{_OPTIONS[name]}": {str(features[name]).lower()}' for name in differ if name in _OPTIONS]
+    if options:
+        return f"Set {{{', '.join(options)}}} in storage_options"
+    if fitting:
+        return f'Set {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} behaves the same'
+    return "Uploads that cannot be listed by prefix cannot be swept: use a lifecycle rule"

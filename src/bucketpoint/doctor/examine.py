@@ -12,12 +12,21 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bucketpoint.doctor.bucket import bucket_findings, clock_finding
-from bucketpoint.doctor.fsspec import folder_finding, fsspec_findings
-from bucketpoint.doctor.reader import examine_pinned_read, examine_reader
-from bucketpoint.doctor.remedies import UNLISTED_UPLOADS, lack_of_conditions, needed, removal, without_conditions
-from bucketpoint.doctor.report import UNREACHABLE, Finding, Report, expect, refused
-from bucketpoint.doctor.s3 import service_finding
+from bucketpoint.doctor.bucket import bucket_findings, clock_finding, folder_finding, fsspec_findings, service_finding
+from bucketpoint.doctor.report import (
+    UNLISTED_UPLOADS,
+    UNREACHABLE,
+    Finding,
+    Report,
+    examine_pinned_read,
+    examine_reader,
+    expect,
+    lack_of_conditions,
+    needed,
+    refused,
+    removal,
+    without_conditions,
+)
 from bucketpoint.doctor.scratch import ScratchKeys
 from bucketpoint.doctor.throughput import Speed, measure
 from bucketpoint.errors import (

@@ -14,8 +14,7 @@ from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState, model_of
-from bucketpoint.integrations.saves import Saves, checkpoint_at
-from bucketpoint.integrations.training_state import TrainingState
+from bucketpoint.integrations.training_state import Saves, TrainingState, checkpoint_at
 
 try:
     from accelerate import Accelerator

@@ -14,8 +14,7 @@ from bucketpoint.dcp.deadline.api import load
 from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
-from bucketpoint.integrations.saves import Saves, job_ranks
-from bucketpoint.integrations.training_state import TrainingState, with_parts
+from bucketpoint.integrations.training_state import Saves, TrainingState, job_ranks, with_parts
 
 try:
     import ray.train

@@ -30,8 +30,7 @@ from bucketpoint.catalog.policy_file import POLICY_VARIABLE, read_policy
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.convert import CONVERT_OPTIONS, export_safetensors
-from bucketpoint.convert.shares import copy_beside
-from bucketpoint.convert.target import TargetPlace
+from bucketpoint.convert.target import TargetPlace, copy_beside
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
@@ -39,13 +38,12 @@ from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.location import Location
-from bucketpoint.manager.loading import LoadOutcome, attempt, with_states
 from bucketpoint.manager.ranks import Ranks
-from bucketpoint.manager.restoring import restored
+from bucketpoint.manager.restoring import LoadOutcome, attempt, restored, with_states
 from bucketpoint.manager.running import begin_together, may_be_warned
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
-from bucketpoint.retention.row import FULL, WEIGHTS
+from bucketpoint.retention.rows import FULL, WEIGHTS
 from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import TransferOptions
 

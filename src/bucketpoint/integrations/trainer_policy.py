@@ -15,7 +15,7 @@ from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.triggers import SIGNALS
 from bucketpoint.retention import Best, Keep, Prune, RetentionPolicy
-from bucketpoint.retention.checkpoint_set import CheckpointSet, RuleDecision
+from bucketpoint.retention.rows import CheckpointSet, RuleDecision
 from bucketpoint.retention.rules import Latest, RetentionRule
 
 logger = logging.getLogger(__name__)

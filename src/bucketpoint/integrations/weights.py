@@ -20,7 +20,7 @@ from bucketpoint.catalog.run import checkpoint_at_or_below, open_run
 from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
-from bucketpoint.format.renaming import renaming
+from bucketpoint.format.item_names import renaming
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.promised import Promised, Promises
 from bucketpoint.location import Location

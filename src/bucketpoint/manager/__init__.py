@@ -2,6 +2,6 @@
 
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.restoring import Restored
-from bucketpoint.manager.status import ManagerStatus
+from bucketpoint.manager.running import ManagerStatus
 
 __all__ = ["CheckpointManager", "ManagerStatus", "Restored"]

@@ -25,26 +25,24 @@ from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import program_end
+from bucketpoint.dcp import error_boundary
 from bucketpoint.dcp.arguments import check_types, checked_seconds, whole_step
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
-from bucketpoint.dcp.saving.commit_info import OnCommit
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
+from bucketpoint.dcp.stats import OnCommit
 from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.location import Location
-from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
-from bucketpoint.manager.restoring import Restored, restored
-from bucketpoint.manager.running import Running, begin_together, may_be_warned, note_end
-from bucketpoint.manager.status import ManagerStatus, Standing
+from bucketpoint.manager.restoring import Restored, attempt, restored
+from bucketpoint.manager.running import ManagerStatus, Running, Standing, begin_together, may_be_warned, note_end
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
-from bucketpoint.retention.row import FULL
+from bucketpoint.retention.rows import FULL
 from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import TransferOptions
 
@@ -537,4 +535,4 @@ def _close_at_exit(manager: weakref.ref[CheckpointManager]) -> None:
         alive.close()
     except Exception as error:  # noqa: BLE001 (the interpreter exits, and nobody is there to catch it)
         logger.error("the last save failed: %s", error)
-        program_end.lose(alive.catalog.url, error)
+        error_boundary.lose(alive.catalog.url, error)

@@ -1,7 +1,6 @@
 """Retention policies, and plans: the decisions of a policy on a run's checkpoints."""
 
-from bucketpoint.retention.engine import plan
-from bucketpoint.retention.plans import Entry, Plan, Reason, Verdict, circuit_breaker
+from bucketpoint.retention.plans import Entry, Plan, Reason, Verdict, circuit_breaker, plan
 from bucketpoint.retention.policy import (
     InFlight,
     Keep,
@@ -13,7 +12,7 @@ from bucketpoint.retention.policy import (
     SaveEvery,
     SaveEveryMinutes,
 )
-from bucketpoint.retention.row import Row
+from bucketpoint.retention.rows import Row
 from bucketpoint.retention.rules import Await, Best, EveryHours, EverySteps
 from bucketpoint.retention.yaml_text import from_yaml, to_yaml
 

@@ -21,8 +21,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
 from bucketpoint.errors import PolicyError, PolicyFault
-from bucketpoint.retention.checkpoint_set import CheckpointSet, Explanation, RuleDecision, nth
-from bucketpoint.retention.row import FULL, Row
+from bucketpoint.retention.rows import FULL, CheckpointSet, Explanation, Row, RuleDecision, nth
 from bucketpoint.retention.setting_types import Checked, Key, Text, WholeNumber, written
 
 

@@ -12,9 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from bucketpoint.descriptors import occupy_standard_descriptors
 from bucketpoint.errors import StagingError
-from bucketpoint.forks import renew_in_child
+from bucketpoint.forks import occupy_standard_descriptors, renew_in_child
 
 logger = logging.getLogger(__name__)
 

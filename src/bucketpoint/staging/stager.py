@@ -25,8 +25,7 @@ from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copie
 from bucketpoint.staging.flatten import FlatState
 from bucketpoint.staging.layout import ArenaLayout, lay_out
 from bucketpoint.staging.lease import Lease, StagedState
-from bucketpoint.staging.options import StagingOptions, as_staging_options
-from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
+from bucketpoint.staging.pool import GRACE_S, ArenaPool, StagingOptions, as_staging_options, overlap
 
 logger = logging.getLogger(__name__)
 

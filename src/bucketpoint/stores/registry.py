@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bucketpoint.descriptors import occupy_standard_descriptors
 from bucketpoint.errors import INSTALL_GCS, BucketpointError, InvalidURLError
+from bucketpoint.forks import occupy_standard_descriptors
 from bucketpoint.stores.base import Store
 from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.local import LocalStore

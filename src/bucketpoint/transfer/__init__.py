@@ -1,11 +1,9 @@
 """Uploads, downloads and copies of objects, in parallel and within one memory budget."""
 
-from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests
 from bucketpoint.transfer.long_reads import fetch
-from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
-from bucketpoint.transfer.tasks import TaskGroup
+from bucketpoint.transfer.options import Meter, Progress, ProgressCallback, TransferOptions
+from bucketpoint.transfer.tasks import BufferPool, TaskGroup
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
 
 __all__ = [

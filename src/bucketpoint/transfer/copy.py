@@ -18,10 +18,9 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import CopiesInside, ObjectInfo, Store, pinned
 from bucketpoint.stores.retry import retry_transient
-from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.options import Meter, TransferOptions
 from bucketpoint.transfer.pieces import for_each
-from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.tasks import BufferPool
 from bucketpoint.transfer.upload import ObjectSource, Segment, upload_objects
 
 _NO_REFUSAL = (TransientStoreError, ThrottledError, EndpointError, ObjectNotFoundError, PreconditionFailedError)

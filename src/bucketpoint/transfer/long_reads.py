@@ -23,13 +23,11 @@ from typing import cast
 from bucketpoint.stores import OpensRanges, RangeReply, Store
 from bucketpoint.stores.pace import silent_for
 from bucketpoint.stores.retry import RetryPolicy, run
-from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
 from bucketpoint.transfer.node_bytes import NodeBytes
-from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.parts import SMALLEST_USEFUL_PART
-from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.tasks import TaskGroup
+from bucketpoint.transfer.options import Meter, TransferOptions
+from bucketpoint.transfer.pieces import SMALLEST_USEFUL_PART
+from bucketpoint.transfer.tasks import BufferPool, TaskGroup
 
 LEAST_S = 5.0
 """Shortest time without a byte, in seconds, after which a read is cut off. A busy store may need seconds to respond."""

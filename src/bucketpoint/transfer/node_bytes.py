@@ -14,8 +14,7 @@ from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import Store
 from bucketpoint.stores.node_copy import CopiedObject, NodeCopy, NodeFolder
 from bucketpoint.transfer.download import Request, cut, deliver
-from bucketpoint.transfer.options import MIB, TransferOptions
-from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.options import MIB, Meter, TransferOptions
 from bucketpoint.transfer.tasks import TaskGroup
 from bucketpoint.transfer.upload import ObjectSource, Uploaded
 

@@ -13,9 +13,8 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.stores.http_body import crc_of
 from bucketpoint.transfer.checksum import crc32c
-from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.parts import abort, complete
-from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.options import Meter, TransferOptions
+from bucketpoint.transfer.pieces import abort, complete
 from bucketpoint.transfer.tasks import TaskGroup
 
 

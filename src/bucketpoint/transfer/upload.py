@@ -13,13 +13,10 @@ from itertools import accumulate
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
-from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.checksum import CrcAccumulator, combine, crc32c
-from bucketpoint.transfer.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest, fold
-from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.parts import PartPlan, abort, common_part_bytes, complete, plan_parts
-from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.tasks import TaskGroup
+from bucketpoint.transfer.checksum import BLOCK_BYTES, DIGEST_BYTES, CrcAccumulator, block_digest, combine, crc32c, fold
+from bucketpoint.transfer.options import Meter, TransferOptions
+from bucketpoint.transfer.pieces import PartPlan, abort, common_part_bytes, complete, plan_parts
+from bucketpoint.transfer.tasks import BufferPool, TaskGroup
 
 Fill = Callable[[int, memoryview], None]
 """`fill(start, out)` writes bytes `[start, start + len(out))` of a segment into `out`. Called from several threads."""

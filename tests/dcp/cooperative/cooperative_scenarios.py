@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
-from bucketpoint.dcp.cooperative import peers as exchanges
 from bucketpoint.dcp.cooperative import rounds
+from bucketpoint.dcp.cooperative import rounds as exchanges
 from bucketpoint.dcp.cooperative.load import Cooperation
-from bucketpoint.dcp.cooperative.peers import Message, Peers
+from bucketpoint.dcp.cooperative.rounds import Message, Peers
 from bucketpoint.dcp.process_groups import disconnect
 from bucketpoint.errors import AccessDeniedError, BucketpointError, PeerFailedError
 from bucketpoint.stores.local import LocalStore

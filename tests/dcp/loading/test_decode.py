@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem
 
 from bucketpoint import BucketReader, LoadPlanner
+from bucketpoint.dcp.deadline.api import KeysPlanner
 from bucketpoint.dcp.loading import decode
 from bucketpoint.dcp.loading.decode import FRAME_BYTES, decode_item, load_bytes
-from bucketpoint.dcp.planning.keys_planner import KeysPlanner
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
 from kit.checkpoints import saved

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
 from bucketpoint.errors import TransientStoreError
-from bucketpoint.format.groups import GroupRule
+from bucketpoint.format.catalog_keys import GroupRule
 from bucketpoint.format.index import encode
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.ref import MAGIC, find_ref

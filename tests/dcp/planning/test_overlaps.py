@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import bucketpoint.dcp.planning.chunk_overlaps as overlaps
+import bucketpoint.dcp.planning.local_chunks as overlaps
 from bucketpoint import LoadPlanner, MismatchError
-from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
+from bucketpoint.dcp.planning.local_chunks import WantedChunks, read_items
 from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.view import Chunks, Entries, decode_index
 from bucketpoint.format.metadata.codec import extension

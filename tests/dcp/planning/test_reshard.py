@@ -249,7 +249,7 @@ def any_layout_is_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         plan_blocks = "bucketpoint.dcp.saving.object_layout.plan_blocks"
         patch.setattr(plan_blocks, lambda nbytes, row: min(nbytes, pair["block"]))
-        patch.setattr("bucketpoint.dcp.planning.balance.MIN_SLICE_BYTES", pair["slice"])
+        patch.setattr("bucketpoint.dcp.planning.items.MIN_SLICE_BYTES", pair["slice"])
         patch.setattr(index_ref, "INDEX_ITEMS", 1 if pair["index"] else 1 << 30)
         patch.setattr(index_ref, "HEAD_BYTES", 512)
         if pair["streams"]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 import bucketpoint as bp
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.saving.earlier_saves import is_later
-from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
+from bucketpoint.format.catalog_keys import DEFAULT_RULES, GroupRule
 from dcp.planning.test_compact import Job
 
 

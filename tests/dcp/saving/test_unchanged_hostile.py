@@ -22,7 +22,7 @@ from bucketpoint.errors import BucketpointError, TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.thinning import Outline
-from bucketpoint.transfer.digest import DIGEST_BYTES
+from bucketpoint.transfer.checksum import DIGEST_BYTES
 from dcp.ranks import Ranks
 from dcp.saving.copied_saves import Refusing, Run, Watch, lora, nbytes
 

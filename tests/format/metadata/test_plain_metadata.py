@@ -17,7 +17,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import record_of
 from bucketpoint.format.metadata.plain import Dtype, read_metadata, read_record
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES
 from bucketpoint.format.record import CommitRecord
 from security.corpus import bombs, crashes, programs
 

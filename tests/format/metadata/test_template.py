@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.columns import Columns, IndexColumns, pack, unpack
+from bucketpoint.format.metadata import codec
 from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.metadata.template import make_template
-from bucketpoint.format.pickles import dcp_metadata
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.storage_info import make_storage_info
 from kit.metadata import chunk_of, tensor_entry
@@ -124,7 +124,7 @@ def test_fills_the_template_of_an_earlier_save_with_what_a_pickle_of_objects_say
         for index, info in zip(named, unpack(columns), strict=True)
     }
     # Of any chunks: what lies outside of its tensor is refused later.
-    Machine(filled, dcp_metadata.vocabulary()).run()
+    Machine(filled, codec.vocabulary()).run()
     for load in (pickle.loads, pickle._loads):  # type: ignore[attr-defined]
         found = load(filled)
         assert list(found.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES, STORAGE_TYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES, STORAGE_TYPE_NAMES
 
 
 def _names(module: str, names: str) -> tuple[str, ...]:

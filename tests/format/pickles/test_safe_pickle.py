@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from bucketpoint.format.pickles import dcp_metadata, items
+from bucketpoint.format.metadata import codec
+from bucketpoint.format.pickles import items
 from format.pickles.allowed import ITEM_GLOBALS, METADATA_GLOBALS
 from kit.checkpoints import saved
 from security.corpus import Call, archive, bombs, programs, refusal
@@ -296,7 +297,7 @@ def test_knows_the_names_of_the_lists_and_no_others() -> None:
     # Not every torch has all of its own.
     assert {name for name in ITEM_GLOBALS - known if name[0].partition(".")[0] != "torch"} == set()
     assert set(items._known().names) <= ITEM_GLOBALS
-    assert set(dcp_metadata.vocabulary().names) <= METADATA_GLOBALS
+    assert set(codec.vocabulary().names) <= METADATA_GLOBALS
 
 
 def test_lists_no_name_that_is_translated_to_another() -> None:

@@ -13,7 +13,7 @@ from bucketpoint.doctor.policies import role_policies
 from bucketpoint.errors import AccessDeniedError, BucketpointError, StoreError
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
-from bucketpoint.stores.s3 import services as s3_services
+from bucketpoint.stores.s3 import options as s3_services
 from bucketpoint.stores.s3.errors import translate
 from kit.buffers import views
 from kit.servers import KMS_KEY, S3Server

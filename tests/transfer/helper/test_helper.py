@@ -24,8 +24,8 @@ from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, TransferOptions, upload_objects
 from bucketpoint.transfer.helper import process, start
+from bucketpoint.transfer.helper.messages import AT_ONCE, INLINE_BYTES, described
 from bucketpoint.transfer.helper.process import Upload, UploadHelper
-from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
 from kit.faults import Refuse, Rule, Script
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
@@ -165,7 +165,7 @@ def test_passes_records_of_its_log_to_the_handlers_of_the_program(
     work = upload_of(url, [whole(arena)], arena, storage_options=minio.at(proxy.url).options)
     with caplog.at_level(logging.WARNING, "bucketpoint"), pytest.raises(AccessDeniedError):
         helper.upload(work, meter())
-    (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.parts")
+    (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.pieces")
     assert record.process == helper.process_id
     assert record.getMessage().startswith("could not abort the multipart upload of a/whole: ")
 

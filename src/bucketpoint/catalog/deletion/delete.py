@@ -30,10 +30,9 @@ from bucketpoint.errors import (
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.item_info import data_paths
 from bucketpoint.format.metadata import plain
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
 from bucketpoint.format.metadata.thinning import WEIGHTS, Outline
-from bucketpoint.format.record import CommitRecord
-from bucketpoint.retention.row import FULL
+from bucketpoint.format.record import CommitRecord, DeletionMarker, parse_marker
+from bucketpoint.retention.rows import FULL
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
 from bucketpoint.stores.retry import retry_transient

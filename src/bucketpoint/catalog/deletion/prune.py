@@ -12,13 +12,22 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.delete import delete_checkpoints, thin
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
-from bucketpoint.catalog.deletion.state import Pruned, claim, schedule_deletion, spare, unclaim, withdraw
-from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
+from bucketpoint.catalog.deletion.state import (
+    Inspected,
+    Pruned,
+    claim,
+    damage,
+    inspect,
+    schedule_deletion,
+    spare,
+    unclaim,
+    withdraw,
+)
 from bucketpoint.catalog.records import absent, reconcile
 from bucketpoint.catalog.snapshot import DELETE, KEEP, THIN, Attempt, Checkpoint, Snapshot, Tombstone
 from bucketpoint.errors import first_of
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
-from bucketpoint.retention.engine import unreported
+from bucketpoint.retention.plans import unreported
 from bucketpoint.stopwatch import Stopwatch
 
 _NAMED_AT_MOST = 5

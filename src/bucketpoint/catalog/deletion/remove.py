@@ -15,17 +15,16 @@ from dataclasses import dataclass, field, replace
 from bucketpoint.catalog.catalog import Catalog, get_metadata
 from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
 from bucketpoint.catalog.deletion.prune import carry_out
-from bucketpoint.catalog.deletion.state import Pruned, schedule_deletion
-from bucketpoint.catalog.deletion.wholeness import look_for_damage
+from bucketpoint.catalog.deletion.state import Pruned, look_for_damage, schedule_deletion
 from bucketpoint.catalog.records import metadata_record, reconcile, write_missing
 from bucketpoint.catalog.run import run_of
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.survey import names_below, other_files, size_of
 from bucketpoint.errors import CheckpointNotFoundError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.metadata.deletion_marker import parse_marker
+from bucketpoint.format.record import parse_marker
 from bucketpoint.location import Location, Place
-from bucketpoint.retention.row import FULL
+from bucketpoint.retention.rows import FULL
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import this_url
 

@@ -24,7 +24,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import UPLOADS, UploadKey, content_of
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
+from bucketpoint.format.record import DeletionMarker, parse_marker
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import DeleteFailure, ObjectInfo, OpenUpload, proven_deletes
 

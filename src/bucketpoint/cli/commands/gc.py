@@ -10,7 +10,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.options import Age, progress_option, run_argument
-from bucketpoint.cli.progress_line import watched
+from bucketpoint.cli.terminal import watched
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -108,7 +108,7 @@ def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
 
 
 def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
-    from bucketpoint.catalog.run_owner import claimed_by, name_run, unname
+    from bucketpoint.catalog.save_log import claimed_by, name_run, unname
     from bucketpoint.catalog.survey import survey
     from bucketpoint.retention import Keep, RetentionPolicy
 

@@ -160,7 +160,7 @@ def _requests(newest: Mapping[str, Any] | None, interval_s: float | None, price:
     """
     from bucketpoint.stores.http_store import CAPABILITIES
     from bucketpoint.transfer import TransferOptions
-    from bucketpoint.transfer.parts import common_part_bytes, plan_parts
+    from bucketpoint.transfer.pieces import common_part_bytes, plan_parts
 
     if not newest or not newest["objects"] or not interval_s:
         return None

@@ -34,7 +34,7 @@ def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool
     are named. The command then exits with 1, because a restore finds the newest of them. In a program,
     `manager.restore(state, step, rollback=True)` does the same with its next commit.
     """
-    from bucketpoint.catalog.rollback import roll_back
+    from bucketpoint.catalog.restore_candidates import roll_back
 
     step = steps[0]
     if not (dry_run or yes):

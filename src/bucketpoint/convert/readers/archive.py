@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from bucketpoint.checkpoint.objects import REMEDY
-from bucketpoint.convert.source import Checksum, Decoded, Stretch, exclude_option
-from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.convert.source import Checksum, Decoded, SourceBytes, Stretch, exclude_option
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
 from bucketpoint.format.pickles.items import interpreter
 from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
-from bucketpoint.format.zip_probe import STORAGE_NAMES
+from bucketpoint.format.torch_zip import STORAGE_NAMES
 from bucketpoint.transfer.pieces import for_each
 
 MAX_EXPANDED_BYTES = 256 << 20

@@ -20,6 +20,7 @@ from bucketpoint.checkpoint.objects import damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import (
+    BLOCK_BYTES,
     BUCKETPOINT,
     DCP,
     SAFETENSORS,
@@ -29,12 +30,12 @@ from bucketpoint.convert.source import (
     Held,
     Payload,
     Source,
+    SourceBytes,
     Stretch,
     exclude_option,
     excluded_keys,
     without,
 )
-from bucketpoint.convert.source_reader import BLOCK_BYTES, SourceBytes
 from bucketpoint.dcp.loading.decode import decode_item, without_transforms
 from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.checkpoint.other_files import HEAD_BYTES, explain
+from bucketpoint.checkpoint.safetensors_folder import HEAD_BYTES, explain
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
-from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe, excluded_keys, without
-from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.convert.source import TORCH, Held, Payload, Source, SourceBytes, describe, excluded_keys, without
 from bucketpoint.dcp.planning.nested_state import int_keys_of
 from bucketpoint.errors import MetadataError, MismatchError
-from bucketpoint.format.nested_values import RepetitionError, nested_values
+from bucketpoint.format.metadata.facts import RepetitionError, nested_values
 
 MAX_LOADED_BYTES = 64 << 20
 """Limit on the bytes of tensors inside of tuples and other objects (never weights), which are held in memory."""

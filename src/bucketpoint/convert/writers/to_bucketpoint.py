@@ -28,7 +28,7 @@ from bucketpoint.dcp.saving.object_layout import (
 )
 from bucketpoint.errors import MismatchError
 from bucketpoint.format import keys
-from bucketpoint.format.groups import DEFAULT_RULES
+from bucketpoint.format.catalog_keys import DEFAULT_RULES
 from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.stopwatch import LONG_AGO
 from bucketpoint.transfer import Segment, Uploaded

@@ -10,16 +10,14 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.occupied import DIGEST
-from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.shares import file_name
+from bucketpoint.convert.payload_reader import Filling, WholeTensor, whole_tensors
 from bucketpoint.convert.source import Source, exclude_option
-from bucketpoint.convert.target import TargetLayout, TargetPlace, held, with_checksums
-from bucketpoint.convert.tensors import WholeTensor, whole_tensors
+from bucketpoint.convert.target import TargetLayout, TargetPlace, file_name, held, with_checksums
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError, first_of
 from bucketpoint.format.safetensors_header import TensorEntry, encode_header, nameable, writable
 from bucketpoint.transfer import ObjectSource, Uploaded
-from bucketpoint.transfer.parts import batched
+from bucketpoint.transfer.pieces import batched
 
 _NAMED_AT_MOST = 5
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.payload_reader import Filling, WholeTensor, whole_tensors
 from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import TargetLayout, held, with_checksums
-from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.planning.nested_state import nested
 from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.pickles.items import read_item
@@ -26,8 +25,7 @@ from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.tensor_bytes import tensor_bytes
-from bucketpoint.format.torch_zip import VERSION_RECORD, ArchiveWriter, frameable
-from bucketpoint.format.zip_probe import STORAGE_NAMES
+from bucketpoint.format.torch_zip import STORAGE_NAMES, VERSION_RECORD, ArchiveWriter, frameable
 from bucketpoint.transfer import ObjectSource, Segment
 from bucketpoint.transfer.checksum import CrcAccumulator
 

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp import process_groups
-from bucketpoint.dcp.cooperative.peers import Peers
-from bucketpoint.dcp.cooperative.rounds import SharedLoad, round_bytes
+from bucketpoint.dcp.cooperative.rounds import Peers, SharedLoad, round_bytes
 from bucketpoint.dcp.cooperative.schedule import Overlaps, Schedule
 from bucketpoint.dcp.meeting import Meeting
 from bucketpoint.dcp.meshes import Mesh, not_connected

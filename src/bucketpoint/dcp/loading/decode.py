@@ -14,7 +14,7 @@ from bucketpoint.format.pickles.archive import may_be_archive
 from bucketpoint.format.pickles.items import read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import rewritten, settled
-from bucketpoint.format.zip_probe import PROBE_BYTES, probe_frame
+from bucketpoint.format.torch_zip import PROBE_BYTES, probe_frame
 
 FRAME_BYTES = 1 << 20
 """Limit on the bytes that torch.save adds to a tensor; it adds a few kilobytes to any tensor that DCP saves."""

@@ -19,7 +19,7 @@ from bucketpoint.dcp.loading.chunks import SavedChunk
 from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan
 from bucketpoint.errors import CorruptDataError, MismatchError
 from bucketpoint.format.tensor_bytes import is_viewable
-from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame, probe_frame
+from bucketpoint.format.torch_zip import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
 
 ReadNow = Callable[[Iterable[Extent]], None]
@@ -97,7 +97,7 @@ def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
 
 def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memoryview], Complete]]:
     """Read the block checksums that verify parts of an item. The tables of an object are adjacent."""
-    from bucketpoint.checkpoint.block_tables import with_blocks
+    from bucketpoint.checkpoint.hash_tables import with_blocks
 
     def understand(view: memoryview) -> Complete:
         info = with_blocks(item.info, view)

@@ -23,8 +23,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.dcp.planning.balance import BYTES_OF_AN_OBJECT, assign, row_borders, slice_nbytes
-from bucketpoint.dcp.planning.items import BYTE_IO, SHARD, PackedItems, Table, compress, int_column
+from bucketpoint.dcp.planning.items import (
+    BYTE_IO,
+    BYTES_OF_AN_OBJECT,
+    SHARD,
+    PackedItems,
+    Table,
+    assign,
+    compress,
+    int_column,
+    row_borders,
+    slice_nbytes,
+)
 from bucketpoint.format.columns import IndexColumns
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.tensor_bytes import tensor_bytes

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _cr
 from torch.distributed.tensor import DTensor
 
 from bucketpoint.dcp.planning.agreement import refuse_saves
-from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
-from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in
+from bucketpoint.dcp.planning.local_chunks import LocalChunks, WantedChunks, chunks_in, read_items
 from bucketpoint.dcp.planning.nested_state import put
 from bucketpoint.dcp.planning.rank_state import rank_state_name, saved_ranks
+from bucketpoint.dcp.planning.save_planner import is_partial
 from bucketpoint.dcp.planning.unused_keys import (
     Unmatched,
     compare_keys,
@@ -32,7 +32,6 @@ from bucketpoint.dcp.planning.unused_keys import (
     in_words,
     nearest_keys,
 )
-from bucketpoint.dcp.planning.write_items import is_partial
 from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.index.view import Chunks

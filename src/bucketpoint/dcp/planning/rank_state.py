@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from bucketpoint.dcp.planning.balance import MIN_SLICE_BYTES
-from bucketpoint.dcp.planning.items import SHARD, Table, packed_items
+from bucketpoint.dcp.planning.items import MIN_SLICE_BYTES, SHARD, Table, packed_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.coverage import RANK

@@ -28,8 +28,8 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.record import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo, Store, proven, retry
 from bucketpoint.stores.retry import retry_transient

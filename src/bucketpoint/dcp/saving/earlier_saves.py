@@ -25,8 +25,8 @@ from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import OPTIM
 from bucketpoint.format.columns import OBJECT, PAYLOAD_NBYTES, Columns
-from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
@@ -294,7 +294,7 @@ def _read(
     options: TransferOptions,
     open_url: Callable[[str], tuple[Store, str]],
 ) -> EarlierSave:
-    from bucketpoint.checkpoint.digest_table import read_digests
+    from bucketpoint.checkpoint.hash_tables import read_digests
     from bucketpoint.checkpoint.metadata_source import MetadataSource
 
     store, prefix = open_url(url)

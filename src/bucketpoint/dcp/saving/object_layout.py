@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.errors import UNSAVEABLE, BucketpointError
 from bucketpoint.format import keys
-from bucketpoint.format.groups import GroupRule, group_of
+from bucketpoint.format.catalog_keys import GroupRule, group_of
 from bucketpoint.format.pickles.items import read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
@@ -27,9 +27,8 @@ from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, tensor_by
 from bucketpoint.format.torch_zip import frameable, tensor_frame
 from bucketpoint.stores import Capabilities, ObjectInfo
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
-from bucketpoint.transfer.checksum import fold_blocks
-from bucketpoint.transfer.digest import digest
-from bucketpoint.transfer.parts import batched
+from bucketpoint.transfer.checksum import digest, fold_blocks
+from bucketpoint.transfer.pieces import batched
 from bucketpoint.transfer.upload import Fill
 
 logger = logging.getLogger(__name__)
@@ -212,7 +211,7 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
         segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
     digested = [item for item in placed if item.entry.body.digest_seed is not None]
     if digested:
-        from bucketpoint.checkpoint.digest_table import table_nbytes, table_tail
+        from bucketpoint.checkpoint.hash_tables import table_nbytes, table_tail
 
         tail = memoryview(table_tail([item.offset for item in digested]))
         of = [item.payload for item in digested]

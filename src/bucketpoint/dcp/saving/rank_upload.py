@@ -39,7 +39,7 @@ from bucketpoint.dcp.saving.unchanged import (
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.session import SaveSession
 from bucketpoint.errors import BucketpointError, first_fault
-from bucketpoint.format.groups import GroupRule
+from bucketpoint.format.catalog_keys import GroupRule
 from bucketpoint.format.item_info import read_item
 from bucketpoint.location import Location
 from bucketpoint.staging import Lease

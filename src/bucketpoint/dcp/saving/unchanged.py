@@ -24,9 +24,8 @@ from bucketpoint.format.storage_info import make_storage_info
 from bucketpoint.location import parent_and_name
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import Segment, TransferOptions
-from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.checksum import crc32c, digest
 from bucketpoint.transfer.copy import copy_whole
-from bucketpoint.transfer.digest import digest
 from bucketpoint.transfer.pieces import for_each
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,20 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
-from bucketpoint.format.index.derived import count_blocks, fits, payload_sizes, size_guess, table_places
-from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow, over
+from bucketpoint.format.index.int_columns import (
+    CPU,
+    Decoder,
+    Segments,
+    count_blocks,
+    fits,
+    narrow,
+    over,
+    payload_sizes,
+    size_guess,
+    table_places,
+)
 from bucketpoint.format.index.ref import is_index
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 PARTS = ("structure", "mappings", "columns", "facts", "checksums")

@@ -28,18 +28,23 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
 from bucketpoint.format.index.decode import HEAD, largest_part
-from bucketpoint.format.index.derived import (
+from bucketpoint.format.index.int_columns import (
     BYTES_ENTRY,
+    CPU,
+    Segments,
+    UnsuitableError,
     count_blocks,
+    encode,
+    encode_segments,
     fits,
     gaps,
+    over,
     payload_sizes,
     size_guess,
     table_places,
 )
-from bucketpoint.format.index.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments, over
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 SIZE_GUESSES = 2

@@ -1,8 +1,10 @@
-"""Encoder of a `.metadata` pickle that every torch from 2.9 on reads, and its decoder."""
+"""Encoder of a `.metadata` pickle that every torch from 2.9 on reads, its decoder, and DCP's classes."""
 
 from __future__ import annotations
 
 import copyreg
+import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -10,13 +12,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, IndexRef
@@ -30,9 +35,11 @@ from bucketpoint.format.metadata.facts import (
     require_plain,
     without_gc,
 )
-from bucketpoint.format.pickles import dcp_metadata
+from bucketpoint.format.pickles import tensors
 from bucketpoint.format.pickles.fragments import PROTOCOL
-from bucketpoint.format.pickles.machine import MOST_BYTES
+from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
+from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
+from bucketpoint.format.pickles.vocabulary import ObjectionError
 from bucketpoint.version import __version__
 
 
@@ -128,7 +135,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
         CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
     """
     if not trusted:
-        found: Metadata = interpreted(bytes(data), dcp_metadata.vocabulary(), url, most)
+        found: Metadata = interpreted(bytes(data), vocabulary(), url, most)
         return found
     refuse_marker(data, url)
     try:
@@ -139,3 +146,29 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     if not isinstance(metadata, Metadata):
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     return metadata
+
+
+_HAS_STRIDES = "strides" in {one.name for one in dataclasses.fields(TensorProperties)}
+_KINDS = (
+    *(Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta),
+    *(TensorProperties, _StorageInfo, _StoragePrefix),
+)
+
+
+@functools.cache
+def vocabulary() -> MetadataVocabulary:
+    """Return the vocabulary of a `.metadata` pickle, with the classes of the installed torch."""
+    kinds = {kind.__name__: kind for kind in _KINDS}
+    return MetadataVocabulary(kinds, _set_properties, _MEM_FORMAT_ENCODING, tensors.VALUES)
+
+
+def _set_properties(machine: Machine, target: Any, state: Any) -> Any:
+    # torch 2.15 writes a sixth field, the strides. Drop it for older versions, whose `__setstate__` takes five.
+    dtype, layout, requires_grad, memory_format, pin_memory, *later = state
+    if type(dtype) is not torch.dtype or type(layout) is not torch.layout:
+        raise ObjectionError("tensor properties without a dtype and a layout")
+    known: tuple[Any, ...] = (dtype, layout, bool(requires_grad), memory_format, bool(pin_memory))
+    if _HAS_STRIDES and later and isinstance(later[0], tuple):
+        known += (later[0],)
+    target.__setstate__(known)
+    return target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from awscrt.checksums import crc32c
@@ -13,12 +13,46 @@ from awscrt.checksums import crc32c
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerFormatError, UnsafeDataError
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.coverage import is_tensor, uncovered
-from bucketpoint.format.metadata.deletion_marker import parse_marker
-from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
-from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.record import CommitRecord, parse_marker
+
+_FREE_VALUES = 1 << 16
+
+
+class RepetitionError(ValueError):
+    """The same containers occur in too many places to visit all of them."""
+
+
+def nested_values(root: Any, parts: Callable[[Any], Collection[Any] | None]) -> Iterator[tuple[Any, int]]:
+    """Yield the root and all values in it with their depth. A value that occurs twice is yielded twice.
+
+    The number of visits is limited: if 40 lists each hold the next list twice, the last one occurs 2^40 times.
+
+    Args:
+        parts: returns the parts of a container, and None for any other value. Called after the value was yielded.
+
+    Raises:
+        RepetitionError: the limit is exceeded.
+    """
+    known: set[int] = set()
+    visited, most = 0, _FREE_VALUES
+    waiting = [(root, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        visited += 1
+        yield value, depth
+        inner = parts(value)
+        if inner is None:
+            continue
+        if id(value) not in known:
+            known.add(id(value))
+            most += 2 * len(inner)
+        if visited > most:
+            raise RepetitionError
+        waiting += [(part, depth + 1) for part in inner]
+
 
 FORMAT_VERSION = 1
 """Version of bucketpoint's part of the metadata. Raised only if older readers must refuse it, not for additions."""

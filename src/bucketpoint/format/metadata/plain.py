@@ -12,8 +12,7 @@ from typing import Any
 from bucketpoint.format.metadata.facts import interpreted, record_of
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
-from bucketpoint.format.pickles.vocabulary import ObjectionError, Vocabulary, unfit
+from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES, ObjectionError, Vocabulary, unfit
 from bucketpoint.format.record import CommitRecord
 
 _MAX_DIMS = 64

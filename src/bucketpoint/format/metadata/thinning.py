@@ -15,7 +15,7 @@ from typing import Any
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.groups import OPTIM
+from bucketpoint.format.catalog_keys import OPTIM
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, index_path
 from bucketpoint.format.metadata.facts import _EXTRA, extra, make_record, not_metadata, refuse_marker
 from bucketpoint.format.metadata.plain import read_metadata

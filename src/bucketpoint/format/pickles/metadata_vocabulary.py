@@ -9,8 +9,7 @@ from typing import Any
 
 from bucketpoint.format.pickles import plain
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
-from bucketpoint.format.pickles.vocabulary import Change, ObjectionError, Vocabulary, name_of, unfit
+from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES, Change, ObjectionError, Vocabulary, name_of, unfit
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _BEFORE_TORCH_2_2 = "torch.distributed._shard.sharded_tensor.metadata"

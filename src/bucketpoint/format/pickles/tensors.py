@@ -13,8 +13,9 @@ from torch.storage import TypedStorage
 
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.plain import set_attributes
-from bucketpoint.format.pickles.torch_names import DTYPE_NAMES, STORAGE_TYPE_NAMES
 from bucketpoint.format.pickles.vocabulary import (
+    DTYPE_NAMES,
+    STORAGE_TYPE_NAMES,
     Deferred,
     Function,
     ObjectionError,

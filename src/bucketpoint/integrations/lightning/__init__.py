@@ -13,8 +13,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
         "bucketpoint.integrations.lightning needs Lightning: pip install 'lightning>=2.5'", name=error.name
     ) from error
 
-from bucketpoint.integrations.lightning.factory import bucket_strategy
-from bucketpoint.integrations.lightning.one_file import BucketCheckpointIO
-from bucketpoint.integrations.lightning.trainer import BucketCheckpoint
+from bucketpoint.integrations.lightning.fabric import bucket_strategy
+from bucketpoint.integrations.lightning.trainer import BucketCheckpoint, BucketCheckpointIO
 
 __all__ = ["BucketCheckpoint", "BucketCheckpointIO", "bucket_strategy"]

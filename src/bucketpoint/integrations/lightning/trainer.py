@@ -1,24 +1,84 @@
-"""Saves and loads of a `Trainer` at URLs: those of its strategy, and `BucketCheckpoint`, which saves by a policy."""
+"""Saves and loads of a `Trainer` at URLs: those of its strategy, and `BucketCheckpoint`, which saves by a policy.
+
+`BucketCheckpointIO` is a plugin for plain checkpoints, of one file each.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.lightning.strategy import UrlStrategy
 from bucketpoint.integrations.parts import ModelState, OptimizerState, Pickled
 from bucketpoint.integrations.trainer_policy import fitting_metrics
-from bucketpoint.integrations.training_state import TrainingState
+from bucketpoint.integrations.training_state import Saves, TrainingState, checkpoint_at
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
+from bucketpoint.stores import open_store
+from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Segment, TransferOptions, upload_objects
+
+
+class UrlStrategy:
+    """Base of strategies with checkpoints at URLs. Must be listed before Lightning's own class among the bases."""
+
+    def __init__(
+        self, *args: Any, storage_options: Mapping[str, Any] | None = None, trusted: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._reading: dict[str, Any] = {"storage_options": storage_options, "trusted": trusted}
+        self._saves = Saves(BucketWriter(storage_options=storage_options))
+
+    def wait(self) -> None:
+        """Wait until the last save is committed. Raises BucketpointError if the save failed."""
+        self._saves.wait()
+
+    def _url_to_save(self: Any, path: Any, storage_options: Any) -> str:
+        """Return the URL of rank 0 on all ranks."""
+        if storage_options is not None:
+            raise BucketpointError(
+                "A save takes no storage_options",
+                remedy="Give them to the strategy: bucket_strategy(DDPStrategy, storage_options=...)",
+            )
+        return str(self.broadcast(path))
+
+    def _url_to_load(self: Any, path: Any) -> str:
+        """Return the URL of the checkpoint at `path`, or else of the newest whole one below it."""
+        url, options = str(self.broadcast(path)), self._reading["storage_options"]
+        found = checkpoint_at(url, options)
+        if found is None:
+            _refuse_one_object(url, options)
+        return found or url
+
+    def _pickled(self, weights_only: bool | None) -> Pickled:
+        return Pickled(trusted=self._reading["trusted"] if weights_only is None else not weights_only)
+
+
+def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    folder, _, name = url.rstrip("/").rpartition("/")
+    try:
+        store, key = open_store(folder, storage_options=storage_options)
+        info = store.head(f"{key}/{name}" if key else name)
+    except BucketpointError:
+        # The load itself raises the error.
+        return
+    raise BucketpointError(
+        f"This URL holds a single object of {info.size} bytes, not a checkpoint of several",
+        url=url,
+        remedy="A plain checkpoint of Lightning is loaded by Lightning's own strategies, with "
+        "Trainer(plugins=[BucketCheckpointIO()]) from a bucket",
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -307,3 +367,43 @@ def _settle(loops: dict[str, Any]) -> None:
         for counts in epochs.values():
             counts["processed"] -= 1
             counts["completed"] = counts["processed"]
+
+
+class BucketCheckpointIO(CheckpointIO):
+    """Plugin for plain, unsharded checkpoints of Lightning and Fabric: each is one object, written by `torch.save`.
+
+    The object appears whole or not at all. `Trainer(plugins=[BucketCheckpointIO()])` saves with Lightning's own
+    strategies, while training waits.
+
+    Args:
+        storage_options: as for `BucketWriter`.
+    """
+
+    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._storage_options = storage_options
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint. `storage_options` replace those of the plugin."""
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        data = buffer.getbuffer()
+        store, key = open_store(path, storage_options=storage_options or self._storage_options)
+        options = TransferOptions()
+        source = ObjectSource(key, (Segment(len(data), data),))
+        pool = BufferPool(options.max_inflight_bytes)
+        upload_objects(store, [source], options, pool=pool, meter=Meter("write", os.fspath(path), len(data), None))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint as `torch.load` does."""
+        store, key = open_store(path, storage_options=self._storage_options)
+        data, _ = store.get(key)
+        loaded: dict[str, Any] = torch.load(
+            io.BytesIO(data), map_location=map_location or "cpu", weights_only=weights_only
+        )
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint, if there is one."""
+        store, key = open_store(path, storage_options=self._storage_options)
+        for failure in store.delete([key]):
+            raise BucketpointError(f"The checkpoint cannot be deleted: {failure}", url=os.fspath(path))

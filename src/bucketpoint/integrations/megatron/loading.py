@@ -19,8 +19,8 @@ from bucketpoint.dcp.error_boundary import errors_of_dcp
 from bucketpoint.dcp.planning.agreement import CommitRead, refuse_two_commits
 from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
-from bucketpoint.integrations.megatron.stand_in import url_of
-from bucketpoint.integrations.saves import job_ranks
+from bucketpoint.integrations.megatron.saving import url_of
+from bucketpoint.integrations.training_state import job_ranks
 
 COMMON: str = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """Name of the item with all unsharded values of a state."""

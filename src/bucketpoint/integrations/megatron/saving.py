@@ -1,4 +1,8 @@
-"""`BucketSaveStrategy`, megatron's strategy that saves through a `BucketWriter`."""
+"""`BucketSaveStrategy`, megatron's strategy that saves through a `BucketWriter`, and local folders that represent URLs.
+
+megatron makes a `Path` of its folder argument, which would turn `s3://bucket` into the local `s3:/bucket`, and reads
+and writes side files in that folder.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,18 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
-from torch.distributed.checkpoint import Metadata, SavePlan
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -25,10 +31,50 @@ from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.format import keys
-from bucketpoint.integrations.megatron.stand_in import url_of
-from bucketpoint.integrations.saves import job_ranks
+from bucketpoint.integrations.training_state import job_ranks
 from bucketpoint.manager.running import begin_together
 from bucketpoint.stores import open_store
+
+_urls: dict[str, str] = {}
+"""URL of each folder that represents a URL in this process. Its subfolders represent URLs below that URL."""
+
+
+def let_stand(folder: str | os.PathLike[str], url: str) -> None:
+    """Make a folder and its subfolders represent a URL for the rest of this process."""
+    _urls[os.path.realpath(folder)] = url.rstrip("/")
+
+
+@contextmanager
+def stand_in(url: str) -> Iterator[str]:
+    """Make an empty folder that represents a URL, and delete the folder at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
+        let_stand(folder, url)
+        try:
+            yield folder
+        finally:
+            del _urls[os.path.realpath(folder)]
+
+
+def url_of(checkpoint_dir: Any) -> str:
+    """Return the URL that a folder represents; the folder itself if it represents none."""
+    folder: str = os.fspath(checkpoint_dir)
+    if "://" in folder:
+        return folder
+    # megatron may spell the path of the folder in another way, and uses subfolders at several levels.
+    whole = Path(os.path.realpath(folder))
+    for each in (whole, *whole.parents):
+        if str(each) in _urls:
+            return "/".join((_urls[str(each)], *whole.relative_to(each).parts))
+    return folder
+
+
+def write_side_files(folder: str | os.PathLike[str], name: str, item: Any) -> None:
+    """Write a checkpoint with one item into a folder, because megatron reads that item without a strategy."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save({name: item}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    save_config(CheckpointingConfig("torch_dist"), os.fspath(folder))
+
 
 _POLL_S = 0.05
 

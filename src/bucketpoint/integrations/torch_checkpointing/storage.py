@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
-from bucketpoint.dcp.saving.commit_info import CommitInfo, OnCommit, tell
+from bucketpoint.dcp.stats import CommitInfo, OnCommit, tell
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -29,11 +29,9 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from bucketpoint.integrations.torch_checkpointing import names, read_stream
-from bucketpoint.integrations.torch_checkpointing.names import Names, Parts
-from bucketpoint.integrations.torch_checkpointing.read_stream import ReadStream
-from bucketpoint.integrations.torch_checkpointing.tree import File, Files, Trees, encode
-from bucketpoint.integrations.torch_checkpointing.write_stream import Owners, WriteStream
+from bucketpoint.integrations.torch_checkpointing import names, streams
+from bucketpoint.integrations.torch_checkpointing.names import File, Files, Names, Parts, Trees, encode
+from bucketpoint.integrations.torch_checkpointing.streams import Owners, ReadStream, WriteStream
 from bucketpoint.stores import ObjectInfo, as_url, open_store, parse_url, proven
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -114,7 +112,7 @@ class BucketStorage(Storage):
         self.store, prefix = open_store(self._url, storage_options=config.storage_options)
         self.where = Names(self._url, prefix, config.temp_dir_prefix)
         self.trees = Trees(self.store, self.where, config.attempt)
-        self._files = read_stream.Files(self.store, config.transfer)
+        self._files = streams.Files(self.store, config.transfer)
         self._lock = threading.Lock()
         # Temporary directory of the last write, start of its first file, and True if `exists` may answer from memory.
         self._saving: Parts = ()
@@ -132,7 +130,7 @@ class BucketStorage(Storage):
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase | io.BytesIO:
         file = self._file(path)
         with self._missing(path):
-            if read_args is None or read_args.pre_read_full_file or file.object_nbytes <= read_stream.WHOLE_BYTES:
+            if read_args is None or read_args.pre_read_full_file or file.object_nbytes <= streams.WHOLE_BYTES:
                 return self._files.whole(file)
             self._files.sums(file)
             return ReadStream(self._files, file)

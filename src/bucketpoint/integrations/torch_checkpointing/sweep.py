@@ -6,7 +6,7 @@ import time
 
 from bucketpoint.integrations.torch_checkpointing import names
 from bucketpoint.integrations.torch_checkpointing.storage import BucketStorage
-from bucketpoint.transfer.parts import abort
+from bucketpoint.transfer.pieces import abort
 
 DAY_S = 24 * 3600.0
 

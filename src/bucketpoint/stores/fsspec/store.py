@@ -26,7 +26,6 @@ from bucketpoint.errors import (
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.cancellation import give_up_when_cut
-from bucketpoint.stores.fsspec.conditions import prove
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
     Probed,
@@ -37,6 +36,7 @@ from bucketpoint.stores.fsspec.drivers import (
     has_folders,
     is_hidden,
     known,
+    prove,
     remove,
 )
 from bucketpoint.stores.fsspec.errors import translate

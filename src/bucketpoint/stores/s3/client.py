@@ -23,11 +23,10 @@ from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent
 from bucketpoint.stores.http_store import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
-from bucketpoint.stores.s3 import services as s3_services
+from bucketpoint.stores.s3 import options as s3_services
 from bucketpoint.stores.s3.errors import OPERATIONS
 from bucketpoint.stores.s3.exchange import S3Exchange
-from bucketpoint.stores.s3.options import S3Options
-from bucketpoint.stores.s3.services import S3Service
+from bucketpoint.stores.s3.options import S3Options, S3Service
 
 DEFAULT_REGION = "us-east-1"
 CONNECT_TIMEOUT_S = 10

@@ -28,7 +28,7 @@ from bucketpoint.stores.base import UNDECIDED, ExpiringDeletes, Store, scratch_k
 from bucketpoint.stores.http_store import http_seconds
 from bucketpoint.stores.s3.client import S3Client
 from bucketpoint.stores.s3.errors import FAILURES, translate
-from bucketpoint.stores.s3.services import S3Service
+from bucketpoint.stores.s3.options import S3Service
 
 _OPERATION = "DeleteObject"
 

@@ -17,7 +17,7 @@ from bucketpoint.stores.base import Buffers
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
 from bucketpoint.stores.http_body import Delivered, Pieces
 from bucketpoint.stores.s3.errors import OPERATIONS
-from bucketpoint.stores.s3.services import S3Service
+from bucketpoint.stores.s3.options import S3Service
 
 _CRC, _ID, _REGION = "x-amz-checksum-crc32c", "x-amz-request-id", "x-amz-bucket-region"
 

@@ -23,8 +23,7 @@ from bucketpoint.stores.s3.client import S3Client, clients, http_session, renewe
 from bucketpoint.stores.s3.deletes import signed_delete, tried
 from bucketpoint.stores.s3.errors import OPERATIONS, translated, why_kept
 from bucketpoint.stores.s3.exchange import OutgoingBody
-from bucketpoint.stores.s3.options import S3Options
-from bucketpoint.stores.s3.services import SERVICES, S3Service
+from bucketpoint.stores.s3.options import SERVICES, S3Options, S3Service
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
 MAX_COPY_BYTES = 5 << 30

@@ -20,25 +20,26 @@ from bucketpoint.forks import renew_in_child
 from bucketpoint.stores import Store
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import deadline, process_budget
-from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S
 from bucketpoint.transfer.helper.messages import (
+    SIGN_OF_LIFE_S,
     Begun,
     Done,
     Failed,
     Given,
     Logged,
+    MappableMemory,
     Moved,
     OrderRefused,
     Ready,
     StoreConfig,
     UploadOrder,
     Wanted,
+    described,
+    read_stretch,
 )
-from bucketpoint.transfer.helper.segments import MappableMemory, described, read_stretch
 from bucketpoint.transfer.helper.start import start_process
-from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.parts import ABORT_DEADLINE_S, abort
-from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.options import Meter, TransferOptions
+from bucketpoint.transfer.pieces import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.upload import ObjectSource, Uploaded
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bucketpoint.forks import no_fork
-from bucketpoint.transfer.helper.channel import Channel, descriptor_of
+from bucketpoint.transfer.helper.messages import Channel, descriptor_of
 
 END_S = 5.0
 """Seconds that a helper gets to end before it is killed."""

@@ -26,11 +26,11 @@ from bucketpoint.stores import Store, open_store
 from bucketpoint.stores.cancellation import RequestCanceller
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, Channel, descriptor_of
 from bucketpoint.transfer.helper.messages import (
+    SIGN_OF_LIFE_S,
     Alive,
     Begun,
+    Channel,
     Done,
     Failed,
     Given,
@@ -42,11 +42,13 @@ from bucketpoint.transfer.helper.messages import (
     SegmentsToUpload,
     UploadOrder,
     Wanted,
+    descriptor_of,
 )
 from bucketpoint.transfer.helper.start import LEFT_TO_TRAINER
 from bucketpoint.transfer.node_bytes import keep_uploaded
-from bucketpoint.transfer.parts import ABORT_DEADLINE_S, abort
-from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.options import Meter
+from bucketpoint.transfer.pieces import ABORT_DEADLINE_S, abort
+from bucketpoint.transfer.tasks import BufferPool
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
 
 _POLL_S = 0.1
