@@ -26,6 +26,8 @@ from bucketpoint.catalog.catalog import other_run
 from bucketpoint.errors import ObjectNotFoundError
 from bucketpoint.stores import delete_all
 
+logger = logging.getLogger(__name__)
+
 
 def ensure(catalog: Catalog) -> None:
     """Claim the folders for this run before a save. One GET; at the first save also a LIST and two writes.
@@ -85,9 +87,6 @@ def _take(catalog: Catalog, name: str) -> str | None:
     if name not in there.runs and (there.checkpoints or there.attempts):
         return None
     return name_run(catalog, name)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

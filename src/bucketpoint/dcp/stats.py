@@ -21,6 +21,8 @@ from bucketpoint.stores import retry
 from bucketpoint.stores.redact import without_credentials
 from bucketpoint.telemetry import begin_span, current_context, end_span, is_loaded, record, reference
 
+logger = logging.getLogger(__name__)
+
 _REPORT = struct.Struct("<4f2Q2I")
 _REPORTED = ("staging_s", "queued_s", "planning_s", "upload_s", "sent_bytes", "copied_bytes", "retried", "throttled")
 """The figures that each rank sends to the coordinator, in 40 bytes."""
@@ -334,9 +336,6 @@ def _record_requests(stats: SaveStats | LoadStats, run: Mapping[str, Any]) -> No
         record("bucketpoint.requests", count, {**run, "bucketpoint.request.kind": kind})
     record("bucketpoint.retries", stats.retried, run)
     record("bucketpoint.throttled", stats.throttled, run)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.stores import Store, open_store
 
+logger = logging.getLogger(__name__)
+
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback
 except ModuleNotFoundError as error:  # pragma: no cover
@@ -33,8 +35,6 @@ except ModuleNotFoundError as error:  # pragma: no cover
         "bucketpoint.integrations.transformers needs transformers: pip install 'transformers[torch]>=5.23'",
         name=error.name,
     ) from error
-
-logger = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"
 

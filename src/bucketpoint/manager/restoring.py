@@ -39,6 +39,8 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention import RetentionPolicy
 
+logger = logging.getLogger(__name__)
+
 _LOAD = "the load of restore()"
 _RANKS = 1 << 24
 """Upper bound of ranks. `code * _RANKS + place` is one number, whose maximum over all ranks decides the outcome."""
@@ -158,8 +160,6 @@ def _code(error: BaseException | None) -> int:
         return _UNREADABLE
     return _DAMAGED if isinstance(error, DAMAGE) else _FAILED
 
-
-logger = logging.getLogger(__name__)
 
 _CALL = "restore()"
 

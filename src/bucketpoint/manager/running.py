@@ -32,6 +32,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.manager.ranks import Ranks
 
+logger = logging.getLogger(__name__)
+
 _NEVER_WARNED = (
     RanksDisagreeError,
     CommitConflictError,
@@ -46,8 +48,6 @@ _NEVER_WARNED = (
 
 _OUTAGES_ONCE_COMMITTED = (AccessDeniedError, CredentialsError)
 """Errors of a wrong configuration before the first commit, and of an outage after it, such as an expired token."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

@@ -15,6 +15,8 @@ from bucketpoint.stores import Capabilities, ObjectInfo, Part, Store, retry
 from bucketpoint.transfer.options import MIB, TransferOptions
 from bucketpoint.transfer.tasks import TaskGroup
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 Read = Callable[[str, int, memoryview], None]
@@ -134,9 +136,6 @@ class _Block:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.data: memoryview | None = None
-
-
-logger = logging.getLogger(__name__)
 
 
 SMALLEST_USEFUL_PART = 8 * MIB

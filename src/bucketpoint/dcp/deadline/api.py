@@ -44,6 +44,8 @@ from bucketpoint.dcp.planning.nested_state import nested, noted_int_keys
 from bucketpoint.errors import MismatchError
 from bucketpoint.format.item_names import matching
 
+logger = logging.getLogger(__name__)
+
 
 class KeysPlanner(LoadPlanner):
     """Load planner that creates a state for the requested keys of a checkpoint, and loads into it.
@@ -119,9 +121,6 @@ def _usable(device: Any) -> torch.device:
             remedy='Pass device="cpu", or another device of torch that this machine has',
         ) from error
     return found
-
-
-logger = logging.getLogger(__name__)
 
 
 def save(

@@ -50,6 +50,8 @@ from bucketpoint.dcp.planning.rank_state import compared_digests, differences
 from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_fault, first_of
 
+logger = logging.getLogger(__name__)
+
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -135,8 +137,6 @@ def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.T
         return whole.detach().narrow(0, first, chunk.sizes[0])
     return None
 
-
-logger = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 5
 

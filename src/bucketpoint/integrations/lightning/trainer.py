@@ -28,6 +28,8 @@ from bucketpoint.retention import RetentionPolicy
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Segment, TransferOptions, upload_objects
 
+logger = logging.getLogger(__name__)
+
 
 class UrlStrategy:
     """Base of strategies with checkpoints at URLs. Must be listed before Lightning's own class among the bases."""
@@ -78,9 +80,6 @@ def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> N
         remedy="A plain checkpoint of Lightning is loaded by Lightning's own strategies, with "
         "Trainer(plugins=[BucketCheckpointIO()]) from a bucket",
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 class _Nothing(dict[str, Any]):

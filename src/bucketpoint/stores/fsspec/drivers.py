@@ -27,6 +27,8 @@ from bucketpoint.errors import PreconditionFailedError, StoreError
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import UNDECIDED, Capabilities, Part, Store, scratch_key
 
+logger = logging.getLogger(__name__)
+
 WriteReply = Mapping[str, Any]
 """Description of a written object, as `info` returns it, with the ETag among other fields. May be empty."""
 
@@ -232,8 +234,6 @@ def check(reply: WriteReply, crc32c: int | None) -> None:
     if crc32c is not None and isinstance(held, str) and base64.b64decode(held) != crc32c.to_bytes(4, "big"):
         raise WrongSumError(f"the service computed another CRC32C: {held}")
 
-
-logger = logging.getLogger(__name__)
 
 _lock = ProcessLock()
 
