@@ -212,8 +212,8 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     """Return the jobs to copy all files of a safetensors folder, as from `save_pretrained`; empty for another folder.
 
     Raises:
-        CheckpointExistsError: the destination has files, and `overwrite` is False; or a checkpoint, which readers would
-            find instead of the files.
+        CheckpointExistsError: the destination has files, and `overwrite` is False; or it has a checkpoint, which
+            readers would find instead.
     """
     (store, prefix), (other, there) = source.opened, target.opened
     above = f"{prefix}/" if prefix else ""

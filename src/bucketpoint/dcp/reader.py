@@ -254,7 +254,7 @@ class BucketReader(Located, StorageReader):
         started = time.monotonic()
         plans, self._plans = self._plans, []
         if plans and type(planner) is DefaultLoadPlanner and self._metadata is not None:
-            # `LoadPlanner` compares the keys of all ranks. With torch's planner, the coordinator compares only its own.
+            # `LoadPlanner` compares the keys of all ranks. torch's planner reports no unmatched keys of other ranks.
             flat = planner.state_dict
             unmatched = find_unmatched(flat, planner.original_state_dict, self._metadata.state_dict_metadata)
             compare_keys(self._metadata, plans, flat, unmatched).log(self._url, losses_only=True)

@@ -167,8 +167,8 @@ class Plan:
         """Yield the deletions and thinnings that the plan `later`, of the same run, contains too.
 
         To carry out a plan some time after it was made, make another plan and carry out only these entries: checkpoints
-        that were pinned, leased or replaced meanwhile, or got a metric, are spared. By path independence, new commits
-        alone remove no deletion from a plan.
+        that were pinned, leased or replaced meanwhile, or got a metric, are spared. New commits by themselves turn no
+        deletion into a keep.
         """
         again = {(entry.row.step, entry.row.id): entry.action for entry in later.entries}
         for entry in self.entries:

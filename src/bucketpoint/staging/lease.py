@@ -348,7 +348,7 @@ _here = _Here()
 
 
 def _unfinished(lease: Lease | None) -> Lease | None:
-    """Return the lease, or the latest earlier lease that has not ended: a state may be dropped before older ones."""
+    """Return the latest lease, up to this one, that has not ended: leases may end in any order."""
     while lease is not None and lease.ended:
         lease = lease._before
     return lease

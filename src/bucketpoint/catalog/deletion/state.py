@@ -90,7 +90,7 @@ CHANGES = {
     "thin": Change("`.metadata`", "commit", "weights", "the pruner", "If-Match"),
     "clear": Change("record, data", "there", "", "the pruner", "the commit named it", ("deletion by token",)),
     "unmark": Change("`.metadata`", "marker", "", "the pruner; else a sweep",
-        "DELETE with If-Match, or signed before `mark`"),
+        "If-Match, or signed before `mark` and expiring"),
     "end": Change("notes, tombstone", BEGUN, "", "the pruner", "all else is gone"),
 }
 """All changes by their names. `docs/catalog.md` shows them."""

@@ -44,8 +44,8 @@ def decode_item(
 
     Raises:
         CorruptDataError, UnsafeDataError: the item exceeds the limit after its transforms are undone.
-        UnsafeDataError: the item is not a plain tensor.
-        MetadataError: the item is not in a format that torch saves.
+        UnsafeDataError: the item needs `trusted`.
+        MetadataError: the item is not a tensor saved by torch.save.
     """
     view = without_transforms(view, info, transforms, key=key, tensor_nbytes=tensor_nbytes)
     probe = probe_frame(bytes(view[:PROBE_BYTES]))

@@ -1,4 +1,4 @@
-"""Assignment of items to ranks, computed on columns (int64 tensors), without an object for each item.
+"""Assignment of items to ranks, computed on columns (int64 tensors), with no Python object per item.
 
 Large replicated items are cut, each item is assigned to a rank (`items.py`), and hints and metadata are the same as
 from DCP's global plan. Irregular items are left to DCP's planner: chunks on which ranks disagree, chunks outside their

@@ -347,7 +347,7 @@ def checksum_digests(results: RankResults) -> dict[str, bytes]:
 
 
 def _of_columns(columns: Columns) -> Iterator[tuple[str, bytes]]:
-    """Yield the checksums of one rank's moments by group, without an object for each item."""
+    """Yield the checksums of one rank's moments by group, with no Python object per item."""
     checksums = np.frombuffer(columns.checksums, "<u4")
     objects, sizes = (np.asarray(columns.layout.column(number)) for number in (OBJECT, PAYLOAD_NBYTES))
     groups = [_watched(path) for path, _, _ in columns.objects]

@@ -124,7 +124,7 @@ def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | 
 
 
 def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> IndexTemplate | None:
-    """Make an index template for all saves with items at the same positions, without an object for each item.
+    """Make an index template for all saves with items at the same positions, with no Python object per item.
 
     Args:
         metadata: metadata, whose storage data is ignored.

@@ -1,4 +1,4 @@
-"""Encoder of safely read items, for `torch.load` and the unpicklers of planners."""
+"""Items read safely, encoded again for `torch.load` and planners' unpicklers."""
 
 from __future__ import annotations
 
