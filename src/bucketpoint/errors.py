@@ -163,7 +163,7 @@ class UnsupportedRequestError(StoreError):
 
 
 class ThrottledError(StoreError):
-    """The store asked for fewer requests, and was still asking at the deadline."""
+    """The store asked for fewer requests up to the last attempt."""
 
     action = Action.THROTTLE
 

@@ -68,7 +68,7 @@ def checkpoint_argument(function: Callable[..., CommandResult]) -> Callable[...,
 
 
 def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, Any]]) -> list[Location]:
-    """Return the locations of checkpoints, each named by its URL, or by its run's URL and one step or several.
+    """Return the locations of checkpoints, named by URLs, or by a run's URL and one or more steps.
 
     `extras` has the storage options of each location.
     """

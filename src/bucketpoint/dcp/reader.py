@@ -200,7 +200,7 @@ class BucketReader(Located, StorageReader):
         failure = self._failure
         if failure is None:
             return self._read_of_rank(rank)
-        # After a failure DCP calls a second time, and replaces an error of that call by an assertion. So the reason is
+        # After a failure DCP reads the metadata again, and turns a second error into an assertion. So the reason is
         # kept, and raised as soon as DCP accesses the metadata.
         if isinstance(failure, CheckpointNotFoundError):
             try:

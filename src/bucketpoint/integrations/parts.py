@@ -98,7 +98,7 @@ def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> 
     for model in models:
         if held <= {id(tensor) for tensor in model.parameters()}:
             return model
-    raise BucketpointError("An optimizer has parameters that belong to no prepared model, or to several", remedy=remedy)
+    raise BucketpointError("No single model has all parameters of an optimizer", remedy=remedy)
 
 
 class OfThisRank:

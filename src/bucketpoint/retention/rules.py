@@ -119,7 +119,7 @@ class Best(Checked, RetentionRule):
         return RuleDecision(frozenset((*ranked[: self.count], *waiting[:most])), explain)
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
-        """Return the positions of the rows with a finite value, best first. `rows` must be in their total order."""
+        """Return the positions of the rows with a finite value, best first. `rows` must be sorted by `ORDER`."""
         metrics = ((position, row.metrics.get(self.metric)) for position, row in enumerate(rows))
         values = {position: number for position, value in metrics if (number := _finite(value)) is not None}
         # Sorting is stable, also with `reverse`: equal values keep this order.

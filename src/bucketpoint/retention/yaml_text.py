@@ -18,7 +18,7 @@ from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
 from bucketpoint.retention.setting_types import Fields, Path, Setting, Shape, shown, wrong
 
 MAX_BYTES = 64 << 10
-"""Limit on the bytes of a policy's text. The longest example in `docs/` has 2 kB."""
+"""Limit on the bytes of a policy's text. `examples/retention.yaml` has 2 kB."""
 
 MAX_DEPTH = 20
 """Limit on the levels of nesting, because PyYAML's time grows with their square. A policy has 6 levels."""

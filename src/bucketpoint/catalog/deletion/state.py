@@ -84,7 +84,7 @@ CHANGES = {
     "unclaim": Change("tombstone", BEGUN, WAITING, "the first pruner, beside a save into the folder", "If-Match"),
     "withdraw": Change("tombstone", BEGUN, VOID, "the first pruner, if the checkpoint is held; any, if it was replaced",
         "If-Match", ("claims are not withdrawn",)),
-    "delete": Change("`.metadata`", "commit", "", "the pruner, if one rank saved and the store compares",
+    "delete": Change("`.metadata`", "commit", "", "the pruner, if one rank saved and the store can",
         "DELETE with If-Match; no young fence", ("deletion is conditional", "fence of a save that may commit again")),
     "mark": Change("`.metadata`", "commit", "marker", "the pruner, otherwise", "If-Match; no young fence"),
     "thin": Change("`.metadata`", "commit", "weights", "the pruner", "If-Match"),

@@ -39,7 +39,7 @@ class LifecycleRule:
     abort_days: int | None
 
     def touches(self, prefix: str) -> bool:
-        """Return True if the rule applies to some of the keys below `prefix`."""
+        """Return True if the rule may apply to keys below `prefix`."""
         return prefix.startswith(self.prefix) or self.prefix.startswith(prefix)
 
     def covers(self, prefix: str) -> bool:

@@ -36,8 +36,8 @@ class S3Options(StoreOptions):
         client_kwargs: as in s3fs: further arguments of `boto3.client`.
         config_kwargs: as in s3fs: arguments of `botocore.config.Config`, which override bucketpoint's defaults. The
             entry `retries` sets the number of attempts of a request. Default: AWS_MAX_ATTEMPTS or the profile's
-            setting, then 6. Only with the default of 6, throttled attempts (503 SlowDown) are not counted: a throttled
-            request is retried until the deadline.
+            setting, then 6. A configured number also limits throttled attempts (503 SlowDown), which the default
+            repeats until the deadline.
         request_kwargs: as s3fs's `s3_additional_kwargs`: parameters sent with every request that takes them, by boto3's
             names, such as `StorageClass`, `Tagging` and `ServerSideEncryption`. A 32-byte `SSECustomerKey` is sent with
             reads, writes and copies, and needs TLS.
