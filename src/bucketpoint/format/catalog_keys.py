@@ -1,8 +1,8 @@
 """Keys of the objects in a run's catalog, the name template of its checkpoint folders, and the groups of items.
 
 The keys contain all facts that a restore or a prune plan needs, so that a listing suffices and no object is read.
-Weights and optimizer state are stored in separate objects, a group each, so that an old checkpoint can be thinned to
-its weights by replacing its metadata and deleting objects.
+Weights and optimizer state are separate groups, with separate objects, so that an old checkpoint can be thinned to its
+weights by replacing its metadata and deleting objects.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bo
 
 
 def deciding(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES) -> tuple[str | None, str]:
-    """Return the group of the first segment that is in a rule, and the name up to it; without one, None and `fqn`."""
+    """Return the group of the first segment in a rule, and the name up to its end; if none is, None and `fqn`."""
     groups = _groups_by_segment(tuple(rules))
     segments = fqn.split(".")
     for number, segment in enumerate(segments, 1):

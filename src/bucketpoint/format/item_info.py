@@ -27,9 +27,9 @@ class ItemInfo:
 
     Attributes:
         payload_offset: start of the raw tensor bytes, from the item's first byte. None for tensors without a frame of
-            bucketpoint, and for other values.
+            bucketpoint, and for non-tensors.
         crc32c: CRC32C of the payload; without `payload_offset`, of all stored bytes of the item.
-        block_nbytes: length of the blocks, which divide the bytes of `crc32c`; the last block may be shorter.
+        block_nbytes: length of the blocks of the bytes that `crc32c` covers; the last block may be shorter.
         block_crcs: CRC32C of each block; None until the table of block checksums has been read.
         table_offset: start of the table of block checksums in the item's object, 4 bytes per block, little-endian.
             `crc32c` protects the table too: combined, the block checksums must give `crc32c`.

@@ -20,7 +20,7 @@ RECORD = ".bucketpoint.json"
 DATA_FOLDER = "data"
 
 FENCE_FOLDER = f"{CATALOG}/fences"
-"""Folder of the attempts' fences in a checkpoint's folder, where trainers and pruners write and delete objects."""
+"""Folder of a checkpoint's fences, which its trainers and pruners write and delete."""
 
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 """File endings of other formats: torch.save and safetensors."""

@@ -14,7 +14,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class Runs:
     """Contiguous byte runs of a slice: of equal length, at regular distances, in the slice's row-major order.
 
-    One instance represents a column slice of a million rows: no object is made for each run.
+    One instance can represent a column slice of a million rows.
 
     Attributes:
         start: offset of the first run, which is also the lowest.

@@ -24,7 +24,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 SINGLE_BLOCK_NBYTES = MIB
-"""Items up to this size are one block: to read such an item whole, not a slice, costs little beyond the request."""
+"""Items up to this size are one block: reading all of it for a slice costs little beyond the request."""
 
 # Number of blocks to aim for, smallest and largest size of a block. A slice is read in whole blocks, so that it can be
 # verified. Coarse blocks suffice if their borders fall on rows at which a resharding load is likely to cut. Otherwise

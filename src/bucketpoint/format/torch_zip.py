@@ -269,7 +269,7 @@ class ArchiveWriter:
 
     def add_payload(self, name: bytes, nbytes: int) -> bytes:
         """Add a record without its payload. Returns the bytes between the previous payload and this one."""
-        # CRC32 stays 0 until `trailer` gets it. Item frames leave it 0: torch's reader does not check it, loads check
+        # CRC32 stays 0 unless `trailer` gets it. Item frames leave it 0: torch's reader does not check it, loads check
         # the CRC32C of each block in the metadata, and a CRC32 would cost a second pass over every byte.
         self._payloads.append(len(self._directory) + _CRC_AT)
         self._local_header(name, 0, nbytes, align=True)

@@ -212,7 +212,7 @@ class _Entries:
         _require(type(requires_grad) is bool and type(pin_memory) is bool)
         names = (str(value).removeprefix("torch.") for value in (dtype, layout))
         fields = (*names, requires_grad, memory_format.value, pin_memory)
-        # Readers refuse other dtypes by name. Such metadata is read only from `.metadata`, with `trusted=True`.
+        # Readers refuse dtypes with other names. Such metadata is read only from `.metadata`, with `trusted=True`.
         _require(fields[0] in DTYPE_NAMES)
         return self.properties.setdefault(fields, len(self.properties) + 1)
 

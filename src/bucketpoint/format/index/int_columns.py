@@ -1,7 +1,7 @@
 """Compact encoding of integer columns: constants, one arithmetic progression per segment, or byte planes.
 
 Offsets and sizes of chunks are mostly arithmetic progressions: offsets grow evenly, sizes repeat, the last size is
-smaller. Byte planes (all lowest bytes, then all second bytes) give the compressor that runs afterwards repetitions.
+smaller. Byte planes (all lowest bytes, then all second bytes) have more repetitions for the compressor that follows.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class UnsuitableError(ValueError):
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a column, one for each tensor.
+    """Segments of a column, such as one for each tensor.
 
     Attributes:
         counts: int64 length of each segment.
-        owner: int64 number of the segment of each value.
+        owner: int64 number of each value's segment.
     """
 
     counts: torch.Tensor

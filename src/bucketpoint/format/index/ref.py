@@ -22,7 +22,7 @@ INDEX_ITEMS = 768
 """Least number of items for which a save writes an index. With fewer, a reader's first request gets all metadata."""
 
 HEAD_BYTES = 128 << 10
-"""Bytes of a reader's first request for a `.metadata`, of which 768 items take about 100 kB."""
+"""Bytes of a reader's first request for a `.metadata`; one with 768 items has about 100 kB."""
 
 INDEX_GROUP = "index"
 _SEARCHED = 512  # only the names of two classes precede the reference

@@ -123,7 +123,7 @@ class Entries(_View):
         return TensorStorageMetadata(properties, self.index.shape(number), chunks)
 
     def cut_tensors(self) -> Iterator[tuple[str, torch.Size, list[tuple[Any, Any]]]]:
-        """Yield name, shape, and (offsets, sizes) of the chunks, of each tensor that is not one whole chunk."""
+        """Yield name, shape and chunks, as (offsets, sizes), of each tensor that is not one whole chunk."""
         for number in self.index.cut():
             offsets, sizes = (boxes.t().tolist() for boxes in self.index.boxes(number))
             yield self.index.names[number], self.index.shape(number), list(zip(offsets, sizes, strict=True))

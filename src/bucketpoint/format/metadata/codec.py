@@ -1,4 +1,4 @@
-"""Encoder of a `.metadata` pickle that every torch from 2.9 on reads, its decoder, and DCP's classes."""
+"""Encoder of `.metadata` pickles that every torch from 2.9 on reads, and decoder to DCP's classes."""
 
 from __future__ import annotations
 

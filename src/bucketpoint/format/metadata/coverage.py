@@ -59,7 +59,7 @@ def lacking_ranks(names: Iterable[str], ranks: int) -> Iterator[tuple[str, str]]
 def _cut_tensors(entries: Any) -> Iterator[tuple[str, Sequence[int], list[Box]]]:
     """Yield name, shape and chunks of each tensor that is not one whole chunk."""
     if not isinstance(entries, dict):
-        # An index finds these tensors without making an object for each entry.
+        # An index finds these tensors without a Python object per entry.
         yield from entries.cut_tensors()
         return
     for name, entry in entries.items():

@@ -22,7 +22,7 @@ _FREE_VALUES = 1 << 16
 
 
 class RepetitionError(ValueError):
-    """The same containers occur in too many places to visit all of them."""
+    """Raised if containers occur in too many places to visit all of them."""
 
 
 def nested_values(root: Any, parts: Callable[[Any], Collection[Any] | None]) -> Iterator[tuple[Any, int]]:
@@ -55,7 +55,7 @@ def nested_values(root: Any, parts: Callable[[Any], Collection[Any] | None]) -> 
 
 
 FORMAT_VERSION = 1
-"""Version of bucketpoint's part of the metadata. Raised only if older readers must refuse it, not for additions."""
+"""Version of bucketpoint's part of the metadata. Increased only if older readers must refuse it, not for additions."""
 
 MAX_METADATA_BYTES = MOST_BYTES >> 4
 """Limit on the size of a `.metadata` object, far above any real one."""

@@ -1,7 +1,7 @@
 """Thinning of a `.metadata` pickle to the weights, in one pass over its opcodes.
 
 Entries of the optimizer are left out, and all other opcodes are copied. The pickle must have the form that bucketpoint
-writes. 100,000 items take 14 MB of memory; with an object for each item they would take 220 MB.
+writes. 100,000 items take 14 MB of memory; with a Python object per item they would take 220 MB.
 """
 
 from __future__ import annotations

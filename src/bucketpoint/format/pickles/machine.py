@@ -122,7 +122,7 @@ class Machine:
             raise _overspent()
 
     def pay_for(self, values: Any, *, hashed: bool = False) -> None:
-        """Charge the copying of a list, or if `hashed` of a set or dictionary."""
+        """Charge the copying of a list, or, if `hashed`, of a set or dictionary."""
         self.pay(len(values) * (_HASHED_BYTES if hashed else _LISTED_BYTES))
 
     def check_key(self, key: Any, container: Any) -> None:

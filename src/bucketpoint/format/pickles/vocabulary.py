@@ -50,7 +50,7 @@ class Shell:
 
     Attributes:
         build: function that makes the object from the shell and the state.
-        value: result of the call, for `build`.
+        value: result of the pickled call, for `build`.
         places: memo numbers of the shell, under which the object will replace the shell.
     """
 
