@@ -28,7 +28,7 @@ _REGISTER_PORTABLE = 1
 
 
 class SharedMemory:
-    """Memory of this process with a file descriptor, by which another process can map it. Closes the descriptor."""
+    """Memory of this process with a file descriptor, mappable by other processes. A finalizer closes the descriptor."""
 
     def __init__(self, address: int, nbytes: int, descriptor: int) -> None:
         self.address = address

@@ -17,7 +17,7 @@ from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.layout import ArenaLayout, Region
 
 _PIECE = 16 << 20
-"""Minimum number of bytes that a thread copies at a time."""
+"""Minimum size in bytes of a region's pieces, except the last."""
 
 _QUEUED = 64
 """Maximum number of queued copies during training. A thread that finds the driver's queue full (some hundreds) waits
@@ -39,8 +39,8 @@ class Ordering:
     Without the events a side stream would read tensors that the optimizer's kernels are still writing.
 
     Attributes:
-        caller: index of the caller's current device. A worker thread starts on device 0, where a context costs half a
-            GiB per rank.
+        caller: index of the caller's current device, which the copying thread selects: a context on device 0, where
+            threads start, costs half a GiB per rank.
     """
 
     events: dict[torch.device, torch.Event]
@@ -91,7 +91,7 @@ class Movers:
                     begun.append(helpers.submit(_move, pieces, iter(())))
             _move(pieces, meanwhile)
         finally:
-            # Also after an interrupt: memory that a thread still writes to must not be given to another save.
+            # Wait even if interrupted: memory that a thread still writes to must not be given to another save.
             pieces.clear()
             wait(begun)
         for helper in begun:
@@ -177,7 +177,7 @@ def run_copies(
             movers.move(layout.moves, arena.memory.data_ptr(), making)
     finally:
         # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
-        # Also after an error: a copy that still runs would write to the next state in this arena.
+        # Wait even after an error: a copy that still runs would write to the next state in this arena.
         for stream in begun:
             stream.synchronize()
     deque(making, maxlen=0)

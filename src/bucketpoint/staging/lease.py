@@ -200,7 +200,7 @@ class Lease:
                 )
             if self.abandoned:
                 logger.warning(
-                    "a state that was staged %.0f s ago has not been saved; its memory stays reserved, so more is used",
+                    "a state staged %.0f s ago has not been saved; its memory stays reserved, so saves use more",
                     now - self.started,
                 )
                 return False

@@ -139,7 +139,7 @@ class ArenaPool:
                     unsaved = sum(nbytes for nbytes, _ in self._given_up)
                     raise StagingError(
                         f"Staging this state needs {needed} bytes, and states that were staged and never saved hold "
-                        f"{unsaved} of the {self._options.max_bytes} of max_bytes",
+                        f"{unsaved} of the {self._options.max_bytes} bytes that max_bytes allows",
                         remedy="Drop what stage() returned if no save will read it, or set a higher max_bytes",
                     )
             self._wait(*leased[0])
