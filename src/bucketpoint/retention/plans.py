@@ -94,7 +94,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """Return the entry from `data`, its form by `to_dict`."""
+        """Return the entry from `data`, made by `to_dict`."""
         row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
         row["metrics"] = {name: float(value) for name, value in row["metrics"].items()}
         reasons = tuple(Reason(**reason) for reason in data["reasons"])
@@ -196,7 +196,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan from `data`, its form by `to_dict`.
+        """Return the plan from `data`, made by `to_dict`.
 
         Raises:
             BucketpointError: `data` is malformed, or its version is not `PLAN_VERSION`.
@@ -241,7 +241,7 @@ fraction alone would be too strict in a small run: two of three checkpoints are 
 def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int = 0) -> Verdict:
     """Refuse a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of the existing ones.
 
-    Such a plan is probably the result of a wrong policy. Two allowances spare the plans of a right one: `committed` is
+    Such a plan is probably the result of a wrong policy. Two allowances spare plans of correct policies: `committed` is
     added to both limits, and the fraction applies only above `ALWAYS_ALLOWED`. Of a refused plan, a prune still carries
     out `ALWAYS_ALLOWED` entries (at most `count`) plus `committed`, so that a backlog shrinks with each prune.
     Entries that an earlier prune has ordered by a tombstone are not counted again; such deletions also do not count as

@@ -4,7 +4,7 @@ Every rule must be path independent: keep(A | B) = keep(keep(A) | keep(B)). Othe
 listings could delete different checkpoints. Two forms of rules have this property: the first n rows in a fixed total
 order (of all rows, or of each cell of a fixed grid), and a test of one row that uses no other value than the time of
 the newest row, which is always kept. Unions of such rules have it, too (Aizerman and Malishevski, 1981). A rule that
-counts from the oldest row does not.
+counts from the oldest row lacks this property.
 """
 
 from __future__ import annotations

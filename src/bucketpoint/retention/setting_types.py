@@ -1,6 +1,6 @@
 """Shapes of a policy's settings: descriptions of the values that a setting may have.
 
-From the shapes in the annotations of a dataclass's fields come its checks, its YAML form and its JSON Schema.
+A dataclass gets its checks, YAML form and JSON Schema from the shapes in its fields' annotations.
 """
 
 from __future__ import annotations
