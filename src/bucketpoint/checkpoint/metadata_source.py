@@ -49,7 +49,7 @@ class MetadataSource:
     dequantize: bool = False
 
     def read(self, *, indexed: bool) -> bytes:
-        """Read `.metadata`, or in place of a large `.metadata` its index, with the same content in fewer bytes.
+        """Read `.metadata`, or, if it is large, its index, which has the same content in fewer bytes.
 
         Args:
             indexed: True if the caller accepts an index.
@@ -157,7 +157,7 @@ class MetadataSource:
             return CheckpointNotFoundError(
                 "The checkpoint was saved without collectives (no_dist), so each rank has its own metadata",
                 url=self.url,
-                remedy="Load it on as many ranks as saved it with no_dist=True, and save it again with collectives",
+                remedy="Load it with no_dist=True on as many ranks as saved it, and save it again with collectives",
             )
         newest, inside = self._below(names)
         if newest is not None:

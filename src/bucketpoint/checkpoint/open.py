@@ -150,7 +150,7 @@ def open_safetensors(url: str, store: Store, prefix: str, file: str | None = Non
 
 
 def named_below(place: Location) -> Iterator[tuple[str, str | None]]:
-    """Yield the URL of each checkpoint and of each catalog record at and below a URL, with the record's key or None.
+    """Yield the URLs of checkpoints and of recorded checkpoints at and below a URL, each with its record's key or None.
 
     The order is that of the keys, so records come first. Sends one LIST per 1,000 objects.
     """

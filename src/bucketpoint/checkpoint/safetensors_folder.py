@@ -1,7 +1,7 @@
 """Metadata for a folder of safetensors in Hugging Face's layout, as a save of the same tensors would have.
 
-The metadata is made from the headers of the files, so that readers do not depend on the format of the files. Also the
-errors for missing files and files of other kinds (Git LFS pointers, web pages).
+The metadata is made from the headers of the files, so that readers do not depend on the format of the files. The
+module also makes the errors for missing files and files of other kinds (Git LFS pointers, web pages).
 """
 
 from __future__ import annotations

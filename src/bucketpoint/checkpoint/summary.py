@@ -114,7 +114,7 @@ def _whole_crc(
 ) -> int | None:
     """Combine the CRC32C of a tensor's chunks, if the chunks are consecutive in row-major order; else return None.
 
-    The result does not depend on the number of ranks that saved the tensor, cut along the first dimension.
+    If ranks cut the tensor along the first dimension, their number does not change the result.
     """
     at, crc = 0, 0
     for offsets, sizes, info in sorted(items, key=lambda item: item[0]):

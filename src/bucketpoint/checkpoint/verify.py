@@ -129,7 +129,7 @@ _Items = Sequence[tuple[MetadataIndex, ItemInfo]]
 
 @dataclass
 class _ObjectPlan:
-    """One existing object, and the check of its bytes; None for objects of other writers."""
+    """One existing object. `check` is None if no item has a checksum of bucketpoint."""
 
     path: str
     info: ObjectInfo
