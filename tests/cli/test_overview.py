@@ -155,7 +155,7 @@ def test_writes_hostile_names_as_text_on_the_page(program: Program, tmp_path: Pa
     assert rf"</td>{HOSTILE}\x1b[2J\u202e" in shown.text
     assert f"best: {HOSTILE} min 1: 0 checkpoints" in shown.text
     assert root in shown.of("h1")
-    assert f"neither record nor note, by name: {HOSTILE.replace('/', '')}" in shown.text
+    assert f"neither record nor note: {HOSTILE.replace('/', '')}" in shown.text
     assert all(letter.isprintable() or letter == "\n" for letter in file.read_text(encoding="utf-8"))
     assert not [one for one in shown.attributes if one[1].startswith("on")]
 

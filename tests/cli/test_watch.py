@@ -307,7 +307,7 @@ def test_reports_damage_of_the_catalog_in_a_line_and_watches_on(program: Program
     assert said.code == 0
     lines = [line for line in said.out.splitlines() if line.startswith("PROBLEM: ")]
     assert lines[:2] == [
-        "PROBLEM: 1 object of the catalog is neither record nor note, by name: 0000000000000040__damaged",
+        "PROBLEM: 1 object of the catalog is neither record nor note: 0000000000000040__damaged",
         "PROBLEM: step 30 has a record, but no .metadata",
     ]
     assert lines[2].startswith("PROBLEM: the record of step 20 cannot be read: The commit record is not JSON")

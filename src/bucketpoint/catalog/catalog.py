@@ -46,9 +46,8 @@ class Catalog:
         store, prefix: the opened store, and the root's key prefix in it.
         template: template of the names of the run's checkpoint folders.
         clock: returns seconds since the epoch by this machine's clock. It may be wrong, so no age is computed from it.
-        now: the store's time, read from an object that a round of deletion wrote at its beginning; None for readers.
-        run: name of a job's run, empty without a name: catalogs of runs with another name are refused. None in tools,
-            which read any run.
+        now: the store's time, read from an object that this process has just written; None for readers.
+        run: name of the job's run, or empty; catalogs of other runs are refused. None in tools, which read any run.
     """
 
     url: str

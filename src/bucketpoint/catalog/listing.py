@@ -28,9 +28,9 @@ from bucketpoint.stores import ObjectInfo
 
 
 def read_steps(listed: Iterable[tuple[str, ObjectInfo]], template: StepTemplate, *, taken: float | None) -> Snapshot:
-    """Parse checkpoints, attempts and tombstones from a listing. Names of unknown form or of other folders are ignored.
+    """Parse checkpoints, attempts and tombstones from a listing made at the time `taken`.
 
-    `taken` is the time of the snapshot.
+    Names of unknown form, and names with folders that do not fit `template`, are ignored.
     """
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []

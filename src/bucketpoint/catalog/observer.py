@@ -81,7 +81,7 @@ class Observation:
 
 @dataclass
 class Observer:
-    """Repeated observation of one run, which caches commits without a record and the newest checkpoint's record."""
+    """Observer of one run. Caches commits without a record, and the newest checkpoint's record."""
 
     catalog: Catalog
     _commits: dict[str, Checkpoint] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Observer:
     def look(self) -> Observation:
         """Observe the run. No data object is read.
 
-        One LIST for each 1,000 notes, each 1,000 records, each 1,000 folders and each attempt; one small GET for the
+        One LIST for each 1,000 notes, each 1,000 records, each 1,000 folders and each attempt; small GETs for the
         newest checkpoint; a small GET and a LIST for each folder without a record whose commit is not cached.
         """
         catalog = self.catalog
@@ -253,4 +253,4 @@ def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) ->
     names = [name for name, info in listed if info.key not in read and catalog_keys.run_of(name) is None]
     if names:
         some = "1 object of the catalog is" if len(names) == 1 else f"{len(names)} objects of the catalog are"
-        yield f"{some} neither record nor note, by name: {first_of(names, _NAMED_AT_MOST)}"
+        yield f"{some} neither record nor note: {first_of(names, _NAMED_AT_MOST)}"

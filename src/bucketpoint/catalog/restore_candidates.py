@@ -104,7 +104,7 @@ def _spoken(catalog: Catalog, text: str) -> Best:
         mode = usual_mode(metric)
         if not metric or not mode:
             raise BucketpointError(
-                f"`best` needs a metric and which values are better; the run has {', '.join(names) or 'no metric'}",
+                f"`best` needs a metric and its mode; the run has {', '.join(names) or 'no metric'}",
                 url=catalog.url,
                 remedy=f"Write best:{metric or next(iter(names), 'eval/loss')}:min, or max",
             )

@@ -1,4 +1,4 @@
-"""The log of a save in the catalog, an intent before the first upload and a record after the commit; the run's owner.
+"""Log of a save in the catalog: an intent before the first upload, a record after the commit. Also the run's owner.
 
 A named run claims its folders before its first save. Other runs are refused.
 """

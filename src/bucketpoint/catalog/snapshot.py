@@ -58,7 +58,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A save that has an intent and no record yet: under way, dead, or committed before its record was written."""
+    """A save that has an intent: under way, dead, or committed."""
 
     step: int
     token: str
@@ -273,7 +273,7 @@ class Snapshot:
     def doubtful(self) -> list[list[Checkpoint]]:
         """Return the records of each folder whose youngest record is uncertain, the presumed youngest first.
 
-        Records have equal times of commit, or times of writing, by the store's clock, that contradict their order.
+        Another record has the same time of commit as that one, or was written no earlier by the store's clock.
         """
         groups = (
             [youngest, *(record for record in self.superseded if record.folder == youngest.folder)]

@@ -38,7 +38,7 @@ from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven
 from bucketpoint.stores.retry import retry_transient
 
 SIGNED_S = 300
-"""Seconds for which a signed deletion of a marker is valid: longer than the deletion of some thousand objects."""
+"""Seconds for which a signed deletion of a marker is valid: longer than deleting some thousand objects takes."""
 
 LOOKED_S = 300.0
 """Seconds for which a check of the newest checkpoint is valid. A pruner that was suspended longer deletes nothing."""
@@ -190,7 +190,7 @@ def _token_in(data: bytes, info: ObjectInfo) -> str | None:
 
 
 def _flat_paths(data: bytes) -> tuple[str, ...]:
-    """Return the paths in another writer's metadata, without subfolders, which may belong to another run."""
+    """Return the paths in another writer's metadata, except in subfolders, which may belong to another run."""
     try:
         paths = data_paths(plain.read_metadata(data))
     except (MetadataError, UnsafeDataError):

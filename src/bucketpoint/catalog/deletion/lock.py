@@ -20,7 +20,7 @@ from bucketpoint.stores import ObjectInfo
 from bucketpoint.stores.base import SCRATCH
 
 LOCK_SECONDS = 900.0
-"""Seconds for which a lock is valid, from the store's time of its write. Longer than the deletion of a batch."""
+"""Seconds for which a lock is valid, from its write by the store's clock. Longer than the deletion of a batch."""
 
 _GIVEN_BACK = ""
 """Holder in a lock that was released by a pruner without permission to delete it."""
@@ -31,7 +31,7 @@ class Lock:
     """The pruners' lock.
 
     Attributes:
-        catalog: the catalog whose `now` is the store's time of the lock, and so of the holder's round.
+        catalog: the catalog, whose `now` is the store's time of the lock's write, used for the whole round.
         watch: stopwatch that was started before the lock was written.
         etag: ETag of the lock; None if the store has no ETags.
     """

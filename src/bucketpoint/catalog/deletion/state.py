@@ -72,14 +72,14 @@ CHANGES = {
     "record": Change("record", "", "there", "the save; a prune, if the save died",
         "create-only; the commit is there", ("commit that a record names",)),
     "finish": Change("intent, fence", "there", "", "the save; a prune, if the save may not delete",
-        "the record is there; for a prune, for an hour",
+        "the record is there; for a prune, intent an hour old",
         ("intent of a save that may commit again", "intent after a second request")),
     "lock": Change("`pruner.json`", "", "held", "a pruner, first", "create-only, If-Match if free or 15 minutes old"),
     "schedule": Change("tombstone", "", WAITING, "a prune, `rm`, a rollback, a restore past damage",
         "create-only; by a policy: the newest is whole", ("newest is whole",)),
     "undo": Change("tombstone", WAITING, VOID, "`undo`, a pin, a lease; a policy that keeps the checkpoint",
         "If-Match", ("a policy that keeps takes back",)),
-    "claim": Change("tombstone", WAITING, BEGUN, "a pruner, when it is due; a second pruner too",
+    "claim": Change("tombstone", WAITING, BEGUN, "a pruner, when due; a second pruner too",
         "If-Match; the newest is whole", ("the store's time",)),
     "unclaim": Change("tombstone", BEGUN, WAITING, "the first pruner, beside a save into the folder", "If-Match"),
     "withdraw": Change("tombstone", BEGUN, VOID, "the first pruner, if the checkpoint is held; any, if it was replaced",
@@ -184,7 +184,7 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
     gone = bool(data) and state_of(data) != WAITING
     if not gone and _change(catalog, replace(tombstone, etag=info.etag), "undo") is None:
         with contextlib.suppress(ObjectNotFoundError):
-            # An empty tombstone is withdrawn: by another undo, or by this one, if the answer to its write was lost.
+            # An empty tombstone was withdrawn: by another undo, or by this one, if the answer to its write was lost.
             gone = bool(catalog.store.get(tombstone.key, first=BEGUN_BYTES)[0])
     if gone:
         raise GoneError(

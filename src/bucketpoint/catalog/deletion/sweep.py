@@ -156,7 +156,7 @@ def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
     stale += [resume.key for resume in notes.resumes if resume.time < oldest and resume not in resumed]
     reports = [report for report in notes.reports if report.step not in there and _is_old(report.written, oldest)]
     if reports:
-        # Metrics of checkpoints without a record, of plain writers and of torch, stay for a later adoption.
+        # Metrics of checkpoints without a record, such as torch's, stay for a later adoption.
         there = {catalog.template.step_of(folder) or 0 for folder in catalog.folders()}
     return stale + [report.key for report in reports if report.step not in there]
 
