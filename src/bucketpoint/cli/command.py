@@ -176,7 +176,7 @@ class Access:
     endpoint_url: str | None = None
 
     def at(self, url: str, extra: Mapping[str, Any] | None = None) -> Location:
-        """Return the location of a URL, with the options that apply: one for local paths, an endpoint for S3 only."""
+        """Return a URL's location, with the options that apply: `follow_links` for local paths, the endpoint for S3."""
         from bucketpoint.location import Location
         from bucketpoint.stores import FOLLOW_LINKS, parse_url
 

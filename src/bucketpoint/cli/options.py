@@ -83,7 +83,7 @@ def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, A
     if len(named) != len(extras):
         how_many = text.count(len(extras), "checkpoint")
         unknown = f"{named[-1][0]!r} is not a step, latest or best. " if len(named) > len(extras) else ""
-        raise click.UsageError(f"{unknown}Name {how_many}, each by its URL, or by its run and one of these")
+        raise click.UsageError(f"{unknown}Name {how_many}, each by its URL, or by its run and step")
     return [_checkpoint(access.at(url, extra), which) for extra, (url, which) in zip(extras, named, strict=True)]
 
 

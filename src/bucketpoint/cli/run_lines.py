@@ -217,7 +217,7 @@ def prune_lines(document: Mapping[str, Any], now: float) -> Iterator[str]:
         yield "  nothing to do"
     yield from _later(later, now)
     if not policy["allowed"]:
-        yield f"  REFUSED: {policy['verdict']}, so a prune makes only {policy['unasked']} of them"
+        yield f"  REFUSED: {policy['verdict']}, so a prune deletes or thins only {policy['unasked']}"
 
 
 def _later(waiting: Sequence[Mapping[str, Any]], now: float) -> Iterator[str]:

@@ -67,8 +67,8 @@ _NAMED_AT_MOST = 5
     "--workers",
     metavar="I/N",
     callback=lambda context, option, value: _worker(value),
-    help="Write only the files of worker I, from 0, of N that share a conversion to safetensors, on any machines. The "
-    "last one to finish writes the index. If a worker died, run it again.",
+    help="Write only the files of worker I (0 to N-1) of N that share a conversion to safetensors, on any machines. "
+    "The last one to finish writes the index. If a worker died, run it again.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to safetensors.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
@@ -124,7 +124,7 @@ def _worker(value: str | None) -> tuple[int, int] | None:
         return None
     number, _, count = value.partition("/")
     if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise click.BadParameter(f"{value!r} is not the number of a worker, from 0, and of all, such as 0/4")
+        raise click.BadParameter(f"{value!r} is not a worker's number, from 0, and the number of all, such as 0/4")
     return int(number), int(count)
 
 

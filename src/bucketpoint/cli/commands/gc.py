@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     type=Age(),
     default="48h",
     show_default=True,
-    help="Least age of a save that counts as dead, measured from its beginning.",
+    help="Least time since the beginning and the last object of a save that counts as dead.",
 )
 @click.option(
     "--deep",

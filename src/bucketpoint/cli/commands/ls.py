@@ -28,7 +28,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
     """List the checkpoints of a run, or the runs of a bucket.
 
     Shows sizes, metrics and holds (pinned, leased, restored from), the oldest checkpoint first, and pending deletions.
-    Takes the requests of `watch --once`; for the runs below a URL, one listing for each folder.
+    Sends the requests of `watch --once`; for the runs below a URL, one listing for each folder.
     """
     try:
         seen = observed(catalog)

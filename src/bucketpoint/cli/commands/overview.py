@@ -82,7 +82,7 @@ def overview(
     Shows the size and the monthly cost of the checkpoints and, with --policy, of those that the policy would keep, and
     the cost of requests at the rate and size of the last saves. Remains of dead saves (see gc) and old versions in a
     versioned bucket are not counted. The page also shows all checkpoints, saves that did not commit, and what is kept
-    and why. It loads nothing from elsewhere. Takes the requests of `watch`, and, for the page, one small read for each
+    and why. It loads nothing from elsewhere. Sends the requests of `watch`, and, for the page, one small read for each
     pin. Exits with 1 if --verify finds damage.
     """
     from bucketpoint.catalog.deletion.prune import judged
