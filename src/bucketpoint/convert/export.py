@@ -123,7 +123,7 @@ def export_safetensors(
 
 
 def refuse_export(error: Exception, process_group: Any = None) -> None:
-    """Raise an error of this rank on all ranks of a group of several, as they would wait for this rank's export."""
+    """Raise an error of this rank on the group's other ranks, which would otherwise wait for this rank's export."""
     ranks = ranks_of(process_group)
     if len(ranks) > 1:
         Meeting.begin(ranks, "the export", purpose="exports", error=error)

@@ -19,7 +19,7 @@ SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one safetensors file: the default of transformers, "5GB"."""
 
 OBJECT_BYTES = 1 << 30
-"""Bytes of one object of a checkpoint. An interruption costs at most one object; larger objects mean fewer of them."""
+"""Bytes of one object of a checkpoint. An interruption costs about one object; larger objects are fewer."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class SourceBytes:
         self.cache = BlockCache(self._fetch, block_nbytes=BLOCK_BYTES, most=most)
 
     def look(self, key: str) -> ObjectInfo:
-        """Return an object's size and ETag at the first call for this key. Raises ObjectNotFoundError."""
+        """Return an object's size and ETag as of the first call for this key. Raises ObjectNotFoundError."""
         info = self._infos.get(key)
         if info is None:
             info = self._head(key)

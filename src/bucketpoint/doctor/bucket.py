@@ -261,7 +261,7 @@ _CHECK = "service"
 _OPTIONS = {"conditional_put": "conditional_puts", "checksums": "checksums"}
 """Options by probed feature."""
 
-# Differences from the options that need no remedy, by whether the store has the feature. Options that do not rely on
+# Features whose difference from the options needs no remedy, by whether the store has them. Options that do not rely on
 # `lists_uploads` cost one more request; a checksum that the store ignores costs none.
 _HARMLESS = {True: ("lists_uploads",), False: ("checksums",)}
 

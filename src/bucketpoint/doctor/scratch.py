@@ -59,7 +59,7 @@ class Leftovers:
 
 
 def sweep_leftovers(store: Store, prefix: str, *, oldest: float, dry_run: bool = False) -> Leftovers:
-    """Delete objects and uploads that `doctor` left below `prefix` before the time `oldest`. Costs two small LISTs.
+    """Delete objects and uploads that `doctor` left below `prefix` before the time `oldest`. Costs four small LISTs.
 
     Only keys in the form that `doctor` makes are deleted. Uploads are found only if the store lists them by prefix.
     """

@@ -1,4 +1,4 @@
-"""Reader of torch.save archives that finds the positions of the storages, and makes the objects without tensor data.
+"""Reader of torch.save archives that finds the positions of the storages, and rebuilds the objects without tensor data.
 
 The pickle is interpreted and never executed, except with `trusted`.
 """
