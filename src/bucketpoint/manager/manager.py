@@ -61,9 +61,9 @@ class CheckpointManager:
     Args:
         root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
         policy: the retention policy, or the path of its YAML file, which each rank reads.
-        keep, best, every: a small policy in place of `policy`: number of latest checkpoints to keep; metric of which
-            the checkpoint with the lowest value is kept too ("eval/acc:max": the highest); steps between saves. With
-            `every`, `should_save` also asks for a save at the last step and after SIGTERM.
+        keep, best, every: a small policy in place of `policy`. `keep`: number of latest checkpoints to keep. `best`:
+            metric; the checkpoint with its lowest value is kept too ("eval/acc:max": the highest). `every`: steps
+            between saves; `should_save` then also asks for a save at the last step and after SIGTERM.
         process_group: group of the ranks; None for all ranks of the job. The manager makes a separate gloo group.
         storage_options, fs, transfer, staging, unchanged: as for `BucketWriter`.
         trusted: as for `BucketReader`.
@@ -322,7 +322,7 @@ class CheckpointManager:
             fresh: begin from scratch if there are traces of checkpoints but none can be loaded.
             rollback: discard newer checkpoints: later saves may have this step, and steps below existing checkpoints,
                 and the next commit gives the newer checkpoints a tombstone, except pinned and leased ones. Until that
-                commit, `restore` loads them only if their step is passed, which undoes the rollback.
+                commit, `restore` loads them only by their step, which undoes the rollback.
             planner: a load planner; by default `LoadPlanner`.
 
         Raises:

@@ -152,7 +152,7 @@ class Triggers:
 
     @property
     def unanswered(self) -> bool:
-        """True if SIGTERM reached this rank, or another as far as `due` has shown, and no save has begun since."""
+        """True if SIGTERM reached this rank, or another before the last call of `due`, and no save has begun since."""
         came = self.stop_asked if self.stop_asked is not None else self._signals.seen.get("sigterm")
         return came is not None and self._last_save < came
 
