@@ -79,8 +79,8 @@ def report(
         StagingError: the state cannot be copied.
     """
     if state is None:
-        # A SYNC report blocks training until Ray takes it, one every two seconds. If all were ASYNC, reports of quick
-        # steps would queue up, and Ray would receive checkpoints too late.
+        # A SYNC report blocks training until Ray takes it; Ray takes one every two seconds. If all were ASYNC, reports
+        # of quick steps would queue up, and Ray would receive checkpoints too late.
         mode = CheckpointUploadMode.ASYNC if _saves.under_way else CheckpointUploadMode.SYNC
         ray.train.report(dict(metrics), checkpoint_upload_mode=mode)
         return None

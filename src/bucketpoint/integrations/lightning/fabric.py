@@ -1,4 +1,4 @@
-"""Saves and loads of a `Fabric`'s strategy at URLs, and `bucket_strategy`, which extends a strategy of either kind."""
+"""Saves and loads of a `Fabric`'s strategy at URLs, and `bucket_strategy`, for a `Fabric` or a `Trainer`."""
 
 from __future__ import annotations
 

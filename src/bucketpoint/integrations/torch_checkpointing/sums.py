@@ -1,8 +1,8 @@
 """Checksums of a file, stored after its bytes in the same object.
 
-An object has the file's bytes, the CRC32C of each block of 1 MiB, and 24 bytes: a magic number, the size of the file,
-and the CRC32C of the table. Checksums are not in the manifest, because the committing rank lacks those of other ranks;
-an object for them would cost another PUT.
+An object has the file's bytes, a table with the CRC32C of each block of 1 MiB, and 24 bytes: a magic number, the file's
+size, a zero, and the CRC32C of the table and these. Checksums are not in the manifest, because the committing rank
+lacks those of other ranks; an object for them would cost another PUT.
 """
 
 from __future__ import annotations

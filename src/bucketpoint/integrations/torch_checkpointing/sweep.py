@@ -1,4 +1,4 @@
-"""Deletion of objects that killed saves and deleted or replaced files left below the root of a `BucketStorage`."""
+"""Deletion of objects below a `BucketStorage`'s root that remain of killed saves and of deleted or replaced files."""
 
 from __future__ import annotations
 
