@@ -2,7 +2,7 @@
 
 A store is one bucket (or one filesystem root) reached with one set of credentials. It is safe to call from several
 threads. Every failure is raised as one of the classes in `bucketpoint.errors`. A range whose body broke off is retried
-by `transfer`, not by the store. `get`, for small objects, retries.
+by `transfer`, not by the store; a `get`, for small objects, by the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCRATCH = ".bucketpoint-probe-"
 """Prefix of the names of scratch objects; random characters follow."""
 
 UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
-"""Errors that leave a trial without a result: they do not show whether the store supports the condition."""
+"""Errors that leave a trial without a result: they do not show whether the store supports what was tried."""
 
 Buffers = Sequence[memoryview]
 """Views (format `"B"`, C-contiguous) of bytes that are consecutive in an object."""
@@ -47,8 +47,8 @@ class Capabilities:
         conditional_replace: `conditional_put` applies to `if_match`, too; if False, only to `if_none_match`.
         copies_bodies: the client holds a copy of each body while it is sent, and of each range while it is received.
         streams_ranges: the store is an `OpensRanges`, and the body of its replies can be received piece by piece.
-        conditional_delete: `delete_if` compares and deletes in one step. Otherwise it reads the ETag first, and misses
-            a write between that read and the deletion.
+        conditional_delete: `delete_if` compares the ETag and deletes in one step. Otherwise it reads the ETag first,
+            and misses a write between that read and the deletion.
         expiring_delete: the store has `expiring_delete`, and the service refuses the signed request once it has
             expired: see `ExpiringDeletes`.
         shared: another process that opens the same URL with the same options reaches the same objects.

@@ -2,7 +2,7 @@
 
 If a server accepts a connection and never answers, the thread that reads from it is blocked in the kernel, where it
 cannot check a flag. So a request is cancelled by shutting down its connection. Calls that do not use bucketpoint's
-connections, such as look-ups of credentials or host names, run on a thread that is abandoned.
+connections, such as look-ups of credentials or host names, run on another thread, which a cancellation abandons.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RequestCanceller:
 
     @property
     def called(self) -> str | None:
-        """Name of the longest running call of `give_up_when_cut`, or None."""
+        """Name of the call of `give_up_when_cut` that has run longest, or None."""
         return next(iter(dict(self._called).values()), None)
 
     def left_s(self) -> float:
@@ -105,7 +105,7 @@ def give_up_when_cut(call: Callable[[], T], what: str) -> T:
         what: name of the call, for the error.
 
     Raises:
-        EndpointError: the work was cut off first.
+        EndpointError: the work was cancelled before the call ended.
     """
     cut = _current.get()
     if cut is None or _caller.get() is not None:

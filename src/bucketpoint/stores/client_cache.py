@@ -23,7 +23,7 @@ _PROXIES_AND_AUTHORITIES = (
     "SSL_CERT_DIR",
     "SSL_CERT_FILE",
 )
-"""Variables, in upper or lower case, that decide how a client reaches the service and finds its files."""
+"""Variables, in upper or lower case, that decide how a client reaches the service and which files it reads."""
 
 
 Environment = tuple[bytes, bytes]

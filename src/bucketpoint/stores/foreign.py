@@ -17,7 +17,7 @@ ERROR_BYTES = 1 << 20
 """Limit on the body of an error: stores send a few hundred bytes."""
 
 ANSWER_BYTES = 16 << 20
-"""Limit on the body of a listing or another parsed answer: 1,000 keys of 1,024 escaped bytes take 4 MB."""
+"""Limit on the body of a listing or another parsed answer: 1,000 keys of 1,024 bytes take 4 MB when escaped."""
 
 SHOWN_BYTES = 120
 
@@ -33,7 +33,7 @@ _REMEDIES: Mapping[int, str] = {
         "send smaller parts with TransferOptions(part_bytes=...)"
     ),
 }
-_CONSOLE = "This is the port of MinIO's console: use the port of its S3 API: 9000, unless --address names another"
+_CONSOLE = "This is the port of MinIO's console. Use the port of its S3 API: 9000, unless --address names another"
 _REMEDY = (
     "Check endpoint_url (its host, its port, and http or https), HTTPS_PROXY and NO_PROXY, and whether a proxy or a "
     "login page lies between this machine and the store"
@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 class Asked(enum.Enum):
-    """Kind of a request. CONDITION is added if the request names an ETag or a version."""
+    """Kind of a request. A request with a condition is of the kind CONDITION, too."""
 
     READ = "read"
     WRITE = "write"
@@ -90,7 +90,7 @@ class ErrorRule(NamedTuple):
 
 
 RuleKey = str | int | tuple[str | int, Asked]
-"""The error code of an answer, or its HTTP status. In a tuple: only in answers to this kind of request."""
+"""The error code of an answer, or its HTTP status. With a kind, the rule applies only to answers to such requests."""
 
 
 def rule_of(kind: type[StoreError], remedy: str | None = None, action: Action | None = None) -> ErrorRule:
@@ -111,7 +111,7 @@ def answers(
     Args:
         codes: codes and HTTP statuses, separated by blanks.
         action: retry action; None for the action of the class `kind`.
-        asked: kind of requests to whose answers the rule is limited.
+        asked: the rule applies only to answers to this kind of request; None for all kinds.
     """
     names: list[str | int] = [int(code) if code.isdecimal() else code for code in codes.split()]
     rule = rule_of(kind, remedy, action)
@@ -154,7 +154,7 @@ def find_rule(
 ) -> ErrorRule | None:
     """Return the rule for an answer's code, or else for its status; None if there is no rule.
 
-    A status in `_PROOFS` is ignored beside an unknown code: Azure answers 409 for an archived blob, and MinIO 404 for a
+    A status in `_PROOFS` is ignored if the code is unknown: Azure answers 409 for an archived blob, and MinIO 404 for a
     missing KMS key, although the checkpoint may be complete.
     """
     for name in (code, None if code and status in _PROOFS else status):
@@ -185,9 +185,9 @@ class ForeignAnswer(Exception):
             facts.append(f"Location {without_credentials(location)[:200]}")
         if body:
             facts.append(f"beginning {_shown(body)!r}")
-        super().__init__(f"something other than the store answered, because {reason} ({', '.join(facts)})")
+        super().__init__(f"the answer is not the store's, because {reason} ({', '.join(facts)})")
         if 300 <= status < 400 and location:
-            self.remedy = f"The request was sent on to {without_credentials(location)[:200]}. {_REMEDY}"
+            self.remedy = f"The answer redirects to {without_credentials(location)[:200]}. {_REMEDY}"
         else:
             self.remedy = _CONSOLE if "console" in server.lower() else _REMEDIES.get(status, _REMEDY)
 

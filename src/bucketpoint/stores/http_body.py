@@ -30,11 +30,11 @@ SMALL_BYTES = 32 * 1024
 
 _READ_BYTES = 1 << 20
 _WORTH_A_TURN = 64 << 10
-"""Bytes that have arrived on a TLS connection, from which a thread waits for a turn to read them."""
+"""A thread waits for a turn if at least this many bytes have arrived on its TLS connection."""
 
 _turns = ProcessLock(holders=3)
 """Held while bytes that have arrived are taken out of TLS. Each record of 16 KiB needs the interpreter's lock: on 16
-cores 24 threads received 1.3 GB/s with 1.75 CPU s a GB, and 3 threads 2.1 GB/s with 1.1."""
+cores 24 threads received 1.3 GB/s with 1.75 CPU s a GB, and 3 threads 2.1 GB/s with 1.1 CPU s a GB."""
 
 
 def _runs(buffers: Buffers) -> Iterator[list[memoryview]]:
@@ -132,7 +132,7 @@ def _socket_of(body: Any, size: int) -> socket.socket | None:
 
 
 class Receiver:
-    """Receiver of a `StreamingBody` of `nbytes` bytes, in one call or in several."""
+    """Reception of the `nbytes` bytes of a `StreamingBody`, in one call or in several."""
 
     def __init__(self, body: Any, nbytes: int) -> None:
         self._body = body
@@ -206,7 +206,7 @@ def _fill_in_turns(sock: socket.socket, take: Callable[[memoryview], int], view:
     count = array("i", [0])
     while view:
         fcntl.ioctl(sock, termios.FIONREAD, count)
-        # The content of the whole records among the arrived bytes, at least: a small record is up to 3 % longer.
+        # At least this much content has arrived in whole records: small records add up to 3 % to their content.
         ready = count[0] - (count[0] >> 5) - (32 << 10)
         piece = view[: max(ready, _WORTH_A_TURN)]
         with _turns if ready >= _WORTH_A_TURN else contextlib.nullcontext():

@@ -37,7 +37,7 @@ _TUNING = (
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Settings of the connection to a bucket, by the names of this class and by those of fsspec's library for it.
+    """Settings of the connection to a bucket, named as in this class or as in fsspec's library for the service.
 
     Attributes:
         service_name: name of the service, for messages.

@@ -54,7 +54,7 @@ _UPLOAD = HIDDEN + "upload-"
 _UPLOAD_TARGET = "target"
 
 _LONGEST_TARGET = 1 << 14
-"""Limit on the bytes read from `_UPLOAD_TARGET`, which has the key if the object's name is long (`_LONGEST_NAMED`)."""
+"""Limit on the bytes read from `_UPLOAD_TARGET`, which holds the key of an object with a name over `_LONGEST_NAMED`."""
 
 _MOST_LINKS = 8
 _PAGE = 100
@@ -498,7 +498,7 @@ class LocalStore:
 
 
 def _paged(listing: Callable[[Entry | None], Iterator[Entry]]) -> Iterator[Entry]:
-    """Yield the entries of a listing. After a failure that may pass, begin the listing again after the last entry."""
+    """Yield the entries of a listing. After a failure that may pass, continue after the last entry."""
     last: Entry | None = None
     entries = listing(None)
 

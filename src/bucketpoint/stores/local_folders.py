@@ -25,7 +25,7 @@ HIDDEN = ".bucketpoint-"
 
 TEMPORARY = HIDDEN + "tmp-"
 _LONGEST_NAMED = 100
-"""Bytes of the longest object name that a hidden name may contain: together they must fit into one file name."""
+"""Bytes of the longest object name that a hidden name may contain: the hidden name must fit into one file name."""
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
@@ -38,7 +38,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 """Errors of filesystems that cannot sync folders, such as some on FUSE."""
 
 
-_SPACE = "A prune needs some for its notes: delete one checkpoint's folder by hand, then run `bucketpoint prune`"
+_SPACE = "A prune needs space for notes: delete one checkpoint's folder by hand, then run `bucketpoint prune`"
 REMEDIES = {
     errno.ENOSPC: f"Free space on the disk. {_SPACE}",
     errno.EDQUOT: f"The quota of the user or the project is used up. {_SPACE}",
@@ -48,7 +48,7 @@ REMEDIES = {
     errno.EIO: "Check the disk, or the connection to the file server (`dmesg`)",
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM),
-        "Give this user the right to it: to write and to enter for a trainer, to read and to enter for a reader",
+        "Give this user the rights to this path: a trainer needs to write and to enter, a reader to read and to enter",
     ),
 }
 """Remedies for failures of the filesystem, by error number."""

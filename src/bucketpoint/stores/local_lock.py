@@ -1,9 +1,9 @@
 """The lock of one file in a folder: a file beside it, which only processes with write access can create.
 
 The process that creates the lock file holds the lock, and deletes the file to release it. So the lock works on every
-filesystem that creates files exclusively, even if `flock` does not work (Lustre, NFS) or any reader may take it.
+filesystem that creates files exclusively. `flock` does not work on some (Lustre, NFS), and any reader may hold it.
 
-A lock is broken if its holder has died. On the holder's machine `/proc` shows whether the holder is alive. From another
+A lock is broken if its holder has died. On the holder's machine `/proc` shows whether the holder is alive. To another
 machine or container, the lock counts as abandoned after `ABANDONED_S`, by the filesystem's time. A holder changes the
 file only within `HELD_S` of taking the lock, and refuses later. So two writers can collide only if one of them is
 suspended for minutes between its last check of the clock and the next system call.
@@ -40,7 +40,7 @@ class LockedError(OSError):
     """Another writer holds the lock of the file."""
 
     def __init__(self, lock: str, holder: str) -> None:
-        super().__init__(errno.EBUSY, f"another writer{holder} holds its lock, the file {lock}", lock)
+        super().__init__(errno.EBUSY, f"another writer{holder} holds the object's lock, the file {lock}", lock)
 
 
 @contextlib.contextmanager
@@ -75,8 +75,8 @@ def locked(above: int, name: str, *, needed: bool = True) -> Iterator[Callable[[
 
 
 def _acquire(above: int, name: str, of: str = "") -> str:
-    """Create the lock file, and return its token. With `of`, the token of a dead lock: create the file that gives the
-    right to remove that lock."""
+    """Create the lock file, and return its token. If `of`, the token of a dead lock, is given, the file gives the right
+    to remove that lock."""
     lock, token = temporary("lock" + of, name), secrets.token_hex(6)
     ends = time.monotonic() + _WAIT_S
     while not _created(above, lock, f"{token} {_process()}"):

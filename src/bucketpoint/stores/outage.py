@@ -22,7 +22,7 @@ class Outage:
     """One store's outage: the requests, from all threads, that have failed and are being retried.
 
     An outage begins with the first request that fails, and ends when the last failing request succeeds or is given up.
-    It is logged once for all threads.
+    It is logged for all threads together.
     """
 
     def __init__(self, store: str) -> None:

@@ -22,8 +22,8 @@ WINDOW_S = 60.0
 """Seconds of waiting after which an attempt below the floor is cut off."""
 
 LATE_S = 5.0
-"""Replaces `WINDOW_S` after the request's deadline: no attempt follows, so a slow one is cut off sooner. Then also the
-longest silence, in seconds."""
+"""Seconds that replace `WINDOW_S` after the request's deadline, because no attempt follows. They then also limit the
+time without a byte."""
 
 
 class TooSlowError(OSError):

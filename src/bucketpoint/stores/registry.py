@@ -95,7 +95,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     # A local path may contain surrogates: Python uses them for bytes of a name that are not UTF-8.
     if match is not None and match[1].lower() not in _LOCAL_SCHEMES and _HALVES.search(text):
         raise InvalidURLError(
-            "the URL holds half a character: it was not read as UTF-8, or cut", remedy="Write the name in UTF-8"
+            "the URL holds half a character: it was not read as UTF-8, or was cut", remedy="Write the name in UTF-8"
         )
     if match is None or match[2] == "::":
         if not text:

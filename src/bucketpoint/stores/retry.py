@@ -37,19 +37,19 @@ LONGEST_OUTAGE_DELAY_S = 5.0
 
 BUDGET_TOKENS = 500.0
 REFUND = 0.5
-"""Tokens that a success adds to the budget; a retry takes one token. So a third of all attempts may fail for ever."""
+"""Tokens that a success adds. A retry takes one token, so the budget lasts even if a third of all attempts fail."""
 
 MOST_REFRESHES = 2
 
 UNSEEN_S = 25.0
 """Deadline, in seconds, for a store that has never answered this process: its name is probably wrong. With the last
-attempt (`pace.LATE_S`), 30 s at most."""
+attempt (`pace.LATE_S`), a request takes 30 s at most."""
 
 READ_ATTEMPTS = 5
 """Attempts to read a range or a small object whose body breaks off, including the first."""
 
 GROWN_BACK = 2.0
-"""The limit on concurrent requests ends at this multiple of the requests in progress when the service throttled."""
+"""The limit on concurrent requests is lifted at this multiple of those in progress when the service throttled."""
 
 KINDS = (
     "put",
@@ -155,9 +155,9 @@ class Budget:
     """Limit on the retries of a process, so that retries do not add load when everything fails.
 
     Attributes:
-        counts: requests sent, by kind (`KINDS`), and their outcomes: `succeeded`; `retried`, sent again within the
-            budget; `throttled`, refused by a store that asks for fewer requests; `refreshed`, sent again with new
-            credentials; `given_up` after an attempt that could be retried.
+        counts: requests sent, by kind (`KINDS`), and their outcomes: `succeeded`; `retried`, sent again after a
+            failure that may pass; `throttled`, refused by a store that asks for fewer requests; `refreshed`, sent again
+            with new credentials; `given_up` after an attempt that could be retried.
         outages: outages of stores with failed requests, by the store's name (see `store_of`).
     """
 

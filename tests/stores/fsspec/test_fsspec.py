@@ -158,7 +158,7 @@ def test_distrusts_conditions_that_a_service_ignores_and_says_so_once(
     assert not able.checksums
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "reads .metadata before and after it writes it" in said[0]
+    assert "reads .metadata before and after the write" in said[0]
     assert "ignores the condition" in said[0]
     assert not any(SCRATCH in name for name in forgetful.fs.store)
     forgetful.put("k", [memoryview(b"first")], if_none_match=True)

@@ -121,7 +121,7 @@ class Driver:
             fs.cp_file(source, target)
 
     def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
-        """Write an object that must not exist yet. Raises FileExistsError, or an exception with status 412 or 409."""
+        """Write an object. If it exists already, raises FileExistsError, or an exception with status 412 or 409."""
         return write_reply(fs.pipe_file(path, data, mode="create"))
 
     def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
@@ -167,7 +167,7 @@ def _innermost(fs: AbstractFileSystem) -> AbstractFileSystem:
 
 
 def _renamed(fs: AbstractFileSystem, path: str, write: Callable[[str], object]) -> None:
-    """Write a file under a temporary name, and rename it, so that a killed writer leaves no half file there."""
+    """Write a file under a temporary name, and rename it, so that a killed writer leaves no half file at `path`."""
     folder = path.rpartition("/")[0]
     if has_folders(fs):
         fs.makedirs(folder, exist_ok=True)
@@ -267,7 +267,7 @@ def _probe(store: _FilesystemStore, prefix: str) -> None:
     remember(store.fs, store.root, probed)
     if not (probed.creates or store.driver.private):
         logger.warning(
-            "%s has no conditional writes%s: a commit reads .metadata before and after it writes it. This is "
+            "%s has no conditional writes%s: a commit reads .metadata before and after the write. This is "
             "safe against crashes, but not against two jobs that save to the same URL at the same time",
             store.url,
             f" ({probed.why})" if probed.why else "",

@@ -1,7 +1,7 @@
 """Translation of the exceptions of fsspec's filesystems to the classes in `bucketpoint.errors`.
 
 Each filesystem raises the exceptions of its client library: Python's built-in exceptions, or exceptions whose
-attributes contain an HTTP status and the service's code. Both are searched for along the chain of causes; the text of
+attributes contain an HTTP status and the service's code. The chain of causes is searched for both; the text of
 an exception is never used.
 """
 
@@ -47,7 +47,7 @@ _RIGHTS = {
     "list_multipart": "list",
     "copy": "read and to write",
 }
-"""Permission that an operation needs, for messages, unless it is the operation's name."""
+"""Permission that an operation needs, for messages, where it differs from the operation's name."""
 
 _ARCHIVED = (
     "The object is in an archive tier: rehydrate it to an online tier (`az storage blob set-tier --tier Hot`) and try "

@@ -175,7 +175,7 @@ class ADLFS(Driver):
     def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
         if not any(other_id == upload_id for _, other_id, _ in self.uploads(fs, path)):
             return
-        # Azure has no request to delete blocks. An empty list deletes them, but leaves an empty blob, to be deleted.
+        # Azure has no request to delete blocks. An empty list deletes them, but leaves an empty blob, deleted below.
         _azure(fs, path, lambda blob: blob.commit_block_list([]))
         fs.rm_file(path)
 

@@ -139,7 +139,7 @@ class FsspecStore:
         conditional = if_none_match or if_match is not None
         # Before a trial the service's condition is not reliable, so this store checks the condition, too.
         looks = conditional and (probed is None or not native)
-        # A service may refuse to replace a missing object with "not found" instead of "precondition failed".
+        # A service may answer "not found", and not "precondition failed", if the object to replace is missing.
         missing = self._above if if_match is None else PreconditionFailedError
         with (
             self._errors("put", key, missing=missing, conditional=conditional),

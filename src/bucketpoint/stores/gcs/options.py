@@ -26,7 +26,7 @@ class GCSOptions(StoreOptions):
             or a `google.auth.credentials.Credentials`. Default: application default credentials, or none for an
             emulator.
         project: the project that is charged if `requester_pays` is True.
-        endpoint_url: another endpoint. Default: STORAGE_EMULATOR_HOST, then Google's.
+        endpoint_url: another endpoint. Default: STORAGE_EMULATOR_HOST, then API_ENDPOINT_OVERRIDE, then Google's.
         requester_pays: as in gcsfs: True to charge `project`, or the name of the project to charge.
         kms_key_name: the Cloud KMS key to encrypt with, `projects/P/locations/L/keyRings/R/cryptoKeys/K`. Default: the
             bucket's.

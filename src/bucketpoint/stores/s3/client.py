@@ -57,10 +57,10 @@ class S3Client:
 
     Attributes:
         parameters: additional parameters, by operation.
-        service: the service behind the endpoint, with the settings that the options override.
+        service: the service behind the endpoint; the options may override its features.
         exchange: sends each request, and checks that the answer is the store's.
         gate: limit on concurrent requests.
-        deletes: by bucket, `service` with the results of the trial of deletions.
+        deletes: `service` with the results of the trial of deletions, by bucket.
     """
 
     api: Any

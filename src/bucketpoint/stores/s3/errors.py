@@ -79,7 +79,7 @@ _KEY = (
 _SIGNATURE = "The secret key is not that of the access key ID, or a proxy changed the request: check both keys"
 _CLOCK = "Set this machine's clock, which is more than 15 minutes from the store's: `timedatectl`, or its NTP service"
 _QUOTA = (
-    "The store is full, or a quota used up: raise it; or delete one checkpoint's folder with another tool, then prune"
+    "The store is full, or a quota is used up: raise it, or delete one checkpoint's folder with another tool, and prune"
 )
 _SMALLER = "Send smaller parts with TransferOptions(part_bytes=...), or raise the limit on requests"
 _ARCHIVED = (
@@ -118,7 +118,7 @@ RULES: dict[RuleKey, ErrorRule] = {
     # Errors of the SSE-KMS key, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
     # https://docs.aws.amazon.com/kms/latest/APIReference/API_GenerateDataKey.html#API_GenerateDataKey_Errors
     # https://github.com/minio/minio/blob/master/internal/kms/errors.go
-    # Not AccessDeniedError, which callers may take for a missing object: without the right to list, S3 denies access.
+    # Not AccessDeniedError, which callers may take for a missing object: S3 answers so without the right to list.
     **answers(
         "KMS.DisabledException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException KMS.NotFoundException "
         "kms:InvalidCiphertextException kms:KeyNotFound kms:NotAuthorized",
@@ -167,7 +167,7 @@ RULES: dict[RuleKey, ErrorRule] = {
 
 
 _COPIES = (
-    "s3:GetObject for what is copied and s3:PutObject for the copy, and where the source has tags s3:GetObjectTagging "
+    "s3:GetObject for what is copied and s3:PutObject for the copy, and for a source with tags s3:GetObjectTagging "
     "and s3:PutObjectTagging"
 )
 
@@ -331,7 +331,7 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
     if rule.kind is not UnsupportedRequestError:
         return None
     parameter = next((parameter for parameter in _ENCRYPTION if parameter in asked), None)
-    # With a condition, the condition is what was refused: data sent before it was accepted with the same encryption.
+    # With a condition, the condition was refused: the store has already accepted data with the same encryption.
     if parameter is None or not _CONDITIONS.isdisjoint(asked):
         return _UNKNOWN_REQUEST
     return (

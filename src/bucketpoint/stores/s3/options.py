@@ -23,7 +23,7 @@ class S3Options(StoreOptions):
         endpoint_url: for stores other than AWS. Default: boto3's own sources (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL).
         profile: a profile of the AWS configuration files.
         service: the S3-compatible service: "aws", "minio", "r2", "ceph", "versitygw" or "gcs-xml"
-            (`s3.services.SERVICES`). It sets the defaults of some options below. Default: derived from the endpoint.
+            (`SERVICES`). It sets the defaults of some options below. Default: derived from the endpoint.
         anon: send unsigned requests, for public buckets.
         requester_pays: accept the charges of a requester-pays bucket.
         access_key, secret_key, session_token: explicit credentials. Default: every source that boto3 knows.
@@ -125,7 +125,7 @@ class S3Service:
         conditional_put: If-None-Match and If-Match of PutObject are honoured, atomically.
         conditional_delete: If-Match of DeleteObject is honoured, atomically.
         expiring_delete: a presigned DeleteObject is refused once it has expired.
-        equal_parts: all parts of an upload except the last must have the same size. Uploads of bucketpoint always do.
+        equal_parts: all parts of an upload except the last must have the same size. In bucketpoint's uploads they have.
         lists_uploads: uploads in progress are listed by any prefix of their keys, not only by the whole key.
         answers_early: the reply to a copy begins before the copy ends, so no read timeout interrupts the copy.
     """

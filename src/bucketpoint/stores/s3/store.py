@@ -35,7 +35,7 @@ MAX_DELETE_KEYS = 1_000
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
 CAPABILITIES = replace(http_store.CAPABILITIES, max_put_bytes=5 << 30)
-"""Capabilities of Amazon S3. `S3Store.capabilities` removes those that another service lacks: see `s3.services`."""
+"""Capabilities of Amazon S3. `S3Store.capabilities` removes those that another service lacks: see `s3.options`."""
 
 _LIST_MARKS = {"ContinuationToken": "NextContinuationToken"}
 _UPLOAD_MARKS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
