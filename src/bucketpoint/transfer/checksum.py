@@ -98,6 +98,6 @@ def fold(seed: bytes, nbytes: int, blocks: bytes | bytearray) -> bytes:
     """Return the digest of an item from the concatenated digests of its blocks.
 
     Args:
-        seed: bytes of the other properties that identify the item, such as dtype and shape.
+        seed: bytes derived from the item's other properties, such as dtype and shape.
     """
     return xxhash.xxh3_128_digest(b"".join((seed, nbytes.to_bytes(8, "little"), blocks)))

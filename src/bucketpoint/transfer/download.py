@@ -14,7 +14,7 @@ from bucketpoint.transfer.checksum import CrcAccumulator
 from bucketpoint.transfer.options import TransferOptions
 
 SMALL_EXTENT_BYTES = 64 << 10
-"""Direct extents below this size are received in a leased buffer and copied: a socket read for each would cost more."""
+"""Extents with less `direct` memory are received in a leased buffer and copied: a socket read each would cost more."""
 
 
 @dataclass(frozen=True)

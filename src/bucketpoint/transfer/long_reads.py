@@ -2,7 +2,7 @@
 
 A request that needs leased memory is small, because every connection needs such memory at the same time. But each HTTP
 request costs milliseconds of CPU time and a round trip. In a long read, the same leased memory receives the bytes of
-each request in turn, after those of the request before were verified and delivered.
+each request in turn, once those of the previous request are verified and delivered.
 
 If a store cannot stream replies, each request is read in one call, or in several within the budget if the store's
 client copies what it receives.
@@ -210,7 +210,7 @@ class _Reception:
             starts = range(request.start, request.stop, self._most)
             pieces = cut(buffers, [min(self._most, request.stop - start) for start in starts])
             for start, piece in zip(starts, pieces, strict=True):
-                # Attempts are counted for each piece: one of many pieces fails in nearly every attempt at all of them.
+                # Attempts are counted for each piece: with many pieces, nearly every attempt at all of them would fail.
                 run(functools.partial(self._fill, request, start, piece), self._policy)
             return
         if request.start < self._position:

@@ -27,7 +27,7 @@ MAX_READ_BYTES = 256 << 20
 
 
 def piece_bytes(options: TransferOptions) -> int:
-    """Return the piece size: one piece per connection fits the budget, in whole MiB if possible, for reuse."""
+    """Return the piece size: the budget holds one per connection; whole MiB if possible, so that buffers are reused."""
     size = min(options.part_bytes, options.lease_bytes)
     return size - size % MIB or size
 

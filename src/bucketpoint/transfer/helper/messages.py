@@ -78,7 +78,7 @@ class RemoteSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentsToUpload:
-    """Segments of one object of the next order. Of an object's messages, the first has `begins` set."""
+    """Segments of one object of the next order. `begins` is True in the first message of an object."""
 
     key: str
     begins: bool
@@ -294,7 +294,7 @@ class Channel:
         return not self._wait(process, within_s)
 
     def limit_waits(self, seconds: float) -> None:
-        """Limit waits inside a message. At the limit, `send` raises BlockingIOError, and `receive` returns None."""
+        """Limit the wait for the rest of a message: then `send` raises BlockingIOError, and `receive` returns None."""
         limit = struct.pack("@ll", int(seconds), 0)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)

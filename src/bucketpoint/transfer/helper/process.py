@@ -355,7 +355,7 @@ def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
         if not work.store.capabilities.multipart:
             return
         for source in work.sources:
-            # The helper may have died before it reported an upload. In a local folder, a small object is one, too.
+            # The helper may have died before it reported an upload. In a local folder, an unfinished file is one.
             # Permission to list uploads may be missing.
             with contextlib.suppress(BucketpointError):
                 for upload in work.store.list_multipart(source.key):

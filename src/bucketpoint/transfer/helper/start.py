@@ -90,7 +90,7 @@ class HelperProcess:
 
 
 def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s: float) -> HelperProcess:
-    """Start a helper. `answers_within_s` is the limit on waits inside a message, as for `Channel.limit_waits`.
+    """Start a helper. `answers_within_s` is the limit of `Channel.limit_waits`.
 
     Raises:
         OSError, ValueError, RuntimeError: no process can be started.

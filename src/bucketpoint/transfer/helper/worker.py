@@ -1,6 +1,6 @@
 """Main program of the helper process: it carries out one upload order after another until the channel closes.
 
-The process ends within seconds of the trainer's end, whatever the cause, and aborts open uploads.
+The process usually ends within seconds of the trainer's end, whatever the cause, and aborts open uploads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _POLL_S = 0.1
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Serve the trainer (a process id) over a socket, whose descriptor the helper has inherited."""
+    """Serve the process `trainer` over the socket `descriptor`, which this process has inherited."""
     # A separate process group, because a terminal sends Ctrl-C to the trainer's group. Not a separate session: Linux
     # first divides cores among sessions (autogroup, see sched(7)), and niceness counts only within a session.
     os.setpgid(0, 0)
@@ -192,7 +192,7 @@ class _Job:
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
             answer = Failed(_picklable(error), _counted_since(before))
         finally:
-            # A mapping stays valid. After a refused order the open descriptor would keep the trainer's memory alive.
+            # A mapping needs no descriptor. After a refused order an open one would keep the trainer's memory alive.
             os.close(self._descriptor)
         self._over.set()
         # The process may be idle for long, and the segments hold bytes of the state.
