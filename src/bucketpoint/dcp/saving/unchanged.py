@@ -1,7 +1,7 @@
 """Detection of items that are unchanged since the last save, and copies of their objects inside the store.
 
-Only whole objects are copied, because every store can do this. An object is copied if unchanged items make up nearly
-all of its bytes; the other bytes of the copy are unused. Unchanged items in other objects are sent again, in separate
+Only whole objects are copied, because every store can do this. An object is copied if unchanged items are 80 % or more
+of its bytes; the other bytes of the copy are unused. Unchanged items in other objects are sent again, in separate
 objects that can be copied at the next save.
 """
 
