@@ -1,6 +1,6 @@
 """PyTorch Distributed Checkpoint on object stores, with atomic commits, checksums and parallel transfers.
 
-Except for the errors, public names are imported on first use: the command line lists a bucket without loading torch.
+Except for the errors, public names are imported on first use, so the command line lists a bucket without torch.
 """
 
 from importlib import import_module

@@ -122,7 +122,7 @@ class EndpointError(StoreError):
 class CredentialsError(StoreError):
     """The credentials are missing, malformed or expired."""
 
-    remedy_default = "Check that AWS_PROFILE or AWS_ACCESS_KEY_ID is of this endpoint's store and has not expired"
+    remedy_default = "Check that AWS_PROFILE or AWS_ACCESS_KEY_ID belongs to this endpoint's store and has not expired"
 
 
 class AccessDeniedError(StoreError):
@@ -216,7 +216,7 @@ class RanksDisagreeError(BucketpointError):
 
 
 class IncompleteSaveError(BucketpointError):
-    """Some planned items were not reported as written, so the save must not be committed."""
+    """The save lacks planned items or parts of the state, or its data was deleted; nothing was committed."""
 
 
 class MetadataError(BucketpointError):
@@ -240,7 +240,7 @@ DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFou
 """Errors caused by the checkpoint, and not by the store, the state or the network: another checkpoint may load."""
 
 NOT_UNDERSTOOD = (UnsafeDataError, NewerFormatError)
-"""Errors of `DAMAGE` that an undamaged checkpoint may cause, too: loads do not skip it for an older checkpoint."""
+"""Errors of `DAMAGE` that an undamaged checkpoint may cause too: a load that raises one tries no older checkpoint."""
 
 
 class MismatchError(BucketpointError):
@@ -286,7 +286,7 @@ class StagingError(BucketpointError):
 
 
 class StagingOverlapError(StagingError):
-    """An earlier save is still reading the staging memory, and `when_busy="error"`."""
+    """An earlier save is still reading the staging memory, and `when_busy` is `"error"`."""
 
     remedy_default = 'Wait for the earlier save first, or choose when_busy="wait" or "double_buffer"'
 
@@ -343,7 +343,7 @@ class PolicyError(BucketpointError):
         message: as for `BucketpointError`.
 
     Attributes:
-        faults: the first 100 faults found, in the order of the file. The message has the number of all.
+        faults: the first 100 faults found, in the order of the file. The message contains the number of all faults.
         file: the policy's file, or None.
         line, column: position of the first fault; None for Python objects.
     """

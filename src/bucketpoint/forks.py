@@ -4,7 +4,7 @@ A fork copies objects, but none of the threads that work on them. A lock that an
 the child, a thread pool has no threads, and a connection or shared memory would be used by two processes. So the owner
 of such an object registers a function here that replaces it in each child.
 
-Also the reservation of descriptors 0 to 2, to which libraries write even in a program without standard streams.
+This module also reserves descriptors 0 to 2, to which libraries write even in a program without standard streams.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ProcessLock:
 
     def acquire(self, *, blocking: bool = True) -> bool:
         if not self._used:
-            # On first use, because some of these locks are created at import, which must have no effect on forks.
+            # Registered on first use: some of these locks are created at import, which must have no effect on forks.
             self._used = True
             renew_in_child(self, ProcessLock._renew)
         return self._lock.acquire(blocking)
@@ -121,7 +121,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    # Also free if another thread held the lock, because the wait in `_before` was interrupted.
+    # Free the lock even if another thread held it, because the wait in `_before` was interrupted.
     no_fork._at_fork_reinit()  # type: ignore[attr-defined]
     _call("in_child")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 def boottime() -> float:
-    """Return the seconds since the machine started, including the time of a suspension (Linux only)."""
+    """Return the seconds since the machine started; on Linux, they include suspensions."""
     # CLOCK_MONOTONIC stops while a laptop sleeps. CLOCK_BOOTTIME does not, but only Linux has CLOCK_BOOTTIME.
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)

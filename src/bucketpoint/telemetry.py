@@ -45,7 +45,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "bucketpoint.throttled": Metric("counter", "{request}", "Answers of a store that asked for fewer requests"),
     "bucketpoint.checkpoint.committed": Metric(
-        "gauge", "s", "Unix time of the last commit of a run; now minus this is its age"
+        "gauge", "s", "Unix time of the last commit of a run; the current time minus this is its age"
     ),
     "bucketpoint.checkpoint.size": Metric("gauge", "By", "Bytes of the checkpoint that was committed last"),
     "bucketpoint.kept.size": Metric("gauge", "By", "Bytes of the checkpoints that the policy keeps"),
@@ -128,7 +128,7 @@ def begin_span(
         if parent is not None and hasattr(parent, "get_span_context"):
             parent = trace.set_span_in_context(parent)
         links = [] if link is None else [trace.Link(_span_context(trace, link))]
-        # Without a parent a new context: the current one may belong to another save of this thread.
+        # Without a parent, begin in a new context: the current one may belong to another save of this thread.
         around = _loaded("context").Context() if parent is None else parent
         return trace.get_tracer(_NAME, __version__).start_span(
             name, around, attributes=attributes, links=links, start_time=_epoch_ns(began)
@@ -153,7 +153,7 @@ def end_span(
         if error is not None:
             trace = _loaded("trace")
             span.set_attribute("error.type", type(error).__qualname__)
-            # The message alone: the rest of the text is the URL, which may hold credentials, and the remedy.
+            # Record only the message: the rest of the text is the URL, which may hold credentials, and the remedy.
             words = getattr(error, "message", None) or str(error)
             span.set_status(trace.Status(trace.StatusCode.ERROR, words))
         span.end(_epoch_ns(ended))

@@ -182,7 +182,7 @@ ROWS: list[tuple[Any, str, int, str, str, type[StoreError], str]] = [
     (s3, "GetObject", 400, "InvalidBucketName", "", StoreError, "S3 allows 3 to 63"),
     (s3, "GetObject", 404, "NoSuchBucket", "", BucketNotFoundError, "create"),
     (s3, "GetObject", 403, "AccessDenied", "", AccessDeniedError, "s3:GetObject"),
-    (s3, "GetObject", 404, "XAdminUserNotFound", "", CredentialsError, "of this endpoint's store"),
+    (s3, "GetObject", 404, "XAdminUserNotFound", "", CredentialsError, "to this endpoint's store"),
     (s3, "GetObject", 403, "SignatureDoesNotMatch", "", CredentialsError, "The secret key is not that"),
     (s3, "GetObject", 403, "RequestTimeTooSkewed", "", CredentialsError, "timedatectl"),
     (s3, "PutObject", 400, "KMS.NotFoundException", "", StoreError, "SSEKMSKeyId in request_kwargs"),
