@@ -312,7 +312,7 @@ def _check_ours(request: Commit, key: str, *ours: bytes) -> None:
 
 
 def _to_be_replaced(request: Commit, info: ObjectInfo, data: bytes) -> Metadata | None:
-    """Return the metadata to be replaced; None if it cannot be decoded, and its data objects must stay.
+    """Return the metadata to be replaced; None if it cannot be decoded: its data objects then stay.
 
     Raises:
         CheckpointExistsError, CommitConflictError: the commit must not be replaced.

@@ -155,7 +155,7 @@ class _Moments:
 
 
 class MomentsWatch:
-    """Comparison of the moments in the saves of one run, on the coordinator. It warns once per pause in changes."""
+    """Comparison of the moments in the saves of one run, on the coordinator. Warns once until they change again."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Moments] = {}

@@ -56,8 +56,8 @@ def write_transformed(
     meter: Meter,
 ) -> list[WriteResult]:
     """Write all items through `extensions`, the first of which writes to the object. `groups`: items by path."""
-    # In the order in which a reader undoes the transforms, beginning at the object. Torch's writer lists them in the
-    # reverse order, so that torch's reader cannot undo more than one.
+    # Listed in the order in which a reader undoes the transforms, beginning at the object. Torch's writer lists them in
+    # the reverse order, so torch's reader cannot undo more than one.
     descriptors = [extension.get_descriptor() for extension in extensions]
     results: list[WriteResult] = []
     for path, members in groups.items():

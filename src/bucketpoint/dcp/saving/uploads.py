@@ -49,7 +49,7 @@ class Uploads:
         self._options = options
         self._lock = ProcessLock()
         self._made: UploadHelper | None = None
-        # Set by the options, or after a process was refused, and never reset.
+        # True if the options exclude a process, or once a process was refused; never reset.
         self._on_threads = options.background == "thread"
         self._left = False
         self._told = False
