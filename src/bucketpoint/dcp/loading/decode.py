@@ -140,7 +140,7 @@ def without_transforms(
         trusted: set no limit.
 
     Raises:
-        CorruptDataError, UnsafeDataError: a tensor's item, or a byte item, exceeds the limit.
+        CorruptDataError, UnsafeDataError: a tensor's item (or a byte item, respectively) exceeds the limit.
         BucketpointError: a transform is not registered here.
         MetadataError: a transform cannot be undone.
     """

@@ -1,7 +1,7 @@
 """Computation of all byte ranges that a rank's load plan needs, with the small reads that must come first.
 
 Two facts are in the objects and not in the metadata: the position of the payload in another writer's frame, and the
-block checksums of an item that is read in part.
+block checksums, by which parts of an item are verified.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _read_first(
 
     Args:
         read: returns start and length of the read, and a function that turns its bytes into a `Complete`.
-        checked: this function raises CorruptDataError for damaged bytes.
+        checked: that function raises CorruptDataError for damaged bytes.
     """
     wanted = {item.place: item for item in items if needed(item)}
     if not wanted:
@@ -120,7 +120,7 @@ def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
         MismatchError: one tensor of the state has two names, under which different or quantized values were saved.
     """
     quantized = [item for item in items if item.scales is not None]
-    # On any device: otherwise one item would multiply elements that another item has filled.
+    # Checked on every device: otherwise one item would multiply elements that another item has filled.
     starts = Counter(map(_start, items if quantized else ()))
     for item in quantized:
         if _start(item) is not None and starts[_start(item)] > 1:
@@ -142,7 +142,7 @@ def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
         other = into.setdefault((begin, target.shape, target.dtype, cut), item)
         if other.info.crc32c != item.info.crc32c:
             raise MismatchError(
-                f"The state has one tensor as {other.fqn} and as {item.fqn}, for which the checkpoint has other values",
+                f"The state has one tensor as {other.fqn} and as {item.fqn}, but the checkpoint has different values",
                 key=item.fqn,
                 remedy="Leave one of the two names out of the state, or load into a model that does not tie them",
             )
