@@ -1,7 +1,7 @@
 """Checks that the ranks of a save or a load agree. The error names the ranks that differ.
 
 Each rank sends a statement with its plan, so that disagreement is found before any data is uploaded. It sends the
-statement again with its results, because DCP's planner does not send cached plans, and drops data added to a plan.
+statement again with its results, because DCP's planner does not send cached plans, and drops data added to plans.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _refuse(
 
 
 def rank_of(place: int, stated: object) -> int:
-    """Return the global rank that a plan's `storage_data` states; without it `place`, the rank in the group."""
+    """Return the global rank in a plan's statement; without a statement `place`, the rank in the group."""
     return stated.rank if isinstance(stated, Statement | CommitRead) else place
 
 
@@ -181,7 +181,7 @@ class CommitRead:
 def commit_read(token: str | None, data: bytes, store: Store, prefix: str, url: str) -> CommitRead:
     """Make the statement of this rank. The id of the commit is `token`, or else a digest of store, prefix and `data`.
 
-    Each save of `BucketWriter` has a unique token, which copies of the checkpoint keep. Other writers store no token,
+    Each save of `BucketWriter` has a unique token, which copies of it may keep. Other writers store no token,
     and the metadata of two of their saves may be equal, so the digest includes store and prefix.
     """
     place, end = _place(store, prefix, url)
@@ -315,6 +315,6 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
                     url=url,
                     key=result.index.fqn,
                     rank=rank_of(place, statements[place]),
-                    remedy="Use a planner that alters no dtype or shape of the metadata, and keeps plans in one "
-                    "process group only, for the same saves on all ranks",
+                    remedy="Use a planner that alters no dtype or shape of the metadata, and use each planner for the "
+                    "same saves on all ranks of one process group",
                 )

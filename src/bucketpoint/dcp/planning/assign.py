@@ -1,8 +1,8 @@
 """Assignment of items to ranks, computed on columns (int64 tensors), with no Python object per item.
 
 Large replicated items are cut, each item is assigned to a rank (`items.py`), and hints and metadata are the same as
-from DCP's global plan. Irregular items are left to DCP's planner: chunks on which ranks disagree, chunks outside their
-tensor, and chunks that one rank holds twice.
+from DCP's global plan. DCP's planner plans all items if one is irregular: a chunk on which ranks disagree, a chunk
+outside its tensor, or a chunk that one rank holds twice.
 """
 
 from __future__ import annotations

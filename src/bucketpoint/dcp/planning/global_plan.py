@@ -1,6 +1,6 @@
 """Global plan of a save with its metadata, and a cache of the plans of earlier saves.
 
-If columns can hold all items, the plan is computed on columns. Otherwise DCP's functions make it, without balance.
+If columns can hold all items, the plan is computed on columns. Otherwise DCP's functions make it, with no load balance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wire format of the items of a plan: columns with a few bytes for each item, and `PlanItems`; the load balance.
+"""Wire format of the items of a plan (columns with a few bytes for each item, and `PlanItems`), and load balance.
 
 Names, dtypes and shapes are the same on most ranks. They are encoded in tables, and the coordinator decodes equal
 tables only once. Offsets and sizes of a rank's chunks are encoded separately.
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from bucketpoint.errors import BucketpointError
 
 MAX_SLICE_BYTES = 64 << 20
-"""About two parts of an upload: small enough to balance, large enough for efficient requests."""
+"""Largest slice, about two parts of an upload: small enough to balance, large enough for efficient requests."""
 
 MIN_SLICE_BYTES = 64 << 10
 """Smaller slices are not worth an entry in the metadata."""

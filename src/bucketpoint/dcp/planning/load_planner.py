@@ -57,8 +57,8 @@ class LoadPlanner(DefaultLoadPlanner):
         strict: refuse checkpoints with keys that no rank requests.
 
     Attributes:
-        pending: planned data that has not arrived, by key: number of elements of a tensor, or of other items. Empty
-            once the load is complete.
+        pending: by key, the planned elements of a tensor that have not arrived, or 1 for a value that is not a tensor.
+            Empty once the load is complete.
         skipped: keys of the state that the checkpoint lacks, with `allow_partial_load`.
     """
 

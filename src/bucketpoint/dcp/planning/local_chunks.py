@@ -2,7 +2,7 @@
 
 Tensors with the attributes of torch 2.15's `CheckpointableTensor` are described by DCP's protocol
 `__create_chunk_list__`, which every version of DCP supports. DCP's planner makes the same read items for the overlaps,
-but one tensor at a time, and with an object for each saved chunk, in place of the columns of an index.
+but one tensor at a time, and with a Python object per saved chunk, instead of from the columns of an index.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _PAIRS_AT_ONCE = 1 << 20
 """Number of pairs of a local and a saved chunk that are compared in one step: about 50 MB of memory."""
 
 _MANY = 64
-"""Local chunks of one tensor above which DCP's algorithm is faster, although it makes objects for saved chunks."""
+"""Number of local chunks of a tensor above which DCP's algorithm is faster, despite an object per saved chunk."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """State that differs between ranks: a separate key for each rank, and detection of values that would be lost.
 
 DCP saves one rank's value under each name. If all ranks keep the position of a dataloader, or the state of a random
-generator, under the same name, the values of all other ranks are lost.
+generator, under the same name, the values of all ranks but one are lost.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the item's rows of a tensor, without a copy, or the pickle of any other value."""
-        # Other writers may call this on their own threads, where torch's writer ignores an error and loses the items.
+        # Writers of other packages may call this on their threads: torch's ignores an error there, and loses the items.
         if self._writer_is_ours:
             self._refuse_two_threads()
         rows = rows_of_item(self.state_dict.get(write_item.index.fqn), write_item)

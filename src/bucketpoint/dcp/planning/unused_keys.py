@@ -260,7 +260,7 @@ def find_renaming(lacking: Sequence[str], unused: Iterable[str]) -> Renaming | N
             examples.setdefault(kind, (name, other))
     if not kinds:
         return None
-    # Among equally frequent differences the shortest: a name may occur a second time, deeper in the checkpoint.
+    # Among equally frequent differences, take the shortest: a name may occur again, deeper in the checkpoint.
     (kind, count) = min(kinds.items(), key=lambda pair: (-pair[1], len(pair[0][0])))
     if count * 10 < len(compared):
         return None
