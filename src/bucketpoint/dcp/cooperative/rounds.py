@@ -1,8 +1,8 @@
 """One rank's part in a schedule: read its cells ahead, send them round by round, and assemble the received cells.
 
-The caller's thread exchanges messages and copies; store reads, checks and deliveries run on other threads. Connections
-last for one load. They are separate from the caller's process group, so that messages never mix with other collectives,
-and closing the connections wakes every waiting rank.
+The caller's thread exchanges messages and copies bytes; store reads, checks and deliveries run on other threads.
+Connections last for one load. They are separate from the caller's process group, so that messages never mix with other
+collectives, and closing the connections wakes every waiting rank.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Peers:
         return memoryview(buffer)
 
     def move(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """Receive and send all messages. In one call, each pair of ranks uses each tag, from 0 on, only once."""
+        """Receive and send all messages. In one call, a rank uses each tag, from 0 on, once for each receiver."""
         received, sent = (
             [(message.peer, _READY_TAG + 1 + message.tag, message.data) for message in messages]
             for messages in (receives, sends)

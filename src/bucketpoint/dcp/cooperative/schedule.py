@@ -20,7 +20,7 @@ LARGEST_CELL = 4 << 20
 """Largest cell: small enough for an even distribution and for exchange during reads, large enough for a request."""
 
 SMALLEST_CELL = 256 << 10
-"""Least size of a cell, unless a round is smaller: below, the latency of requests costs more than small rounds save."""
+"""Least size of a cell, unless a round is smaller: the latency of requests would make smaller cells slower."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cell:
     Attributes:
         obj: number of the object in the rows.
         reader: the rank that reads the cell, and also needs it.
-        ranks: in the reader's schedule, all ranks that need the cell; in that of another rank, at most this rank.
+        ranks: in the reader's schedule, all ranks that need the cell; in another rank's, only that rank, or none.
     """
 
     obj: int

@@ -139,7 +139,7 @@ def save(
 ) -> Metadata:
     """Save a state, on all ranks or in a single process. Returns when the checkpoint is committed.
 
-    If a rank fails, stalls or dies, every other rank raises: at once after a failure, at the next wait for a rank that
+    If a rank fails, stalls or dies, every other rank raises: at once after a failure, at its next wait after a rank
     died, and by the deadline in any case. A stalled rank raises when it continues.
 
     Args:
@@ -232,8 +232,8 @@ def load(
 ) -> dict[Any, Any] | None:
     """Load a checkpoint into a state, in place and on all ranks; or, given only a URL, return the saved state.
 
-    `load(state, url)`: ranks that fail, stall or die are handled as in `save`. After an error the state is partly
-    loaded.
+    `load(state, url)`: ranks that fail, stall or die are handled as in `save`. After an error the state may
+    be partly loaded.
 
     `load(url)`: each calling process loads the state alone, with any number of ranks in the job that saved. Tensors are
     plain tensors on `device`, not shards.

@@ -71,7 +71,7 @@ def collective_call(
         ranks = process_groups.ranks_of(parent)
     call = CollectiveCall(what, parent, ranks, deadline_s, url)
     try:
-        # Requests may take until `ends`, so that the canceller ends them at `stops`, and not their own timeout.
+        # Requests may take until `ends`, so that the canceller, and not their own timeout, ends them at `stops`.
         with retry.deadline(call.ends - time.monotonic()), call.cut.over_here(), warnings.catch_warnings():
             call.join()
             if call.group is None:
@@ -96,7 +96,7 @@ def collective_call(
 class CollectiveCall:
     """This rank's part in a call. Made by `collective_call`.
 
-    On each rank, only one thread uses the job's TCP store, so that no other thread waits for it. It meets the other
+    On each rank, only one thread uses the job's TCP store, so that no other waits for the store. It meets the other
     ranks, makes the mesh, sends this rank's failure, receives failures of other ranks, and wakes the working thread.
 
     Attributes:
