@@ -58,7 +58,7 @@ class SaveHandle(Future[Metadata]):
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
         self._at_end: error_boundary.LastSave | None = None
-        # The program has received the outcome, so the error is not raised again.
+        # True once the program has received the outcome: a failure then does not change the exit status.
         self._told = False
         # The error that the stager or the state raised at the call.
         self._refused: BaseException | None = None
@@ -88,7 +88,7 @@ class SaveHandle(Future[Metadata]):
 
     @property
     def committed(self) -> Future[Metadata]:
-        """Future that is done when the checkpoint can be loaded: the handle, as a counterpart of `staged`."""
+        """Future that is done when the checkpoint can be loaded: this handle, as the counterpart of `staged`."""
         return self
 
     @property
@@ -102,7 +102,7 @@ class SaveHandle(Future[Metadata]):
         """Figures of the save on this rank, and on the coordinator those of all ranks; None while the save runs.
 
         Always None with a checkpoint process, and with a writer or a stager of another package. Also None if the save
-        failed before DCP had set up the writer: the state could not be copied, or the planner raised an error.
+        failed before DCP had set up the writer, for example because the state could not be copied.
         """
         return self._stats
 
@@ -184,7 +184,7 @@ class SaveHandle(Future[Metadata]):
             self._at_end.failure = None if error is None or self._told else str(error)
         if error is None:
             try:
-                # `on_commit` is called before the result is set, so that a program that ends after `result()` gets it.
+                # Call `on_commit` before the result is set: the program may end right after `result()`.
                 committed = getattr(upload.result(), "committed", None)
                 # Only the committing rank has `on_commit`.
                 if self._on_commit is not None and committed is not None:

@@ -63,7 +63,7 @@ class CopyPlan:
         replaces: the destination has, or may have, a checkpoint, which will be replaced.
         seen: commit found at the destination, the only one that may be replaced; None if it could not be read.
         inside: the service can copy the objects, without sending them through this process.
-        token: token of the copy: the token of the original save, or a new token in the new names of the objects.
+        token: token of the copy: the token of the original save, or a new token, with which the objects are renamed.
         catalog: catalog of the run that the copy will belong to; None if the destination is not in a run.
     """
 
@@ -166,7 +166,7 @@ def copy_checkpoint(
 
     Raises:
         CorruptDataError: the source is damaged; nothing was committed.
-        CheckpointExistsError, CommitConflictError: another commit was made meanwhile, and stays.
+        CheckpointExistsError, CommitConflictError: another commit was made meanwhile, or copied objects were deleted.
     """
     saved = plan.saved
     waiting = [path for path in plan.paths if path not in plan.there]
@@ -217,7 +217,7 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     """
     (store, prefix), (other, there) = source.opened, target.opened
     above = f"{prefix}/" if prefix else ""
-    # Web consoles make an empty object for a folder, whose name ends with "/".
+    # For a folder, web consoles make an empty object with a name that ends with "/".
     found = [info for info in store.list(above) if not info.key.endswith("/")]
     names = [info.key[len(above) :] for info in found]
     model = any("/" not in name and name.endswith(".safetensors") for name in names)
@@ -239,7 +239,7 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
 def copy_files(source: Location, target: Location, jobs: Sequence[CopyJob], meter: Meter) -> None:
     """Copy the files of a model: an old index at the destination is deleted first, and the new index is copied last.
 
-    In another order, an interrupted copy, or the copy of a single file, could leave an index that names other files.
+    Otherwise an interrupted copy, or a model without an index, could leave an index that names other files.
     """
     (store, _), (other, there) = source.opened, target.opened
     index = keys.join(there, INDEX_NAME)
@@ -355,7 +355,7 @@ class _Checked:
 
     def see(self, start: int, view: memoryview) -> None:
         with self._lock:
-            # Created when the first bytes arrive: if the service copies, no bytes arrive, and no table must be read.
+            # Created when the first bytes arrive: if the service copies, no bytes arrive, and no table is needed.
             if self._check is None:
                 regions = _regions(self._saved, self._path, self._source)
                 self._check = ObjectCheck(regions)

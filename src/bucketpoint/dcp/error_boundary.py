@@ -1,9 +1,9 @@
 """Conversion of errors that are sent to other ranks, and the exit status of a program that loses its last save.
 
-DCP sends errors as pickles. This package sends them as JSON: other processes may write into the job's TCP store.
+DCP sends errors as pickles; this package uses JSON, because any process may write into the job's TCP store.
 
 The interpreter waits for threads that save, but their errors do not change the exit status, so a job whose last save
-failed would look complete. Python documents one way to change the status so late: 120 if output cannot be flushed.
+failed would look complete. Python documents one way to change it so late: it is 120 if output cannot be flushed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_BYTES = 256 << 10
 """Limit on the bytes of a message to decode. Results of `to_plain` are shorter."""
 
 _DYING_S = 1.0
-"""Seconds to wait until a dead checkpoint process is detected: its pipe closes, and ends the save, a little earlier."""
+"""Seconds to wait for the death of a checkpoint process: its pipe closes, which ends the save, a little earlier."""
 
 _MOST_LETTERS = 4096
 _TEXTS = ("url", "key", "remedy")
@@ -174,8 +174,8 @@ def _clipped(text: object) -> str | None:
 def dcp_call(method: F) -> F:
     """Wrap a method that DCP calls on an object with a `url` attribute.
 
-    An exception that cannot be unpickled on other ranks hangs the job instead of failing it. So other exceptions are
-    converted to a BucketpointError, and the rank and the URL are added if missing. If the object's attribute
+    An exception that cannot be unpickled on other ranks hangs the job instead of failing it. So all exceptions are
+    converted to BucketpointErrors, and the rank and the URL are added if missing. If the object's attribute
     `unwatched` is true, the error is logged too.
     """
 

@@ -194,7 +194,7 @@ class Meeting:
     def failures(self) -> list[Failure]:
         """Return the failures that ranks have recorded, in order."""
         found = []
-        # Each rank records at most one failure, so another process has written a larger count.
+        # Each rank records at most one failure. A larger count was written by another process.
         for number in range(1, min(self.store.add("failures", 0), len(self.ranks)) + 1):
             key = [f"failed/{number}"]
             # A rank counts its failure before it writes the text, which may still be missing.

@@ -30,11 +30,11 @@ from bucketpoint.forks import ProcessLock
 logger = logging.getLogger(__name__)
 
 _CONNECT_WITHIN = timedelta(minutes=1)
-"""Limit on gloo's steps while the ranks of a meeting connect, and on the wait for the ranks that replace a failed mesh.
-Ranks that have not noticed the failure do not come."""
+"""Limit on gloo's steps while the ranks of a meeting connect, and on the wait for ranks to replace a failed mesh:
+ranks that have not noticed the failure do not join."""
 
 _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValueDictionary()
-"""The newest mesh by its ranks."""
+"""The newest mesh of each group of ranks."""
 
 _beside: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 """For each caller's group, the mesh over the same ranks, which is kept for as long as one of these groups exists."""
@@ -90,7 +90,7 @@ class Mesh:
         return mesh
 
     def wait_for(self, timeout: timedelta, *, at_most: bool = False) -> None:
-        """Let collectives wait for at least `timeout`."""
+        """Let collectives wait for at least `timeout`; with `at_most`, for exactly `timeout`."""
         if at_most or timeout > self.timeout:
             process_groups.backend_of(self.group)._set_default_timeout(timeout)
             self.timeout = timeout
@@ -107,8 +107,8 @@ class Mesh:
     def end(self, error: BaseException, url: str | None, what: str = "The save") -> BucketpointError:
         """Close the connections after an error on this rank. Return the reason, which is the same on all ranks.
 
-        The first rank with an error determines the lost ranks. The connections of other ranks are closed only by this
-        rank, and ranks that are working notice it much later.
+        The first rank with an error determines the lost ranks: other ranks also see connections that it has closed, and
+        see this much later if they are working.
 
         Args:
             error: a `PeerFailedError` if this rank has waited for another rank without success.

@@ -1,7 +1,7 @@
 """Separate process groups for checkpoints, so that their collectives never mix with those of training.
 
-Two threads that use one process group at the same time share its connections. If their order differs between ranks,
-the threads wait for each other forever, or one reads bytes for the other, and gloo ends the process."""
+Two threads that use one process group at the same time share its connections. If the order of their calls
+differs between ranks, they wait for each other forever, or one reads the other's bytes and gloo ends the process."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _connect_neighbours(backend: Any) -> None:
-    """Run each collective that DCP uses once. Later, the closed connections of a lost rank are noticed."""
+    """Run once each collective that DCP uses, so that ranks later notice the closed connections of a lost rank."""
     own = torch.zeros(1, dtype=torch.uint8, device="cpu")
     every = [torch.empty_like(own) for _ in range(backend.size())]
     to_first, from_first = dist.GatherOptions(), dist.BroadcastOptions()

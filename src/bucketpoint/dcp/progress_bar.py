@@ -26,7 +26,7 @@ def progress_callback(
 
     With None the bar is shown on the first rank of the group if standard error is a terminal and `rich` is installed; a
     log file gets nothing. With True a log file, or a terminal without `rich`, gets a line every `LINE_S` seconds, and
-    a line at the end. A notebook gets the bar, or lines without `rich` or `ipywidgets`.
+    a line at the end. A notebook gets the bar, or lines if `rich` or `ipywidgets` is missing.
 
     Args:
         place: rank in the process group.

@@ -121,7 +121,7 @@ class BucketReader(Located, StorageReader):
         self._counts: Counter[str] = Counter()
         self._former_counts: Counter[str] | None = None
 
-    # -- DCP, in the order in which it calls --------------------------------------------------------------------------
+    # -- methods in the order in which DCP calls them -----------------------------------------------------------------
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -141,9 +141,9 @@ class BucketReader(Located, StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. Called on all ranks.
 
-        Within a load (after `reset`), errors are not raised here: this method returns an `Unread`, which raises the
-        error once DCP accesses the metadata. But the error is raised if the checkpoint may have been saved without
-        collectives, because DCP then reads the metadata of each rank.
+        Within a load (after `reset`), this method returns an `Unread` instead of raising an error; the `Unread` raises
+        the error once DCP accesses the metadata. The error is raised at once only if the checkpoint may have been saved
+        without collectives: DCP then reads the metadata of each rank.
 
         Raises:
             CheckpointNotFoundError: the URL has no checkpoint.
@@ -297,7 +297,7 @@ class BucketReader(Located, StorageReader):
         return self._stats
 
     def explain(self) -> str:
-        """Return a text with figures that explains if the last load was cooperative, and why."""
+        """Return a text, with figures, that explains whether and why the last load was cooperative."""
         return 'Plain: cooperative="off"' if self._cooperation is None else self._cooperation.explanation
 
     # -- one load -----------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class BucketReader(Located, StorageReader):
         )
 
     def _source(self) -> MetadataSource:
-        # A byte of `.metadata` takes at least 16 bytes of memory.
+        # Once decoded, a byte of `.metadata` takes at least 16 bytes of memory.
         most = self.transfer.max_metadata_bytes >> 4
         place = *self._open(self._url), str(self._url)
         return MetadataSource(*place, self.transfer.read_attempts, most, self.dequantize)

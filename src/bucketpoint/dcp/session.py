@@ -32,7 +32,7 @@ class Located:
     """URL schemes that are accepted; empty for any."""
 
     def __new__(cls, *args: Any, **keywords: Any) -> Any:
-        # Name the option for keywords that `FsspecWriter` and `FsspecReader` would pass to fsspec's filesystem.
+        # Refuse keywords that `FsspecWriter` and `FsspecReader` pass to fsspec's filesystem: name `storage_options`.
         parameters = inspect.signature(cls.__init__).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             unknown = [name for name in keywords if name not in parameters]
@@ -111,7 +111,7 @@ class SaveSession:
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         times: times of the steps of the save, and counts of its requests.
         planned: True if DCP has begun to plan this save. The next save gets a new session.
-        rank: rank in DCP's group, which is in the names of its objects; 0 before `set_up_storage_writer`.
+        rank: rank in DCP's group, used in the names of this rank's objects; 0 before `set_up_storage_writer`.
         ranks: the ranks that save, as far as known.
     """
 

@@ -36,7 +36,7 @@ class Spread:
     """One figure over all ranks.
 
     Attributes:
-        slowest: global rank of the maximum; the first of several ranks.
+        slowest: global rank of the maximum; the first such rank if there are several.
     """
 
     min: float
@@ -197,7 +197,7 @@ class SaveTimes:
         staged_bytes: int = 0,
         memory_bytes: int = 0,
     ) -> SaveStats:
-        """Return the figures until now. Defaults: `begun` and `ended` of this thread, all seconds as `blocked_s`."""
+        """Return the figures until now: by default from `self.begun` to the last recorded end, all as `blocked_s`."""
         ended = ended or self.committed or self.uploaded
         total_s = _between(begun or self.begun, ended)
         return SaveStats(

@@ -78,11 +78,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         fs: an fsspec filesystem, which then serves every URL.
         overwrite: replace the checkpoint that the URL has when the save begins (DCP's default). The old checkpoint
             stays loadable until the new one commits. A checkpoint that another job commits meanwhile is not replaced.
-        thread_count: as in `FileSystemWriter`: raises the limit on concurrent requests to at least this number.
+        thread_count: raises the limit on concurrent requests to at least this number. Named as in `FileSystemWriter`.
         transfer: sizes and limits of the transfer.
-        target_object_bytes: bytes of a group after which the next object is begun: by default 4 GiB; 64 MiB if the
-            store has no multipart uploads, and then at most a quarter of `max_inflight_bytes` if an upload copies the
-            object in memory.
+        target_object_bytes: bytes of a group after which the next object is begun. The default is 4 GiB. Without
+            multipart uploads it is 64 MiB, or a quarter of `max_inflight_bytes` if this is less and an upload holds a
+            copy of the object in memory.
         groups: rules that put an item into a group of objects by the segments of its name.
         progress: True for a bar on the terminal (needs `rich`), a callable that gets `Progress` events, or None: no
             bar unless the standard error stream is an interactive terminal and this is rank 0.
@@ -175,7 +175,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         writer.earlier_saves = earlier_saves or writer.earlier_saves
         return writer
 
-    # -- DCP, in the order in which it calls --------------------------------------------------------------------------
+    # -- methods in the order in which DCP calls them -----------------------------------------------------------------
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -198,7 +198,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             # Without a `checkpoint_id` DCP never calls `reset` between saves.
             session = self._sessions.begin(self._url)
         session.planned = True
-        # Two saves whose collectives interleave on one process group wait for each other until it times out.
+        # Two saves whose collectives interleave on one process group wait for each other until a timeout.
         take_turn(f"the save of {session.url}")
         session.times.turn = time.monotonic()
         session.rank = int(kwargs.get("rank") or 0)
@@ -239,14 +239,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all ranks agree, and announce the save to compare with. Called on the coordinator.
+        """Check that all ranks agree, and add the save to compare with to the plans. Called on the coordinator.
 
         Raises:
             RanksDisagreeError: the ranks save to different places, or different states.
         """
         session = self._session()
         # DCP does not pass `no_dist` to a writer. In a job of several ranks, a single plan means `no_dist` or a group
-        # of one rank, or, without a process group, that the group may be gone.
+        # of one rank; without a process group, it may also mean that the group is gone.
         known = session.use_collectives and (session.ranks.together is not None or len(plans) > 1)
         alone = session.ranks.alone or (not known and world_size() > 1)
         session.count_ranks(len(plans))
@@ -254,7 +254,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         plans = agree_on_plans(plans, session.url, since=session.times.begun)
         log = self._log_of(session)
         if log is not None:
-            # Ranks upload once they receive the plans that this method returns, so no rank has sent data before.
+            # Ranks upload once they receive the plans that this method returns, so no rank has sent data yet.
             log.begin(str(session.url), session.token)
         said = Announcement(session.token)
         if self._copies:
@@ -399,7 +399,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @property
     def unwatched(self) -> bool:
-        """True if this thread saves in the background, since programs often discard the future with the error."""
+        """True if this thread saves in the background: its errors are logged, as programs often discard the future."""
         return current_lease() is not None
 
     @property
