@@ -128,9 +128,9 @@ def _how(result: dict[str, Any]) -> Iterator[str]:
         'ARGS="--only PART"` runs one part. The server is MinIO over TLS on the same machine, with its data in '
         "memory. Contenders take turns, and each run is a fresh fork of one process. Every load is compared with "
         "what was saved. Figures are medians, in brackets the smallest and the largest. Ratios are of runs of one "
-        "round; the range of 7 holds the true median with probability 98.4 %. CPU is the client's, user and system. "
-        "Memory is the peak over what the process held before. Requests and bytes are counted by a proxy in a "
-        "separate run."
+        "round; the range of 7 ratios holds the true median with probability 98.4 %. CPU is the client's, user and "
+        "system. Memory is the peak over what the process held before. Requests and bytes are counted by a proxy in "
+        "a separate run."
     )
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name in _VERSIONS)
     yield (

@@ -78,8 +78,8 @@ def sections(ranks: dict[str, Any]) -> Iterator[str]:
     yield (
         f"`--only ranks`, {ranks['seconds']} s. {ranks['saving']} ranks save a small transformer; {ranks['loading']} "
         f"load one from a store that gives all of them together {ranks['store_bytes_per_s'] / 1e6:.0f} MB/s. Ranks "
-        "are processes with gloo on loopback. The first table has the most bytes that a rank writes over the mean, "
-        "and the DCP messages of the busiest rank beside the coordinator in a first save."
+        "are processes with gloo on loopback. The first table has the most bytes that a rank writes, divided by the "
+        "mean, and the DCP messages of the busiest rank beside the coordinator in a first save."
     )
     heads = ["", "", "bytes, most over mean", "messages"]
     yield table(heads, _save_rows(results))

@@ -70,7 +70,7 @@ def sections(retention: dict[str, Any]) -> Iterator[str]:
         f"`--only retention`, {retention['seconds']} s. A prune deletes {retention['pruned']} checkpoints of "
         f"{retention['objects']} objects each on a thread of the process that trains. A step is 200 "
         f"small operations, some Python and a matrix product; windows of {retention['window_s']:.0f} s without and "
-        "with a prune alternate. The ratio of two windows without is the noise."
+        "with a prune alternate. The ratio of two windows without a prune is the noise."
     )
     plans = [results.spread(OURS, "engine", "memory", lambda one, n=name: float(one[n])) for name in _PLAN]  # type: ignore[misc]
     if all(plans):

@@ -198,8 +198,8 @@ def sections(staging: dict[str, Any]) -> Iterator[str]:
     yield "### Blocked time of `async_save`"
     yield (
         f"`--only staging`, {staging['seconds']} s in all. 1 GB on the CPU, after the first save. bucketpoint and "
-        "the reused stager upload into a store within the process, the others nothing. `memcpy` copies one stretch of "
-        "the same size into memory that has been written before."
+        "the reused stager upload into a store within the process, the others upload nothing. `memcpy` copies one "
+        "stretch of the same size into memory that has been written before."
     )
     yield table(["", "2,000 tensors, ms", "x memcpy", "32 tensors, ms", "x memcpy"], _blocked_rows(results))
     yield "Asynchronous staging, and first saves of a process, each in a fork:"
@@ -208,7 +208,7 @@ def sections(staging: dict[str, Any]) -> Iterator[str]:
     yield (
         "A step of 1 ms is 60 small operations and a small matrix product; one of 30 ms is 200 small operations, "
         "some Python and a 1024 x 1024 matrix product on all cores. *Mean* is the mean step during an upload over "
-        "those just before and after; *lost* is the time in `async_save` and what all steps took longer, in s a GB. "
+        "those just before and after; *lost* is the time in `async_save` plus the delay of all steps, in s a GB. "
         "At full speed the upload goes to MinIO on the same cores, at a capped rate to an endpoint that throws bytes "
         "away. *Lock held* is s a GB in which a thread other than the waiting main one held the interpreter's lock, "
         "during an upload with nothing beside it."

@@ -121,8 +121,8 @@ def sections(part: dict[str, Any]) -> Iterator[str]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
         f"`--only unchanged`, {part['seconds']} s. The LoRA-like state has {frozen / 1e6:,.0f} MB of frozen bf16 "
-        f"weights, and {lora['trained_bytes'] / 1e6:.0f} MB of adapters and their moments, which a step changes. In "
-        f"the other state, {part['sizes']['dense']['state_bytes'] / 1e6:,.0f} MB in size, it changes everything. "
+        f"weights, and {lora['trained_bytes'] / 1e6:.0f} MB of adapters and their moments, which a step changes. A "
+        f"step changes all of the other state, {part['sizes']['dense']['state_bytes'] / 1e6:,.0f} MB. "
         "Saves are asynchronous, and wall time is until the commit. MinIO copies with the same cores and receives "
         "over no network: elsewhere sending is slower. CPU and memory include the process that uploads."
     )
