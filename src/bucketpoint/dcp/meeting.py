@@ -187,7 +187,7 @@ class Meeting:
         self.store.set("all", failure.encoded())
 
     def fail(self, failure: Failure) -> None:
-        """Record a failure for the ranks that have joined. A rank that joins later skips this meeting."""
+        """Record a failure for the ranks that have joined. Ranks that begin later skip this meeting."""
         number = self.store.add("failures", 1)
         self.store.set(f"failed/{number}", failure.encoded())
 

@@ -111,7 +111,7 @@ def _misfit(
     return MismatchError(
         f"{text}; {near}",
         url=url,
-        remedy="Pass the start of the saved names as prefix, or a mapping of the saved names to vLLM's as names",
+        remedy="Pass as `prefix` what the saved names begin with, or as `names` a mapping of them to vLLM's",
     )
 
 

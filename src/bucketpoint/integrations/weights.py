@@ -144,7 +144,7 @@ class Weights:
             raise MismatchError(
                 f"The checkpoint has no tensor below {prefix!r}, but {first_of(list(entries), 5)}",
                 url=url,
-                remedy="Pass the start of the names of the model's tensors as the key prefix",
+                remedy="Pass as `prefix` what the names of the model's tensors begin with",
             )
         given = saved if function is None else dict(function(saved))
         own = {

@@ -152,7 +152,7 @@ class PackedItems:
 
     Attributes:
         tables: pickled `Table`s of consecutive items, compressed.
-        offsets, sizes: offsets and sizes of the chunks of all tensors, dimension by dimension: int64, compressed.
+        offsets, sizes: offsets and sizes of all tensor chunks, chunk by chunk: int64, compressed.
     """
 
     tables: tuple[bytes, ...]

@@ -190,7 +190,7 @@ class S3Store(HttpStore):
     def can_copy_from(self, other: Store) -> bool:
         if not super().can_copy_from(other):
             return False
-        # A copy reads the source with this store's credentials and key. Only a trial shows whether this is permitted.
+        # A copy reads with this store's credentials and SSE-C key. Only a trial shows whether this is permitted.
         options = cast("S3Store", other).options
         return self.options == options or "SSECustomerKey" not in options.request_parameters()
 
