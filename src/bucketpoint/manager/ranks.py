@@ -35,9 +35,9 @@ class Ranks:
     Code that can fail on one rank runs in `together`, after which all ranks continue or all raise. A rank that waits
     for others logs after 10 s which are missing, and at the timeout raises an error that names them.
 
-    `connect` makes two gloo groups: one for the manager's own collectives, so that they never mix with those of
-    training, and one for all saves and loads of these ranks, so that they never mix with the manager's while a save is
-    under way. Before `connect`, `together` uses the job's TCP store. The call after a failed wait reconnects.
+    `connect` makes two gloo groups, one for the manager's own collectives, and one for all saves and loads of these
+    ranks: so the collectives of training, of the manager and of a save under way never mix. Before `connect`,
+    `together` uses the job's TCP store. The call after a failed wait reconnects.
 
     Args:
         what: name of the caller's object, for messages.

@@ -276,7 +276,7 @@ def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
 
 
 def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without a record with the token from its metadata. One GET."""
+    """Return `one`, which has no record, with the token from its metadata. One GET."""
     record = metadata_record(catalog, one.folder)
     if record is not None:
         return replace(one, id=record.token or "", mark=catalog_keys.mark_of(record.metadata_etag))
