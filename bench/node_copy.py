@@ -27,8 +27,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / 
 MEMORY = "/dev/shm"
 PARTS = ("load", "wire", "node", "ranks", "save")
 TENSORS = 16
-SAVES = 4
-"""Saves of one process, of which the first, which starts the helper, is not measured."""
+FILLING = 3
+"""Saves until the copy, whose limit is that of three, deletes a checkpoint at each. The first is not measured: it starts
+the helper."""
+
+SAVED = ("cpu", "blocked", "commit", "end")
 
 
 def main() -> None:
@@ -122,24 +125,22 @@ class _Bench:
             print(f"{count} ranks, {name}: {read / nbytes:.3f} x the bytes, {slowest:.2f} s, CPU {cpu:.1f} s")
 
     def save(self, server: Any) -> None:
-        """Saves beside training with a copy and without: CPU time of trainer and helper, blocked time, duration."""
-        found: dict[str, list[dict[str, Any]]] = {"no copy": [], **{name: [] for name in self.copies}}
-        for _ in range(self.args.rounds):
-            for name, answers in found.items():
-                copy = self.copies.get(name)
-                if copy is not None:
-                    shutil.rmtree(copy, ignore_errors=True)
-                order = {"nbytes": self.args.nbytes, "copy": copy and str(copy), "saves": SAVES}
-                answers.append(self._run(server, do="save", url=f"s3://{self.bucket}/save", **order))
+        """Saves beside training with copies and without, by turns: CPU time of trainer and helper, and durations."""
+        for copy in self.copies.values():
+            shutil.rmtree(copy, ignore_errors=True)
+        copies = {"no copy": None, **{name: str(copy) for name, copy in self.copies.items()}}
+        order = {"url": f"s3://{self.bucket}/save", "nbytes": self.args.nbytes, "copies": copies}
+        found = self._run(server, do="save", rounds=FILLING + self.args.rounds, **order)["saves"]
         for name, saves in found.items():
-            cpu, blocked, total = (
-                statistics.median(each[key] for each in saves) for key in ("cpu", "blocked", "total")
-            )
-            over = cpu - statistics.median(each["cpu"] for each in found["no copy"])
-            print(
-                f"save, {name}: CPU {cpu / self.args.nbytes * 1e9:.2f} s/GB ({over / self.args.nbytes * 1e9:+.2f}), "
-                f"blocked {1000 * blocked:.0f} ms, until the commit {total:.2f} s"
-            )
+            for phase, some in (("new", saves[1:FILLING]), ("reused", saves[FILLING:])):
+                base = found["no copy"][1:]
+                over = [min(each[key] for each in some) - min(each[key] for each in base) for key in SAVED]
+                mean = statistics.mean(each["cpu"] for each in some) - statistics.mean(each["cpu"] for each in base)
+                print(
+                    f"save, {name}, {phase} files: CPU {over[0] / self.args.nbytes * 1e9:+.2f} s/GB "
+                    f"(mean {mean / self.args.nbytes * 1e9:+.2f}), blocked {1000 * over[1]:+.0f} ms, "
+                    f"until the commit {over[2]:+.2f} s, until the end {over[3]:+.2f} s"
+                )
 
     def _run(self, server: Any, **order: Any) -> dict[str, Any]:
         return self._together(server, 1, **order)[0]
@@ -183,27 +184,37 @@ def _child(order: dict[str, Any]) -> None:
     size = order["nbytes"] // TENSORS // 4
     # Memory that has been written to, as that of a model has.
     state = {"model": {f"w{number}": torch.full((size,), float(number)) for number in range(TENSORS)}}
-    copy = NodeCopy(order["copy"], 10 * order["nbytes"]) if order.get("copy") else None
-    transfer = TransferOptions(node_copy=copy)
+
+    def transfer(folder: str | None, checkpoints: float = 10) -> TransferOptions:
+        return TransferOptions(node_copy=NodeCopy(folder, int(checkpoints * order["nbytes"])) if folder else None)
+
     print("ready", flush=True)
     sys.stdin.readline()
     began, cpu = time.monotonic(), _cpu()
+    found: dict[str, Any] = {}
     if order["do"] == "save":
-        writer = S3Writer(storage_options=order["options"], transfer=transfer)
-        saves = []
-        for _ in range(order.get("saves", 1)):
-            began, cpu = time.monotonic(), _cpu(writer.uploads.process_id)
-            handle = bucketpoint.async_save(state, checkpoint_id=order["url"], storage_writer=writer, no_dist=True)
-            handle.result()
-            used = _cpu(writer.uploads.process_id) - cpu
-            saves.append((used, handle.stats.blocked_s, time.monotonic() - began))
-        writer.close()
-        found = dict(
-            zip(("cpu", "blocked", "total"), map(statistics.mean, zip(*(saves[1:] or saves), strict=True)), strict=True)
-        )
+        copies = order.get("copies", {"": None})
+        options = {name: transfer(copy, 3.1) for name, copy in copies.items()}
+        writers = {
+            name: S3Writer(storage_options=order["options"], transfer=options[name], overwrite=True) for name in copies
+        }
+        found["saves"] = {name: [] for name in copies}
+        for number in range(order.get("rounds", 1)):
+            for name, writer in writers.items():
+                # A checkpoint of its own for each turn, as a manager makes them: the copy deletes the oldest.
+                url = order["url"] + (f"/{name}/{number}".replace(" ", "-") if name else "")
+                began, cpu = time.monotonic(), _cpu(writer.uploads.process_id)
+                handle = bucketpoint.async_save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+                handle.result()
+                used, ended, stats = _cpu(writer.uploads.process_id) - cpu, time.monotonic() - began, handle.stats
+                figures = (used, stats.blocked_s, stats.total_s, ended)
+                found["saves"][name].append(dict(zip(SAVED, figures, strict=True)))
+        for writer in writers.values():
+            writer.close()
     else:
         mode = order.get("cooperative", "off")
-        reader = S3Reader(order["url"], storage_options=order["options"], transfer=transfer, cooperative=mode)
+        given = {"transfer": transfer(order.get("copy")), "cooperative": mode}
+        reader = S3Reader(order["url"], storage_options=order["options"], **given)
         dcp.load(state, storage_reader=reader, no_dist=not order.get("meeting"))
         read, node = reader.stats.read_bytes, reader.stats.node_bytes
         found = {"read": read, "node": node, "total": read + node, "cpu": _cpu() - cpu}

@@ -159,6 +159,7 @@ class SaveHandle(Future[Metadata]):
         # Keep only the lease: a reference to the staged state would keep the staging memory.
         if isinstance(staged, StagedState):
             self._lease = staged.lease
+            staged.lease.after_commit = []
             if self.url:
                 # With a checkpoint process, no writer in this process sets the label.
                 staged.lease.label = f"the save of {self.url}"
@@ -175,9 +176,9 @@ class SaveHandle(Future[Metadata]):
                 # Wake the ranks that wait for this one. Their connections are not used again.
                 error = meshes.given_up(self._group, error, self.url)
             error = as_ours(error, self.url, ranks=self._ranks)
-        if self._lease is not None:
-            self._lease.end()
         self._note_figures(error)
+        if self._lease is not None:
+            self._lease.finish()
         self._parent_group = self._group = None
         if self._at_end is not None:
             # Set before the callbacks run: one of them may pass the outcome to the program, which clears `failure`.

@@ -73,6 +73,7 @@ class Lease:
         context: OpenTelemetry's context at the staging of the state.
         memory: the staging memory, if another process can map it.
         beside_training: True if the save runs in the trainer, False in a checkpoint process.
+        after_commit: functions that still read the memory once the save has ended; None if nobody would call them.
     """
 
     def __init__(self, unread_timeout_s: float) -> None:
@@ -85,6 +86,7 @@ class Lease:
         self.nbytes = 0
         self.memory: SharedMemory | None = None
         self.beside_training = True
+        self.after_commit: list[Callable[[], object]] | None = None
         self.ranks = _here.ranks or SavingRanks.of_job()
         self._unread_timeout_s = unread_timeout_s
         # Locked until the lease ends. Not an Event: a finalizer may interrupt any thread at any point, and would
@@ -116,6 +118,16 @@ class Lease:
     def _unread_for_s(self) -> float:
         """Return the seconds since the copy was complete, if no save has begun to read it; else 0."""
         return 0.0 if self.begun or self._copied_at is None else time.monotonic() - self._copied_at
+
+    def finish(self) -> None:
+        """Call the functions of `after_commit`, whose errors are logged, and end the lease."""
+        while self.after_commit:
+            try:
+                self.after_commit.pop()()
+            except Exception:
+                # If this error were raised, waits for the save would never end.
+                logger.exception("%s: its bytes were not copied on this node", self.label)
+        self.end()
 
     def end(self) -> None:
         """End the lease: the memory is no longer read."""

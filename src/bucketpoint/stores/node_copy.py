@@ -5,9 +5,11 @@
     <place>-<object>/      hashes of the checkpoint's place, and of the object's key and ETag
         about              JSON: store, key, ETag. A process that reads bytes from the bucket locks these bytes here
         <start>-<stop>     these bytes of the object
+        .bucketpoint-tmp-* an incomplete file
 
-A file gets its name once it is complete, and never changes. Its readers verify its bytes by the checksums in the
-checkpoint's metadata. No failure of the folder is an error: the bucket has all bytes.
+A file gets its name once it is complete, and loses it before its memory or disk blocks are used for another file. Its
+readers verify its bytes by the checksums in the checkpoint's metadata. No failure of the folder is an error: the bucket
+has all bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, Store
 from bucketpoint.stores.cancellation import current_cut
-from bucketpoint.stores.local_folders import NEW, TEMPORARY, open_file, remove
+from bucketpoint.stores.local_folders import TEMPORARY, open_file, remove
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ _NOTE_BYTES = 4096
 _POLL_S = 0.05
 _USED, _LOOKED, _ABOUT = "used", "looked", "about"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-_NOTE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
 _RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _SETTING = re.compile(r"(/.*):([0-9]+)([KMGT]?)B?")
@@ -108,8 +111,7 @@ class NodeCopy:
         return cls.parse(text) if text else None
 
 
-@dataclass(frozen=True)
-class CopiedObject:
+class CopiedObject(NamedTuple):
     """An object of a store, identified by the store's identity, its key and its ETag."""
 
     store: str
@@ -120,7 +122,7 @@ class CopiedObject:
     def folder(self) -> str:
         # Keys of a checkpoint differ in the last three segments: see format.md.
         place = _digest(self.store, *self.key.split("/")[:-3])
-        return f"{place[:16]}-{_digest(self.store, self.key, self.etag)[:32]}"
+        return f"{place[:16]}-{_digest(*self)[:32]}"
 
 
 class NodeFolder:
@@ -134,14 +136,12 @@ class NodeFolder:
     def cover(self, of: CopiedObject, start: int, stop: int) -> list[tuple[int, int, str | None]]:
         """Split bytes `[start, stop)` into ranges, each with the name of the file that has its bytes, or None."""
         ranges: list[tuple[int, int]] = []
-        with self._quietly("read"), self._found(of) as folder:
+        with self._quietly("read"), self._object(of) as (_, folder):
             matches = map(_RANGE.fullmatch, os.listdir(folder))
-            ranges = sorted((int(match[1]), int(match[2])) for match in matches if match)
+            ranges = [(int(match[1]), int(match[2])) for match in matches if match]
         stretches: list[tuple[int, int, str | None]] = []
         while start < stop:
-            low, high = max(
-                ((low, high) for low, high in ranges if low <= start), key=lambda each: each[1], default=(0, 0)
-            )
+            high, low = max(((high, low) for low, high in ranges if low <= start), default=(0, 0))
             name = f"{low}-{high}" if high > start else None
             end = min(high if name else min((low for low, _ in ranges if low > start), default=stop), stop)
             stretches.append((start, end, name))
@@ -150,9 +150,7 @@ class NodeFolder:
 
     def read(self, of: CopiedObject, name: str, start: int, buffers: Buffers) -> None:
         """Read bytes of the object, beginning at `start`, from the file `name`. Raises OSError."""
-        with self._root() as root, _opened(of.folder, root) as folder:
-            fd = open_file(name, folder)
-        with open(fd, "rb", buffering=0) as file:
+        with self._object(of) as (_, folder), open(open_file(name, folder), "rb", buffering=0) as file:
             file.seek(start - int(name.partition("-")[0]))
             for view in buffers:
                 while len(view):
@@ -165,23 +163,21 @@ class NodeFolder:
         """Store bytes of the object, beginning at `start`, if the limit allows it."""
         if not nbytes or self._failed:
             return
-        with self._quietly("written"), self._root() as root:
-            if not self._reserve(root, nbytes, of.folder[:16]):
-                return
-            with _opened(of.folder, root, of) as folder:
-                partial = TEMPORARY + secrets.token_hex(8)
-                try:
-                    with open(os.open(partial, NEW, 0o600, dir_fd=folder), "wb", buffering=0) as file:
+        partial = f"{of.folder}/{TEMPORARY}{secrets.token_hex(8)}"
+        with self._quietly("written"), self._object(of, make=True) as (root, _):
+            try:
+                if self._reserve(root, nbytes, of.folder[:16], partial):
+                    with open(os.open(partial, _FILE, 0o600, dir_fd=root), "rb+", buffering=0) as file:
                         _write(file.fileno(), views, nbytes)
-                    os.rename(partial, f"{start}-{start + nbytes}", src_dir_fd=folder, dst_dir_fd=folder)
-                except BaseException:
-                    with contextlib.suppress(OSError):
-                        os.unlink(partial, dir_fd=folder)
-                    raise
+                    name = f"{of.folder}/{start}-{start + nbytes}"
+                    os.rename(partial, name, src_dir_fd=root, dst_dir_fd=root)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=root)
 
     def drop(self, of: CopiedObject, names: Iterable[str]) -> None:
         """Delete files whose bytes are damaged."""
-        with self._quietly("cleaned"), self._found(of) as folder:
+        with self._quietly("cleaned"), self._object(of) as (_, folder):
             for name in names:
                 # A file that was deleted meanwhile, to make room, is not logged as damaged.
                 with contextlib.suppress(FileNotFoundError):
@@ -197,14 +193,14 @@ class NodeFolder:
         with contextlib.ExitStack() as stack:
             claimed = False
             with self._quietly("locked"):
-                folder = stack.enter_context(_opened(of.folder, stack.enter_context(self._root()), of))
+                _, folder = stack.enter_context(self._object(of, make=True))
                 _, claimed = stack.enter_context(_locked(_ABOUT, folder, start, stop - start, wait_s))
             yield claimed
 
     def look(self, store: Store) -> None:
         """Delete copies of objects that the bucket no longer has, or has replaced, unless that was checked recently."""
         with self._quietly("cleaned"), self._root() as root:
-            with open(os.open(_LOOKED, _NOTE, 0o600, dir_fd=root), "rb+", buffering=0) as file:
+            with open(os.open(_LOOKED, _FILE, 0o600, dir_fd=root), "rb+", buffering=0) as file:
                 status = os.fstat(file.fileno())
                 if status.st_size and abs(time.time() - status.st_mtime) < LOOK_S:
                     return
@@ -214,22 +210,26 @@ class NodeFolder:
                 if _is_gone(name, root, store):
                     _remove(name, root)
 
-    def _reserve(self, root: int, nbytes: int, place: str) -> bool:
+    def _reserve(self, root: int, nbytes: int, place: str, partial: str) -> bool:
         """Reserve bytes to be written. Return False if they do not fit beside the other objects of the checkpoint."""
         with _locked(_USED, root, 0, 1, CLAIM_S) as (fd, locked):
             nbytes += _NOTE_BYTES
             text = os.pread(fd, 32, 0)
             used = int(text) if text.isdigit() else self._max_bytes
             if used + nbytes > self._max_bytes:
-                used = self._make_room(root, nbytes, place)
+                used = self._make_room(root, nbytes, place, partial)
             fits = locked and used + nbytes <= self._max_bytes
             if not fits:
                 self._log("small", f"its limit, {self._max_bytes} bytes, is smaller than a checkpoint's bytes here")
             os.pwrite(fd, b"%032d" % (used + nbytes if fits else used), 0)
             return fits
 
-    def _make_room(self, root: int, nbytes: int, place: str) -> int:
-        """Delete the oldest objects, but none at `place`, until `nbytes` fit. Return the bytes that are in use."""
+    def _make_room(self, root: int, nbytes: int, place: str, partial: str) -> int:
+        """Delete the oldest objects, but none at `place`, until `nbytes` fit. Return the bytes that are in use.
+
+        The last object's largest file is not deleted, but becomes `partial`: the kernel takes three times as long to
+        provide new memory as to copy into memory that the file already has.
+        """
         objects = []
         for name in filter(_OBJECT.fullmatch, os.listdir(root)):
             with contextlib.suppress(FileNotFoundError), _opened(name, root) as folder:
@@ -238,36 +238,38 @@ class NodeFolder:
                     if file.startswith(TEMPORARY) and time.time() - status.st_mtime > _ABANDONED_S:
                         os.unlink(file, dir_fd=folder)
                 began = files[_ABOUT].st_mtime if _ABOUT in files else 0.0
-                objects.append((began, name, sum(status.st_size for status in files.values())))
-        used = sum(size for _, _, size in objects)
-        for _, name, size in sorted(objects):
+                objects.append((began, name, sum(status.st_size for status in files.values()), files))
+        used = sum(size for _, _, size, _ in objects)
+        for _, name, size, files in sorted(objects, key=lambda each: each[:2]):
             if used + nbytes > self._max_bytes and name[:16] != place:
+                largest = max(files, key=lambda file: files[file].st_size, default=_ABOUT)
+                # A file with a second name is not written again: a user may have linked it as a backup.
+                if largest != _ABOUT and files[largest].st_nlink == 1:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(f"{name}/{largest}", partial, src_dir_fd=root, dst_dir_fd=root)
+                        os.utime(partial, dir_fd=root)
                 _remove(name, root)
                 used -= size
         return used
 
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
-        """Open the folder, made if missing. Raises PermissionError if others may use it."""
-        try:
-            fd = os.open(self._path, _FOLDER)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._path, 0o700)
-            fd = os.open(self._path, _FOLDER)
-        try:
-            status = os.fstat(fd)
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise PermissionError(errno.EPERM, "it must belong to this user, with mode 0700")
-            yield fd
-        finally:
-            os.close(fd)
+        os.makedirs(self._path, 0o700, exist_ok=True)
+        with _opened(self._path) as root:
+            yield root
 
     @contextlib.contextmanager
-    def _found(self, of: CopiedObject) -> Iterator[int]:
-        with self._root() as root, _opened(of.folder, root) as folder:
-            yield folder
+    def _object(self, of: CopiedObject, *, make: bool = False) -> Iterator[tuple[int, int]]:
+        """Open the folder, and that of an object in it, which `make` makes if it is missing."""
+        with self._root() as root:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(of.folder, 0o700, dir_fd=root)
+            with _opened(of.folder, root) as folder:
+                if make and not os.access(_ABOUT, os.F_OK, dir_fd=folder):
+                    with open(os.open(_ABOUT, _FILE, 0o600, dir_fd=folder), "w") as note:
+                        json.dump(of, note)
+                yield root, folder
 
     @contextlib.contextmanager
     def _quietly(self, done: str) -> Iterator[None]:
@@ -288,16 +290,13 @@ class NodeFolder:
 
 
 @contextlib.contextmanager
-def _opened(name: str, above: int, about: CopiedObject | None = None) -> Iterator[int]:
-    """Open the folder of an object; with `about`, make it if it is missing. A link is not followed."""
-    if about is not None:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=above)
+def _opened(name: str, above: int | None = None) -> Iterator[int]:
+    """Open a folder, but no link to one. Raises PermissionError if others may use it."""
     fd = os.open(name, _FOLDER, dir_fd=above)
     try:
-        if about is not None and not os.access(_ABOUT, os.F_OK, dir_fd=fd):
-            with open(os.open(_ABOUT, _NOTE, 0o600, dir_fd=fd), "w") as note:
-                json.dump([about.store, about.key, about.etag], note)
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "it must belong to this user, with mode 0700")
         yield fd
     finally:
         os.close(fd)
@@ -312,7 +311,7 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
     """
     lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
     command: int | None = getattr(fcntl, "F_OFD_SETLK", None)
-    fd, ends, cut = os.open(name, _NOTE, 0o600, dir_fd=above), time.monotonic() + wait_s, current_cut()
+    fd, ends, cut = os.open(name, _FILE, 0o600, dir_fd=above), time.monotonic() + wait_s, current_cut()
     try:
         locked = command is None
         while command is not None and not locked:
@@ -329,19 +328,22 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
 
 
 def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
-    """Write views to a new file; on a disk, bypass the page cache by way of an aligned buffer."""
-
-    def write(view: memoryview) -> None:
+    """Write views to a file; on a disk, bypass the page cache."""
+    # The limit counts all of the file's bytes from now on.
+    os.ftruncate(fd, nbytes)
+    # A filesystem without a device, such as one in memory, copies the bytes in any case.
+    if nbytes >= _DIRECT_BYTES and os.major(os.fstat(fd).st_dev) and hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        views = _in_whole_pages(views)
+    for view in views:
         while len(view):
             view = view[os.write(fd, view) :]
+    os.ftruncate(fd, nbytes)
 
-    # A filesystem without a device, such as one in memory, copies the bytes in any case.
-    if nbytes < _DIRECT_BYTES or not os.major(os.fstat(fd).st_dev) or not hasattr(os, "O_DIRECT"):
-        for view in views:
-            write(view)
-        return
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+
+def _in_whole_pages(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes of views by way of a buffer at whole pages, which direct writes need."""
     buffer, filled = memoryview(mmap.mmap(-1, _DIRECT_BYTES)), 0
     for view in views:
         while len(view):
@@ -349,11 +351,9 @@ def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
             buffer[filled : filled + count] = view[:count]
             filled, view = filled + count, view[count:]
             if filled == len(buffer):
-                write(buffer)
+                yield buffer
                 filled = 0
-    # Direct writes consist of whole pages.
-    write(buffer[: -(-filled // mmap.PAGESIZE) * mmap.PAGESIZE])
-    os.ftruncate(fd, nbytes)
+    yield buffer[: -(-filled // mmap.PAGESIZE) * mmap.PAGESIZE]
 
 
 def _remove(name: str, root: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,9 @@ class Uploads:
         staged_bytes = lease.memory.nbytes if lease is not None and lease.memory is not None else LEAST_BYTES
         if lease is not None and lease.beside_training and self._wants_process(staged_bytes):
             try:
-                return self._by_process(place, store, sources, lease, meter)
+                uploaded = self._by_process(place, store, sources, lease, meter)
+                self._after_commit(lease, self._helper.wait_for_copy)
+                return uploaded
             except _NOT_OF_THE_STORE as error:
                 # A helper that has sent bytes had credentials and reached the store, so the store is down for this
                 # process, too.
@@ -105,8 +108,17 @@ class Uploads:
         options = self.options(lease)
         pool = BufferPool(options.max_inflight_bytes)
         uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
-        keep_uploaded(store, sources, uploaded, options)
+        self._after_commit(lease, functools.partial(keep_uploaded, store, sources, uploaded, options))
         return uploaded
+
+    def _after_commit(self, lease: Lease | None, copy: Callable[[], object]) -> None:
+        """Copy what was sent on this node, once the save has ended. Without a handle the memory may change then."""
+        if self._options.node_copy is None:
+            return
+        if lease is None or lease.after_commit is None:
+            copy()
+        else:
+            lease.after_commit.append(copy)
 
     def _wants_process(self, staged_bytes: int) -> bool:
         large = staged_bytes >= LEAST_BYTES

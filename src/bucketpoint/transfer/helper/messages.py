@@ -159,7 +159,10 @@ class OrderRefused:
 
 @dataclass(frozen=True)
 class Done:
-    """Answer to an order: every object is stored. `counts` are those of `retry.Budget` during this order."""
+    """Answer to an order: every object is stored. `counts` are those of `retry.Budget` during this order.
+
+    If the options have a `node_copy`, a second one follows once the shared memory is no longer read.
+    """
 
     uploaded: Sequence[Uploaded]
     counts: Mapping[str, int]

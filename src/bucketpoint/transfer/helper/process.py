@@ -107,6 +107,7 @@ class UploadHelper:
             HelperProcessError: two helpers died during this upload.
         """
         with self._uploading:
+            self._wait_for_copy()
             for last in (False, True):
                 running = self._start()
                 try:
@@ -130,6 +131,8 @@ class UploadHelper:
                     raise _as_ours(answer.error, work.config.url)
                 if answer is not None:
                     process_budget().add(answer.counts)
+                    if work.options.node_copy is not None:
+                        self._copying = running, work, meter
                     return list(answer.uploaded)
                 self._drop(running)
                 fate = _fate(running.process.returncode)
@@ -142,6 +145,24 @@ class UploadHelper:
             remedy="Look for the out-of-memory killer in the kernel's log (dmesg), or upload on threads: "
             'TransferOptions(background="thread")',
         )
+
+    def wait_for_copy(self) -> None:
+        """Wait until the process has copied what it sent on this node, and no longer reads the shared memory."""
+        with self._uploading:
+            self._wait_for_copy()
+
+    def _wait_for_copy(self) -> None:
+        if self._copying is None:
+            return
+        (running, work, meter), self._copying, answer = self._copying, None, None
+        try:
+            with contextlib.suppress(OSError):
+                answer = running.answer_all(work, meter)
+        finally:
+            if not isinstance(answer, Done):
+                self._drop(running)
+                why = answer.error if isinstance(answer, Failed) else _fate(running.process.returncode)
+                logger.warning("the process that copies %s on this node failed: %s", work.config.url, why)
 
     def close(self) -> None:
         """Wait for the current upload and end the process. A later upload starts a new process."""
@@ -163,6 +184,7 @@ class UploadHelper:
         return running.process.pid if running is not None and running.process.poll() is None else None
 
     def _end(self) -> None:
+        self._wait_for_copy()
         starter, self._starter = self._starter, None
         if starter is not None:
             starter.join()
@@ -175,6 +197,7 @@ class UploadHelper:
         self._uploading = threading.Lock()
         self._running = None
         self._starter = None
+        self._copying: tuple[_Running, Upload, Meter] | None = None
 
     def _start_quietly(self) -> None:
         try:
@@ -245,7 +268,7 @@ class _Running:
                 # A local folder's identity changes once another rank creates the folder.
                 identity = work.store.identity
                 self._send(work, identity)
-                answer = self._answer_all(work, meter)
+                answer = self.answer_all(work, meter)
                 if not isinstance(answer, OrderRefused) or identity == work.store.identity:
                     return answer
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
@@ -272,7 +295,7 @@ class _Running:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise HelperUnavailableError(f"the options cannot be pickled ({type(error).__name__})") from error
 
-    def _answer_all(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
+    def answer_all(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
         """Handle the helper's messages, and return its answer. None if the helper died or hangs."""
         while (message := self._next_message()) is not None:
             if isinstance(message, Done | Failed | OrderRefused):

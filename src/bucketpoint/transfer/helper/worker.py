@@ -185,8 +185,14 @@ class _Job:
         try:
             store = self._store()
             with self._canceller.over_here():
-                uploaded = self._upload(store)
-            answer = Done(uploaded, _counted_since(before))
+                sources = self._sources()
+                uploaded = self._upload(store, sources)
+                answer = Done(uploaded, _counted_since(before))
+                if self._order.options.node_copy is not None:
+                    # The commit does not wait for the copy.
+                    self._channel.send(answer)
+                    keep_uploaded(store, sources, uploaded, self._order.options)
+                    answer = Done((), {})
         except HelperUnavailableError as error:
             answer = OrderRefused(error.message)
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
@@ -234,29 +240,27 @@ class _Job:
             raise HelperUnavailableError(f"another process opens another store: {store.identity}, not {order.identity}")
         return store
 
-    def _upload(self, store: Store) -> list[Uploaded]:
-        order = self._order
+    def _sources(self) -> list[ObjectSource]:
         # Unmapped once no segment refers to the memory any more.
-        memory = memoryview(mmap.mmap(self._descriptor, order.memory_nbytes, prot=mmap.PROT_READ))
-        sources = [
+        memory = memoryview(mmap.mmap(self._descriptor, self._order.memory_nbytes, prot=mmap.PROT_READ))
+        return [
             ObjectSource(key, [self._segment(number, index, each, memory) for index, each in enumerate(segments)])
             for number, (key, segments) in enumerate(self._objects)
         ]
 
+    def _upload(self, store: Store, sources: list[ObjectSource]) -> list[Uploaded]:
         def acknowledged(number: int, _: Uploaded) -> None:
             self._open.pop(sources[number].key, None)
 
-        uploaded = upload_objects(
+        return upload_objects(
             store,
             sources,
-            order.options,
-            pool=BufferPool(order.options.max_inflight_bytes),
+            self._order.options,
+            pool=BufferPool(self._order.options.max_inflight_bytes),
             meter=_Reporter(self._channel),
             begun=self._begun,
             acknowledged=acknowledged,
         )
-        keep_uploaded(store, sources, uploaded, order.options)
-        return uploaded
 
     def _begun(self, key: str, upload_id: str) -> None:
         self._open[key] = upload_id
