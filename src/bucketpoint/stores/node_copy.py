@@ -5,7 +5,7 @@
     <place>-<object>/      hashes of the checkpoint's place, and of the object's key and ETag
         about              JSON: store, key, ETag. A process that reads bytes from the bucket locks these bytes here
         <start>-<stop>     these bytes of the object
-        .bucketpoint-tmp-* an incomplete file
+        .bucketpoint-tmp-* an incomplete file, deleted with the object if its writer was killed
 
 A file gets its name once it is complete, and loses it before its memory or disk blocks are used for another file. Its
 readers verify its bytes by the checksums in the checkpoint's metadata. No failure of the folder is an error: the bucket
@@ -48,9 +48,6 @@ LOOK_S = 60.0
 """Seconds between two checks of a node for objects that the bucket no longer has, of `LOOKED_AT` objects at most."""
 LOOKED_AT = 32
 _LOOK_DEADLINE_S = 10.0
-
-_ABANDONED_S = 600.0
-"""Age, in seconds, at which an incomplete file is deleted: its writer was killed."""
 
 _DIRECT_BYTES = 1 << 20
 """Bytes of a write that bypasses the page cache, which takes a tenth of the CPU time. Smaller files use the cache."""
@@ -234,9 +231,6 @@ class NodeFolder:
         for name in filter(_OBJECT.fullmatch, os.listdir(root)):
             with contextlib.suppress(FileNotFoundError), _opened(name, root) as folder:
                 files = {file: os.stat(file, dir_fd=folder, follow_symlinks=False) for file in os.listdir(folder)}
-                for file, status in files.items():
-                    if file.startswith(TEMPORARY) and time.time() - status.st_mtime > _ABANDONED_S:
-                        os.unlink(file, dir_fd=folder)
                 began = files[_ABOUT].st_mtime if _ABOUT in files else 0.0
                 objects.append((began, name, sum(status.st_size for status in files.values()), files))
         used = sum(size for _, _, size, _ in objects)
@@ -244,10 +238,9 @@ class NodeFolder:
             if used + nbytes > self._max_bytes and name[:16] != place:
                 largest = max(files, key=lambda file: files[file].st_size, default=_ABOUT)
                 # A file with a second name is not written again: a user may have linked it as a backup.
-                if largest != _ABOUT and files[largest].st_nlink == 1:
+                if largest != _ABOUT and files[largest].st_nlink == 1 and files[largest].st_size <= nbytes:
                     with contextlib.suppress(FileNotFoundError):
                         os.rename(f"{name}/{largest}", partial, src_dir_fd=root, dst_dir_fd=root)
-                        os.utime(partial, dir_fd=root)
                 _remove(name, root)
                 used -= size
         return used
@@ -329,8 +322,6 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
 
 def _write(fd: int, views: Iterable[memoryview], nbytes: int) -> None:
     """Write views to a file; on a disk, bypass the page cache."""
-    # The limit counts all of the file's bytes from now on.
-    os.ftruncate(fd, nbytes)
     # A filesystem without a device, such as one in memory, copies the bytes in any case.
     if nbytes >= _DIRECT_BYTES and os.major(os.fstat(fd).st_dev) and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):

@@ -6,7 +6,9 @@ Ranges without a checksum, such as those of other writers' objects, are always r
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 
@@ -40,19 +42,14 @@ class NodeBytes:
         Waits for bytes that another process is receiving.
         """
         for left in self._left(requests, lease, partly=False):
-            of = self._of(left[0])
-            if of is None:
-                receive(left)
-                continue
-            with self._folder.claim(of, left[0].start, left[-1].stop):
+            of = next(filter(None, map(self._of, left)), None)
+            with self._folder.claim(of, left[0].start, left[-1].stop) if of else contextlib.nullcontext():
                 for missing in self._left(left, lease, partly=True):
                     receive(missing)
 
     def keep(self, request: Request, buffers: Sequence[memoryview]) -> None:
         """Store the bytes of a request in the node's copy, if they have been verified."""
-        of = self._of(request)
-        if of is not None and _is_verified(request):
-            self._folder.put(of, request.start, buffers, request.nbytes)
+        self._keep(self._of(request), [(request.start, request.stop, None)], buffers)
 
     def look(self) -> None:
         """Delete copies of objects that are no longer in the bucket."""
@@ -63,35 +60,28 @@ class NodeBytes:
 
         With `partly`, a part in the copy is enough: the rest of the request is read from the bucket.
         """
-        runs: list[list[Request]] = [[]]
-        for request in requests:
-            if self._delivered(request, lease, partly=partly):
-                runs.append([])
-            else:
-                runs[-1].append(request)
-        return [run for run in runs if run]
+        runs = itertools.groupby(requests, lambda request: self._delivered(request, lease, partly=partly))
+        return [list(run) for delivered, run in runs if not delivered]
 
     def _delivered(self, request: Request, lease: memoryview, *, partly: bool) -> bool:
         of = self._of(request)
-        if of is None or not _is_verified(request):
+        if of is None:
             return False
         stretches = self._folder.cover(of, request.start, request.stop)
         held = sum(stop - start for start, stop, name in stretches if name is not None)
         if held < (1 if partly else request.nbytes):
             return False
         read = functools.partial(self._read, of, stretches)
-        kept = functools.partial(self._keep_missing, of, stretches)
         try:
-            deliver(self._store.url, request, lease, read, self._options, kept)
+            deliver(self._store.url, request, lease, read, self._options, functools.partial(self._keep, of, stretches))
         except CorruptDataError:
-            self._drop(of, stretches)
+            self._folder.drop(of, {name for *_, name in stretches if name is not None})
             return False
         self._meter.add(request.nbytes, requests=0, from_node=held)
         return True
 
     def _read(self, of: CopiedObject, stretches: Stretches, buffers: list[memoryview]) -> None:
-        pieces = cut(buffers, [stop - start for start, stop, _ in stretches])
-        for (start, _, name), piece in zip(stretches, pieces, strict=True):
+        for start, name, piece in _pieces(stretches, buffers):
             if name is None:
                 self._meter.add(0)
                 self._store.read_into(of.key, start, piece, if_match=of.etag)
@@ -101,22 +91,21 @@ class NodeBytes:
             except OSError as error:
                 raise CorruptDataError(f"the node's copy cannot be read: {error.strerror}", key=of.key) from error
 
-    def _keep_missing(self, of: CopiedObject, stretches: Stretches, buffers: list[memoryview]) -> None:
-        pieces = cut(buffers, [stop - start for start, stop, _ in stretches])
-        for (start, stop, name), piece in zip(stretches, pieces, strict=True):
-            if name is None:
-                self._folder.put(of, start, piece, stop - start)
-
-    def _drop(self, of: CopiedObject, stretches: Stretches) -> None:
-        self._folder.drop(of, {name for *_, name in stretches if name is not None})
+    def _keep(self, of: CopiedObject | None, stretches: Stretches, buffers: Sequence[memoryview]) -> None:
+        for start, name, piece in _pieces(stretches, buffers):
+            if of is not None and name is None:
+                self._folder.put(of, start, piece, sum(map(len, piece)))
 
     def _of(self, request: Request) -> CopiedObject | None:
-        return None if request.etag is None else CopiedObject(self._store.identity, request.key, request.etag)
+        """Return the object of a request; None if its bytes cannot be verified without those of other requests."""
+        alone = all(extent.blocks or extent.check is not None or not extent.nbytes for extent in request.extents)
+        return CopiedObject(self._store.identity, request.key, request.etag) if request.etag and alone else None
 
 
-def _is_verified(request: Request) -> bool:
-    """Return True if every extent of a request can be verified without bytes of other requests."""
-    return all(extent.blocks or extent.check is not None or not extent.nbytes for extent in request.extents)
+def _pieces(stretches: Stretches, buffers: Sequence[memoryview]) -> Iterator[tuple[int, str | None, list[memoryview]]]:
+    """Yield start and file of each stretch, and its memory in `buffers`."""
+    pieces = cut(buffers, [stop - start for start, stop, _ in stretches])
+    return ((start, name, piece) for (start, _, name), piece in zip(stretches, pieces, strict=True))
 
 
 def keep_uploaded(

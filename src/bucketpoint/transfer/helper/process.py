@@ -82,6 +82,7 @@ class UploadHelper:
 
     _running: _Running | None
     _starter: threading.Thread | None
+    _copying: tuple[_Running, Upload, Meter] | None
 
     def __init__(self, nice: int = 0) -> None:
         self._nice = nice
@@ -197,7 +198,7 @@ class UploadHelper:
         self._uploading = threading.Lock()
         self._running = None
         self._starter = None
-        self._copying: tuple[_Running, Upload, Meter] | None = None
+        self._copying = None
 
     def _start_quietly(self) -> None:
         try:
