@@ -138,12 +138,20 @@ def test_keeps_to_its_limit_and_deletes_the_oldest_checkpoint_first(path: Path) 
         time.sleep(0.02)  # mtimes of two checkpoints differ
     kept = {step: sum(held(folder, 0, 200_000, of(step, number)) for number in range(2)) for step in range(6)}
     assert kept == {0: 0, 1: 0, 2: 0, 3: 0, 4: 400_000, 5: 400_000}
-    partial = path / of(5).folder / ".bucketpoint-tmp-of-a-killed-writer"
-    partial.write_bytes(b"x")
-    os.utime(partial, (1, 1))
-    put(folder, 0, 200_000, of(6))
-    assert not partial.exists()
-    assert held(folder, 0, 200_000, of(5)) == 200_000
+
+
+def test_writes_a_new_file_over_the_one_that_it_replaces_unless_that_is_linked(path: Path) -> None:
+    folder, backup = NodeFolder(NodeCopy(str(path), SMALL)), path.with_name("backup")
+    put(folder, 0, SIZE, of(0))
+    with (path / of(0).folder / f"0-{SIZE}").open("rb") as replaced:
+        put(folder, 5, SIZE + 5, of(1))
+        last = path / of(1).folder / f"5-{SIZE + 5}"
+        assert os.path.sameopenfile(replaced.fileno(), os.open(last, os.O_RDONLY))
+    assert held(folder, 5, SIZE + 5, of(1)) == SIZE
+    os.link(last, backup)
+    put(folder, 0, SIZE, of(2))
+    assert backup.read_bytes() == CONTENT[5 : SIZE + 5]
+    assert held(folder, 0, SIZE, of(2)) == SIZE
 
 
 def test_deletes_nothing_of_the_checkpoint_that_it_copies(path: Path, caplog: pytest.LogCaptureFixture) -> None:

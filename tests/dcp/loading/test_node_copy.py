@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner, NodeCopy, TransferOptions
+from bucketpoint import BucketReader, BucketWriter, CheckpointManager, LoadPlanner, NodeCopy, TransferOptions
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.stores import LocalStore, node_copy
 from bucketpoint.transfer import Block, BufferPool, Extent, Meter, fetch, plan_requests
@@ -107,22 +111,16 @@ def test_loads_what_was_saved_here_without_a_byte_from_the_bucket(
 
 def test_reads_only_the_rows_that_the_node_lacks(url: str, tmp_path: Path) -> None:
     save(url, None)
-    nodes = [NodeCopy(str(tmp_path / f"node-{number}"), 100_000_000) for number in range(4)]
-    quarter = SHAPE[0] // 4
-    ranges = [(number * quarter, (number + 1) * quarter) for number in range(4)]
-    first = [load_rows(url, node, *rows) for node, rows in zip(nodes, ranges, strict=True)]
-    assert [load_rows(url, node, *rows) for node, rows in zip(nodes, ranges, strict=True)] == [0] * 4
-    # A node is lost: its rank reads what it needs, and the others nothing.
-    shutil.rmtree(nodes[2].path)
-    assert [load_rows(url, node, *rows) for node, rows in zip(nodes, ranges, strict=True)] == [0, 0, first[2], 0]
+    node, quarter = NodeCopy(str(tmp_path / "node"), 100_000_000), SHAPE[0] // 4
+    first = load_rows(url, node, 0, quarter)
     # Half as many ranks: of its half the first node has one half.
     whole = load_rows(url, NodeCopy(str(tmp_path / "new"), 100_000_000), 0, 2 * quarter)
-    assert 0 < load_rows(url, nodes[0], 0, 2 * quarter) <= whole - first[0] + 100  # and the table of checksums
+    assert 0 < load_rows(url, node, 0, 2 * quarter) <= whole - first + 100  # and the table of checksums
     # A range of which the node has the beginning is read from there on.
     part = NodeCopy(str(tmp_path / "part"), 100_000_000)
     assert load_rows(url, part, 0, 100) + load_rows(url, part, 0, 2 * quarter) <= whole + 100
     # Twice as many ranks read nothing that their node has.
-    assert [load_rows(url, nodes[0], low, low + quarter // 2) for low in range(0, 2 * quarter, quarter // 2)] == [0] * 4
+    assert [load_rows(url, node, low, low + quarter // 2) for low in range(0, 2 * quarter, quarter // 2)] == [0] * 4
 
 
 def test_notices_and_heals_every_flipped_bit(url: str, copy: NodeCopy, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,21 +139,70 @@ def test_notices_and_heals_every_flipped_bit(url: str, copy: NodeCopy, caplog: p
     assert len([record for record in caplog.records if "damaged" in record.getMessage()]) == 1
 
 
-def test_saves_and_loads_beside_a_full_disk(
-    url: str, copy: NodeCopy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(fd: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+class Failing:
+    """The module `os`, of which one call fails."""
 
-    monkeypatch.setattr(node_copy.os, "write", full)
+    def __init__(self, name: str, number: int) -> None:
+        self._name, self._error = name, OSError(number, os.strerror(number))
+
+    def __getattr__(self, name: str) -> Any:
+        return mock.Mock(side_effect=self._error) if name == self._name else getattr(os, name)
+
+
+@pytest.mark.parametrize(("call", "number"), [("write", errno.ENOSPC), ("mkdir", errno.EROFS)])
+def test_saves_and_loads_beside_a_disk_that_is_full_or_read_only(
+    url: str, copy: NodeCopy, call: str, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_copy, "os", Failing(call, number))
     save(url, copy)
     read, held = load(url, copy)
     assert held == 0
     assert not files(copy)
-    assert len([record for record in caplog.records if "No space left" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if os.strerror(number) in record.getMessage()]) == 1
     monkeypatch.undo()
     assert load(url, copy) == (read, 0)
     assert load(url, copy) == (0, read)
+
+
+@pytest.mark.parametrize("background", ["process", "thread"])
+def test_commits_before_its_copy_and_loses_only_the_copy_if_its_process_is_killed(
+    url: str, copy: NodeCopy, background: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BucketWriter(transfer=transfer(copy, background=background))
+    os.mkdir(copy.path, 0o700)
+    with node_copy._locked("used", os.open(copy.path, os.O_RDONLY), 0, 1, 0.0):
+        handle = bucketpoint.async_save(state(fill=True), checkpoint_id=url, storage_writer=writer, no_dist=True)
+        for _ in range(6000):
+            if os.path.exists(f"{url.removeprefix('file://')}/.metadata"):
+                break
+            time.sleep(0.01)
+        assert not handle.done()
+        if background == "process":
+            os.kill(writer.uploads.process_id or 0, signal.SIGKILL)
+            handle.result(60)
+    handle.result(60)
+    copied = background == "thread"
+    assert bool(files(copy)) == copied
+    assert len([record for record in caplog.records if "SIGKILL" in record.getMessage()]) == (not copied)
+    assert (load(url, copy)[0] == 0) == copied
+    bucketpoint.async_save(state(fill=True), checkpoint_id=url + "2", storage_writer=writer, no_dist=True).result(60)
+    writer.close()
+    assert load(url + "2", copy)[0] == 0
+
+
+def test_restores_a_run_from_the_copy_and_logs_how_much(
+    url: str, copy: NodeCopy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for loaded, step in ((state(fill=True), None), (state(fill=False), 9)):
+        with CheckpointManager(url, keep=1, every=1, transfer=transfer(copy)) as manager, counted() as count:
+            restored = manager.restore(loaded)
+            assert (restored and restored.step) == step
+            if step is None:
+                manager.save(9, loaded)
+    assert count.read == 0
+    assert torch.equal(loaded["model"]["w"], expected_tensor(SHAPE))
+    assert "6.2 MB of them from the node's copy" in caplog.text
 
 
 @pytest.mark.parametrize("service", ["minio"], indirect=True)
@@ -215,23 +262,36 @@ def test_reads_each_byte_once_for_all_processes_of_a_node(
         assert sum(read + held for read, held in figures) >= 0.99 * 4 * nbytes
 
 
-def load_shards(rank: int, world: int, url: str, copy: NodeCopy) -> tuple[int, str]:
-    loaded, reader = (
-        scenarios.sharded_state(world, fill=False),
-        BucketReader(transfer=transfer(copy), cooperative="node"),
-    )
+def load_shards(rank: int, world: int, url: str, copies: list[NodeCopy], mode: Any) -> tuple[int, int, str]:
+    loaded, transfers = scenarios.sharded_state(world, fill=False), transfer(copies[rank])
+    reader = BucketReader(transfer=transfers, cooperative=mode)
     with counted() as count:
         dcp.load(loaded, checkpoint_id=url, storage_reader=reader, planner=LoadPlanner())
     scenarios.assert_state(loaded)
-    return count.read, reader.explain()
+    assert reader.stats is not None
+    return count.read, reader.stats.node_bytes, reader.explain()
 
 
-def save_shards(rank: int, world: int, url: str, copy: NodeCopy) -> None:
-    writer = BucketWriter(transfer=transfer(copy))
+def save_shards(rank: int, world: int, url: str, copies: list[NodeCopy]) -> None:
+    writer = BucketWriter(transfer=transfer(copies[rank]))
     dcp.save(scenarios.sharded_state(world, fill=True), checkpoint_id=url, storage_writer=writer)
 
 
 def test_takes_the_place_of_the_exchange_between_ranks(four_ranks: Ranks, url: str, copy: NodeCopy) -> None:
-    four_ranks.run(save_shards, url, copy)
-    for read, explained in four_ranks.run(load_shards, url, copy):
+    four_ranks.run(save_shards, url, [copy] * 4)
+    for read, _, explained in four_ranks.run(load_shards, url, [copy] * 4, "node"):
         assert (read, explained) == (0, "Plain: the 4 ranks share the node's copy")
+
+
+def test_reads_for_a_lost_node_only_what_its_rank_needs(four_ranks: Ranks, url: str, tmp_path: Path) -> None:
+    nodes, none = ([NodeCopy(f"{tmp_path}/{name}-{rank}", 100_000_000) for rank in range(4)] for name in ("node", "no"))
+    four_ranks.run(save_shards, url, nodes)
+    needs = [read for read, *_ in four_ranks.run(load_shards, url, none, "off")]
+    first = [figures[:2] for figures in four_ranks.run(load_shards, url, nodes, "off")]
+    # Each node has what its rank sent. Replicated tensors were sent by one rank, so the others read them once.
+    assert [read + held for read, held in first] == needs
+    sent = sum(os.path.getsize(path) for path in Path(url.removeprefix("file://")).rglob("*.distcp"))
+    assert 0.99 * sent < sum(held for _, held in first) <= sent
+    shutil.rmtree(nodes[2].path)
+    again = [figures[:2] for figures in four_ranks.run(load_shards, url, nodes, "off")]
+    assert again == [(needs[rank], 0) if rank == 2 else (0, needs[rank]) for rank in range(4)]
