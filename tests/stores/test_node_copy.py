@@ -256,6 +256,7 @@ def test_gives_a_range_to_one_process_until_that_ends(folder: NodeFolder) -> Non
     if not child:
         with folder.claim(of(), 0, 100) as claimed:
             os.write(tell, b"y" if claimed else b"n")
+            signal.alarm(60)
             time.sleep(600)
     assert os.read(ready, 1) == b"y"
     with folder.claim(of(), 50, 60, 0.0) as claimed, folder.claim(of(), 100, 200, 0.0) as other:
@@ -269,12 +270,15 @@ def test_gives_a_range_to_one_process_until_that_ends(folder: NodeFolder) -> Non
 def test_deletes_what_the_bucket_no_longer_has_once_a_minute(folder: NodeFolder, path: Path) -> None:
     for step in range(3):
         put(folder, 0, 10, of(step))
+    replaced, elsewhere = of(3)._replace(etag="old"), of(1)._replace(store="file:///other")
+    put(folder, 0, 10, replaced)
+    put(folder, 0, 10, elsewhere)
     bucket = Bucket(of(1).key)
     folder.look(bucket)
-    assert [held(folder, 0, 10, of(step)) for step in range(3)] == [10, 0, 10]
+    assert [held(folder, 0, 10, obj) for obj in (of(0), of(1), of(2), replaced, elsewhere)] == [10, 0, 10, 0, 10]
     bucket.gone = (of(1).key, of(2).key)
     folder.look(bucket)
-    assert bucket.asked == 3
+    assert bucket.asked == 4
     os.utime(path / "looked", (1, 1))
     folder.look(bucket)
     assert [held(folder, 0, 10, of(step)) for step in range(3)] == [10, 0, 0]
