@@ -128,7 +128,6 @@ class NodeFolder:
     def __init__(self, copy: NodeCopy) -> None:
         self._path = copy.path
         self._max_bytes = copy.max_bytes
-        self._failed = False
 
     def cover(self, of: CopiedObject, start: int, stop: int) -> list[tuple[int, int, str | None]]:
         """Split bytes `[start, stop)` into ranges, each with the name of the file that has its bytes, or None."""
@@ -158,7 +157,7 @@ class NodeFolder:
 
     def put(self, of: CopiedObject, start: int, views: Iterable[memoryview], nbytes: int) -> None:
         """Store bytes of the object, beginning at `start`, if the limit allows it."""
-        if not nbytes or self._failed:
+        if not nbytes:
             return
         partial = f"{of.folder}/{TEMPORARY}{secrets.token_hex(8)}"
         with self._quietly("written"), self._object(of, make=True) as (root, _):
@@ -238,7 +237,7 @@ class NodeFolder:
             if used + nbytes > self._max_bytes and name[:16] != place:
                 largest = max(files, key=lambda file: files[file].st_size, default=_ABOUT)
                 # A file with a second name is not written again: a user may have linked it as a backup.
-                if largest != _ABOUT and files[largest].st_nlink == 1 and files[largest].st_size <= nbytes:
+                if largest != _ABOUT and files[largest].st_nlink == 1:
                     with contextlib.suppress(FileNotFoundError):
                         os.rename(f"{name}/{largest}", partial, src_dir_fd=root, dst_dir_fd=root)
                 _remove(name, root)
@@ -272,7 +271,6 @@ class NodeFolder:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._failed = True
             self._log("failed", f"it cannot be {done} ({error.strerror or error}): bytes come from the bucket")
 
     def _log(self, kind: str, text: str) -> None:

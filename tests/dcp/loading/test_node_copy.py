@@ -172,10 +172,12 @@ def test_commits_before_its_copy_and_loses_only_the_copy_if_its_process_is_kille
     os.mkdir(copy.path, 0o700)
     with node_copy._locked("used", os.open(copy.path, os.O_RDONLY), 0, 1, 0.0):
         handle = bucketpoint.async_save(state(fill=True), checkpoint_id=url, storage_writer=writer, no_dist=True)
-        for _ in range(6000):
-            if os.path.exists(f"{url.removeprefix('file://')}/.metadata"):
+        committed = Path(url.removeprefix("file://")) / ".metadata"
+        for _ in range(3000):
+            if committed.exists():
                 break
             time.sleep(0.01)
+        assert committed.exists()
         assert not handle.done()
         if background == "process":
             os.kill(writer.uploads.process_id or 0, signal.SIGKILL)
