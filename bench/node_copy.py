@@ -28,8 +28,8 @@ MEMORY = "/dev/shm"
 PARTS = ("load", "wire", "node", "ranks", "save")
 TENSORS = 16
 FILLING = 3
-"""Saves until the copy, whose limit is that of three, deletes a checkpoint at each. The first is not measured: it starts
-the helper."""
+"""Saves until the copy, whose limit is that of three, deletes a checkpoint at each. The first, which starts
+the helper, is not measured."""
 
 SAVED = ("cpu", "blocked", "commit", "end")
 
