@@ -81,7 +81,8 @@ class BoxReader(BucketReader):
                 process_group=process_group,
                 no_dist=alone,
             )
-            with torch.no_grad():
+            # Targets may come from the inference mode, which also leaves out gradients.
+            with torch.inference_mode():
                 for target, source in copies:
                     target.copy_(source)
 

@@ -1,14 +1,20 @@
-"""Callbacks before a program starts a thread, or submits work to a pool of threads."""
+"""Callbacks before a program starts a thread, or gives work to one."""
 
 from __future__ import annotations
 
 import threading
+from asyncio import BaseEventLoop
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.pool import Pool
 from typing import Any
 
-_HAND_WORK_OVER = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
+_HAND_WORK_OVER = (
+    *((threading.Thread, "start"), (ThreadPoolExecutor, "submit"), (Pool, "_check_running")),
+    # Queues, events, semaphores and barriers notify.
+    *((threading.Condition, "notify"), (BaseEventLoop, "call_soon_threadsafe")),
+)
 _ORIGINAL = "_bucketpoint_original"
 
 _acts: list[Callable[[], None]] = []

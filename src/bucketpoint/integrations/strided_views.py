@@ -45,7 +45,8 @@ def box_of(key: str, whole: torch.Tensor, source: torch.Tensor, target: torch.Te
 def is_plain_view(view: torch.Tensor, whole: torch.Tensor) -> bool:
     """Return True if the elements of a view are elements of the whole tensor, with unchanged values."""
     same = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
-    return same and view.dtype == whole.dtype and not view.is_conj() and not view.is_neg()
+    inside = int(view.storage_offset()) + _reach(view) <= whole.numel() or not view.numel()
+    return same and inside and view.dtype == whole.dtype and not view.is_conj() and not view.is_neg()
 
 
 def _joined_axes(source: torch.Tensor, target: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -80,13 +81,13 @@ class Regions:
 
     def add(self, tensor: torch.Tensor, value: Any, *, whole: bool = False) -> None:
         """Add a value for the memory that a tensor spans; with `whole`, for the whole storage."""
-        start, stop = _reach(tensor, whole)
+        start, stop = _ends(tensor, whole)
         for cell in range(start // _CELL, -(-stop // _CELL)):
             self._cells.setdefault((tensor.device, cell), []).append((start, stop, value))
 
     def find(self, tensor: torch.Tensor, *, whole: bool = False) -> Iterator[Any]:
         """Yield the values of regions that overlap the tensor's, some of them several times."""
-        start, stop = _reach(tensor, whole)
+        start, stop = _ends(tensor, whole)
         for cell in range(start // _CELL, -(-stop // _CELL)):
             for low, high, value in self._cells.get((tensor.device, cell), ()):
                 if low < stop and start < high:
@@ -96,7 +97,7 @@ class Regions:
         self._cells.clear()
 
 
-def _reach(tensor: torch.Tensor, whole: bool) -> tuple[int, int]:
+def _ends(tensor: torch.Tensor, whole: bool) -> tuple[int, int]:
     if whole:
         memory = tensor.untyped_storage()
         return memory.data_ptr(), memory.data_ptr() + memory.nbytes()
@@ -144,8 +145,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _span(view: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of the first byte of a view that is not empty, and of the byte after its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
-    return view.data_ptr(), view.data_ptr() + reach * view.element_size()
+    return view.data_ptr(), view.data_ptr() + _reach(view) * view.element_size()
+
+
+def _reach(view: torch.Tensor) -> int:
+    """Return the number of elements of memory from the first to the last of a view that is not empty."""
+    return sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

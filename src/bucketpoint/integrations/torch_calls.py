@@ -1,0 +1,98 @@
+"""Calls of torch's functions as modes see them: which reach memory without an operation, or run an extension's code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from bucketpoint.errors import BucketpointError
+
+_READ_MEMORY = {
+    *("numpy", "tolist", "data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "is_shared"),
+    *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__", "__repr__", "share_memory_", "resize_"),
+    *("apply_", "map_", "map2_", "tensor", "as_tensor", "asarray", "new_tensor", "new", "sparse_coo_tensor"),
+    *("__float__", "__int__", "__index__", "__bool__", "__complex__"),
+}
+"""Functions that access the memory of tensors without an operation that a dispatch mode sees."""
+
+
+SHARE_MEMORY = {"__dlpack__", "__get__"}
+"""Methods whose results can access the memory later, and that leave no trace of it in the tensor. Addresses do not
+count: loaders only compare them."""
+
+
+def reaches_memory(func: Any) -> bool:
+    """Return True for a function that may access its tensors' memory without an operation that a dispatch mode sees.
+
+    These include operations of extensions: a kernel for all dispatch keys, such as vLLM's that packs a weight for a
+    CPU, is called before any mode. No mode sees functions that an extension binds to Python directly.
+    """
+    name = getattr(func, "__name__", "")
+    return is_of_extension(func) or name in _READ_MEMORY or func == torch.Tensor.__cuda_array_interface__.__get__
+
+
+def is_of_extension(func: Any) -> bool:
+    if not isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+    return packet._qualified_op_name.partition("::")[0] not in ("aten", "prim", "prims")
+
+
+def is_composite(func: Any) -> bool:
+    """Return True for an operation that torch composes of others. Dispatch modes see these in inference mode only."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch.is_inference_mode_enabled() and hasattr(func, "decompose") and func.has_kernel_for_dispatch_key(key)
+
+
+def has_own_dispatch(kind: Any) -> bool:
+    """Return True for a class of tensors that runs code of its own for operations."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def has_own_function(kind: Any) -> bool:
+    """Return True for a class of tensors that runs code of its own for functions."""
+    own = getattr(kind.__torch_function__, "__func__", None)
+    return own not in (None, torch.Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
+def place_of(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
+    """Return the device and the address of a tensor's memory; None if it has no memory."""
+    if tensor.layout is not torch.strided or tensor.is_meta or has_own_dispatch(type(tensor)):
+        return None
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+# -- modes that end in order -------------------------------------------------------------------------------------------
+
+
+class OrderedDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that raises an error at its end if another mode, which began before it, ended meanwhile.
+
+    Modes end from the innermost to the outermost, whichever is meant: this one then ended instead of the other.
+    """
+
+    def __exit__(self, *args: object) -> None:
+        innermost = _get_current_dispatch_mode()
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        _check_order(self, innermost)
+
+
+class OrderedFunctionMode(TorchFunctionMode):
+    """Function mode that raises an error at its end if another mode, which began before it, ended meanwhile."""
+
+    def __exit__(self, *args: object) -> None:
+        innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        _check_order(self, innermost)
+
+
+def _check_order(mode: object, innermost: object) -> None:
+    if innermost is not mode:
+        raise BucketpointError(
+            "A mode of torch, such as `with torch.device(...)`, began before the first tensor of the load and ended "
+            "before the last one",
+            remedy="Take all tensors in one block, or begin the block after the first tensor",
+        )
