@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import BucketWriter, CheckpointManager
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, MismatchError
 from bucketpoint.format.safetensors_header import TensorEntry, encode_header
-from bucketpoint.integrations.weights import Weights, WeightsOptions
+from bucketpoint.integrations.weights import Weights, WeightsOptions, read_kept
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 
 
@@ -130,17 +130,63 @@ def test_refuses_to_mix_two_checkpoints_of_one_url(tmp_path: Path, at_once: bool
         torch.zeros(2, 2).copy_(tensors["b"])
 
 
-@pytest.mark.parametrize("by", ["file", "function"])
-def test_refuses_a_mapping_that_swaps_two_tensors(tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize("by", ["pair", "ring", "function"])
+def test_refuses_a_mapping_that_swaps_tensors(tmp_path: Path, by: str) -> None:
     save(f"file://{tmp_path}/step", {"q": torch.ones(3), "k": torch.zeros(3), "v": torch.zeros(3)})
-    (tmp_path / "names.json").write_text('{"q": "k", "k": "q"}')
-    names = str(tmp_path / "names.json") if by == "file" else f"{__name__}:exchanged"
-    with pytest.raises(MismatchError, match="gives k the values of q, and q those of k"):
+    (tmp_path / "pair.json").write_text('{"q": "k", "k": "q"}')
+    (tmp_path / "ring.json").write_text('{"q": "k", "k": "v", "v": "q"}')
+    names = f"{__name__}:exchanged" if by == "function" else f"{tmp_path}/{by}.json"
+    with pytest.raises(MismatchError, match=r"gives k the values of q, .* the values of k"):
         loaded(url=f"file://{tmp_path}/step", names=names)
+    # A shift leaves no name in another's place.
+    (tmp_path / "shift.json").write_text('{"q": null, "k": "q", "v": "k"}')
+    assert loaded(url=f"file://{tmp_path}/step", names=f"{tmp_path}/shift.json").keys() == {"q", "k"}
 
 
 def exchanged(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {"q": tensors["k"], "k": tensors["q"], "v": tensors["v"]}
+    return {"k": tensors["q"][:2], "q": tensors["k"], "v": tensors["v"]}
+
+
+def test_reads_tensors_that_a_loader_keeps_as_they_came(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    save(url, {"w": expected_tensor((4, 3)), "b": torch.ones(4)})
+    model = torch.nn.Linear(3, 4)
+    with Weights(WeightsOptions.of({"url": url})).loading() as tensors:
+        model.load_state_dict({"weight": tensors["w"], "bias": tensors["b"]}, assign=True)
+        model.register_buffer("buffer", tensors["b"][1:])
+        model.attribute = tensors["w"].t()
+        read_kept(model)
+    kept = [model.weight, model.buffer, model.attribute]
+    assert [type(tensor) for tensor in kept] == [torch.nn.Parameter, torch.Tensor, torch.Tensor]
+    assert torch.equal(model.attribute, expected_tensor((4, 3)).t())
+    assert torch.equal(model.attribute.t(), model.weight)
+
+
+def test_loads_into_parameters_of_the_inference_mode(tmp_path: Path) -> None:
+    save(f"file://{tmp_path}", {"w": expected_tensor((4, 3))})
+    with Weights(WeightsOptions.of({"url": f"file://{tmp_path}"})).loading() as tensors, torch.inference_mode():
+        first, second, other = torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3, 4, dtype=torch.float64)
+        for target in (first, second, other.t()):
+            target.copy_(tensors["w"])
+    for target in (first, second, other.t()):
+        assert torch.equal(target, expected_tensor((4, 3)).to(target.dtype))
+
+
+def test_tells_refusals_of_shapes_from_other_errors(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    save(url, {"w": torch.ones(4, 3)})
+    weights = Weights(WeightsOptions.of({"url": url}))
+    for fail, refused in (
+        (lambda tensor: torch.zeros(5, 3).copy_(tensor), True),
+        (lambda tensor: tensor.narrow(0, 3, 2), True),
+        (lambda tensor: tensor.view(5, -1), True),
+        (lambda tensor: tensor.select(2, 0), True),
+        (lambda tensor: torch.linalg.inv(tensor), False),
+        (lambda tensor: torch.zeros(4, 3).copy_(tensor) @ torch.ones(4, 3), False),
+    ):
+        with pytest.raises((RuntimeError, IndexError)) as caught, weights.loading() as tensors:
+            fail(tensors["w"])
+        assert weights.refused(caught.value) == refused
 
 
 def test_gives_an_engine_the_quantized_weights_as_they_are_stored(tmp_path: Path) -> None:

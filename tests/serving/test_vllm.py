@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import bucketpoint
 from bucketpoint import BucketWriter, RetentionPolicy
+from bucketpoint.errors import MismatchError
 from bucketpoint.retention import Keep
 from kit.servers import S3Server
 
@@ -188,6 +190,29 @@ def test_refuses_to_start_on_damage_and_on_names_that_do_not_fit(tmp_path: Path)
     expected = [*(text for _, text in cases.values()), "Did you mean 'prefix'"]
     for text, error in zip(expected, result["parameters"]["errors"], strict=True):
         assert re.search(text, error), error
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [
+        (lambda tensor: torch.zeros(3).copy_(tensor), MismatchError),
+        (lambda tensor: {}[tensor], MismatchError),
+        (lambda tensor: torch.linalg.inv(tensor.view(1, 2)), RuntimeError),
+        (lambda tensor: [].append(tensor, tensor), TypeError),
+    ],
+)
+def test_passes_on_errors_that_do_not_come_from_names_or_shapes(tmp_path: Path, fail: Any, kind: Any) -> None:
+    from vllm.config import LoadConfig
+
+    from bucketpoint.integrations.vllm import BucketpointLoader
+
+    url = checkpoint(tmp_path / "run", {"w": torch.ones(2)})
+    model = torch.nn.Module()
+    model.load_weights = lambda tensors: [fail(tensor) for _, tensor in tensors]
+    config = SimpleNamespace(quantization=None, hf_config=None)
+    with pytest.raises(kind) as caught:
+        BucketpointLoader(LoadConfig(**ours(url))).load_weights(model, config)
+    assert kind is MismatchError or "failed at w of" in caught.value.__notes__[0]
 
 
 def test_refuses_a_checkpoint_that_changes_during_the_load_or_is_forbidden(tmp_path: Path, minio: S3Server) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from bucketpoint.dcp.planning.unused_keys import nearest
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
-from bucketpoint.integrations.weights import Weights, WeightsOptions
+from bucketpoint.integrations.weights import Weights, WeightsOptions, read_kept
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NAMED_AT_MOST = 5
@@ -61,9 +61,13 @@ class BucketpointLoader(BaseModelLoader):
                     ]
                 if lacking:
                     raise KeyError(lacking[0])
-        except (BucketpointError, torch.cuda.OutOfMemoryError):
+                read_kept(model)
+        except BucketpointError:
             raise
         except Exception as error:
+            if not isinstance(error, (KeyError, ValueError, AssertionError)) and not weights.refused(error):
+                error.add_note(f"bucketpoint: the model's loader failed at {passed[0]} of {self._options.url}")
+                raise
             raise _misfit(error, passed[0], lacking, names, parameters, self._options.url) from error
         setattr(model, _LOADED, frozenset(names))
 
@@ -77,6 +81,7 @@ class BucketpointLoader(BaseModelLoader):
             if lacking := sorted(getattr(model, _LOADED, frozenset()) - tensors.keys()):
                 raise _misfit(KeyError(lacking[0]), "", lacking, list(tensors), [], self._options.url)
             yield from tensors.items()
+            read_kept(model)
 
     def _weights(self) -> Weights:
         group = get_world_group().cpu_group if torch.distributed.is_initialized() else None

@@ -22,7 +22,7 @@ from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.item_names import renaming
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
-from bucketpoint.integrations.promised import Promised, Promises
+from bucketpoint.integrations.promised import Promised, Promises, with_real
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores.node_copy import NodeCopy
@@ -125,6 +125,10 @@ class Weights:
         """Return True if `loading` wrote only a part of a parameter."""
         return self._promises is not None and 0 < self._promises.written(parameter) < parameter.nbytes
 
+    def refused(self, error: BaseException) -> bool:
+        """Return True if `error` is torch's refusal of a view or a copy of a saved tensor, because of its shape."""
+        return self._promises is not None and self._promises.refusal is error
+
     def _named(self, promises: Promises, metadata: Metadata, url: str) -> dict[str, torch.Tensor]:
         saved: dict[str, torch.Tensor] = {}
         prefix = self.options.prefix
@@ -152,12 +156,15 @@ class Weights:
             for name, tensor in given.items()
             if isinstance(tensor, Promised)
         }
-        for name, saved_as in own.items():
-            if name < saved_as and own.get(saved_as) == name:
+        for name in own:
+            ring = [name]
+            while (saved_as := own[ring[-1]]) in own and saved_as not in ring:
+                ring.append(saved_as)
+            if saved_as == name and len(ring) > 1:
                 raise MismatchError(
-                    f"The mapping gives {name} the values of {saved_as}, and {saved_as} those of {name}",
+                    "The mapping gives " + ", ".join(f"{other} the values of {own[other]}" for other in ring),
                     url=url,
-                    remedy="Remove both names from the mapping",
+                    remedy="Remove these names from the mapping",
                 )
         return given
 
@@ -175,6 +182,17 @@ class Weights:
         if isinstance(answer[0], BaseException):
             raise answer[0]
         return str(answer[0])
+
+
+def read_kept(model: torch.nn.Module) -> None:
+    """Replace the promised tensors that a model's loader kept, instead of copies, by tensors that are read."""
+    for module in model.modules():
+        for values in (module._parameters, module._buffers, vars(module)):
+            for name, value in values.items():
+                if isinstance(value, Promised):
+                    real = with_real(value)
+                    is_parameter = isinstance(value, torch.nn.Parameter)
+                    values[name] = torch.nn.Parameter(real, value.requires_grad) if is_parameter else real
 
 
 def without_wrappers(name: str) -> str:
