@@ -297,7 +297,8 @@ class Promises:
     def _note(self, target: torch.Tensor, promise: Promised) -> Any:
         repeated = any(not stride and size > 1 for size, stride in zip(target.shape, target.stride(), strict=True))
         odd = place_of(target) is None or repeated or target.is_conj() or target.is_neg() or target.is_quantized
-        torch.empty(target.shape, dtype=target.dtype, device="meta").copy_(promise.meta)
+        # Without memory, an error that is due to the shape comes before a read.
+        source = promise.meta.expand(target.shape)
         if target.is_meta:
             return target
         if not target.numel():
@@ -305,7 +306,6 @@ class Promises:
         if odd or self._is_seen_by_others(target):
             return NotImplemented
         saved = promise.saved
-        source = promise.meta.expand(target.shape)
         source = saved.whole.as_strided(source.shape, source.stride(), source.storage_offset() + saved.start)
         box = box_of(saved.key, saved.whole, source, target.detach())
         if box is None:
