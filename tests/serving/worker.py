@@ -47,7 +47,8 @@ def outputs(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from vllm.model_executor.layers.linear import LinearBase
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
-    linear = {name: layer(torch.ones(1, layer.input_size))[0].clone() for name, layer in layers.items()}
+    sizes = {name: getattr(layer, "input_size_per_partition", layer.input_size) for name, layer in layers.items()}
+    linear = {name: layer(torch.ones(1, sizes[name]))[0].clone() for name, layer in layers.items()}
     rest = model.named_parameters()
     return linear | {name: p.detach().clone() for name, p in rest if name.rpartition(".")[0] not in layers}
 
@@ -94,8 +95,10 @@ def parameters(arguments: dict[str, Any], place: str, reload: dict[str, str], re
                 parameter.data.fill_(torch.nan)
             reload_weights(config, model, None, None, is_checkpoint_format=True)
             again, error = outputs(model), ""
-            for came in reload.items():
+            torch.distributed.barrier()
+            for came in reload.items() if not rank else ():
                 os.rename(*came)
+            torch.distributed.barrier()
             try:
                 reload_weights(config, model, None, None, is_checkpoint_format=True)
             except Exception as caught:  # noqa: BLE001 (is the result)
