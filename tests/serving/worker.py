@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def errors(config: Any, configs: list[dict[str, Any]]) -> list[str]:
     return results
 
 
+def arrive(arrivals: Iterator[tuple[str, str]], rank: int) -> None:
+    """Move the next checkpoint to its place."""
+    torch.distributed.barrier()
+    if rank == 0:
+        os.rename(*next(arrivals))
+    torch.distributed.barrier()
+
+
 def parameters(arguments: dict[str, Any], place: str, reload: dict[str, str], refused: Any) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -93,12 +102,11 @@ def parameters(arguments: dict[str, Any], place: str, reload: dict[str, str], re
             for parameter in model.parameters():
                 # As sleep of level 2, which vLLM has on GPUs only.
                 parameter.data.fill_(torch.nan)
+            arrivals, error = iter(reload.items()), ""
+            arrive(arrivals, rank)
             reload_weights(config, model, None, None, is_checkpoint_format=True)
-            again, error = outputs(model), ""
-            torch.distributed.barrier()
-            for came in reload.items() if not rank else ():
-                os.rename(*came)
-            torch.distributed.barrier()
+            again = outputs(model)
+            arrive(arrivals, rank)
             try:
                 reload_weights(config, model, None, None, is_checkpoint_format=True)
             except Exception as caught:  # noqa: BLE001 (is the result)
