@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +43,37 @@ def test_leaves_the_functions_of_threads_as_they_were_in_any_order_of_ends() -> 
     second.__exit__(None, None, None)
     threading.Thread(target=int).start()
     assert ((threading.Thread.start, ThreadPoolExecutor.submit), set(acts)) == (before, {2})
+
+
+class LoggedMemory(Memory):
+    """Saved tensors whose loads log on a thread of their own."""
+
+    def load(self, *given: Any, **options: Any) -> None:
+        thread = threading.Thread(target=logging.getLogger("bucketpoint").warning, args=("by the load",))
+        thread.start()
+        thread.join()
+        super().load(*given, **options)
+
+
+def test_loads_while_log_messages_go_through_a_queue() -> None:
+    messages: queue.Queue[Any] = queue.Queue()
+    handler, logger = logging.handlers.QueueHandler(messages), logging.getLogger("bucketpoint")
+    logger.addHandler(handler)
+
+    def load() -> None:
+        memory, parameter = LoggedMemory(w=counting(3)), torch.zeros(3)
+        with memory.promises.noting():
+            parameter.copy_(memory["w"])
+            logger.warning("by the program")
+
+    thread = threading.Thread(target=load, daemon=True)
+    try:
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert [messages.get_nowait().msg for _ in range(2)] == ["by the program", "by the load"]
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_finds_waiting_elements_by_their_address() -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing.queues
+import queue
 import threading
 from asyncio import BaseEventLoop
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from logging import LogRecord
 from multiprocessing.pool import Pool
 from typing import Any
 
+# No function that is called with its object's lock held, as `Condition.notify`: the act may need the same lock.
 _HAND_WORK_OVER = (
     *((threading.Thread, "start"), (ThreadPoolExecutor, "submit"), (Pool, "_check_running")),
-    # Queues, events, semaphores and barriers notify.
-    *((threading.Condition, "notify"), (BaseEventLoop, "call_soon_threadsafe")),
+    *((queue.Queue, "put"), (multiprocessing.queues.Queue, "put")),
+    *((threading.Event, "set"), (BaseEventLoop, "call_soon_threadsafe")),
 )
+_LOGGED = (LogRecord, str, bytes)
+"""Types that a handler of log messages puts into a queue, with its lock held, for which threads of the act may wait."""
+
 _ORIGINAL = "_bucketpoint_original"
 
 _acts: list[Callable[[], None]] = []
@@ -44,8 +51,9 @@ def before_other_threads(act: Callable[[], None]) -> Iterator[None]:
 
 def _acting(original: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        for act in tuple(_acts):
-            act()
+        if not any(isinstance(value, _LOGGED) for value in args[1:]):
+            for act in tuple(_acts):
+                act()
         return original(*args, **kwargs)
 
     setattr(call, _ORIGINAL, original)

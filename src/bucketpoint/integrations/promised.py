@@ -10,8 +10,8 @@ all recorded boxes are read together. Two rules keep the values correct:
    another thread gets work. A copy is made at once if it is made where torch's modes do not act, as in the kernel of
    an operation; or if others may see its target's memory, such as arrays, files and shared memory.
 
-Not seen are accesses through an address that the program took before the copy; code that turns off torch's modes; and
-access without an operation, such as `tolist()`, by functions that torch calls within another operation, as hooks.
+Not seen: an address taken before the copy; code that turns off torch's modes; work given to a thread by a lock,
+`Condition` or `SimpleQueue`; `tolist()` and the like in functions that torch calls within an operation, as hooks.
 """
 
 from __future__ import annotations
