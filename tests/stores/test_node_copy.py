@@ -154,6 +154,45 @@ def test_writes_a_new_file_over_the_one_that_it_replaces_unless_that_is_linked(p
     assert held(folder, 0, SIZE, of(2)) == SIZE
 
 
+@pytest.mark.parametrize(
+    ("limit", "step", "expected"),
+    [(SMALL, 1, (0, SIZE, 0)), (SMALL, 0, (SIZE, 0, 0)), (2 * SMALL, 0, (SIZE, SIZE, 0))],
+)
+def test_counts_and_never_takes_a_file_that_another_writes(path: Path, limit: int, step: int, expected: Any) -> None:
+    folder, others = NodeFolder(NodeCopy(str(path), limit)), (of(step, 1), of(step, 2))
+
+    def views() -> Any:
+        yield memoryview(CONTENT)[5:1_060_005]
+        for other in others:
+            put(folder, 0, SIZE, other)
+        yield memoryview(CONTENT)[1_060_005 : SIZE + 5]
+
+    folder.put(of(), 5, views(), SIZE)
+    assert (held(folder, 5, SIZE + 5), *(held(folder, 0, SIZE, other) for other in others)) == expected
+    assert nbytes(path) <= limit
+
+
+def test_frees_a_claim_though_a_process_that_was_forked_meanwhile_lives(folder: NodeFolder) -> None:
+    with folder.claim(of(), 0, 10):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with folder.claim(of(), 0, 10, wait_s=0.5) as claimed:
+            assert claimed
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_deletes_nothing_for_an_object_above_its_limit(path: Path) -> None:
+    folder = NodeFolder(NodeCopy(str(path), SMALL))
+    put(folder, 0, SIZE, of(0))
+    put(folder, 0, SMALL, of(1))
+    assert held(folder, 0, SIZE, of(0)) == SIZE
+
+
 def test_deletes_nothing_of_the_checkpoint_that_it_copies(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = NodeFolder(NodeCopy(str(path), 500_000))
     for number in range(4):

@@ -59,7 +59,7 @@ class SaveHandle(Future[Metadata]):
         self._lease: Lease | None = None
         self._at_end: error_boundary.LastSave | None = None
         # True once the program has received the outcome: a failure then does not change the exit status.
-        self._told = False
+        self._told = self._returned = False
         # The error that the stager or the state raised at the call.
         self._refused: BaseException | None = None
         # Our group over the same ranks is destroyed when the caller's group is garbage-collected, so keep the caller's
@@ -166,7 +166,12 @@ class SaveHandle(Future[Metadata]):
         self.staged.set_result(None)
 
     def _ended(self, upload: Future[Any]) -> None:
-        error = upload.exception()
+        if not self._returned and self._lease is not None and self._lease.after_commit:
+            # The save has ended before `async_save`, whose caller must not wait for the copy on this node.
+            self._returned = True
+            threading.Thread(target=self._ended, args=(upload,), name="bucketpoint-end").start()
+            return
+        error, commit_s = upload.exception(), time.monotonic() - self.begun_s
         if error is not None:
             # DCP raises a CheckpointException on all ranks, unless the group was gone and DCP saved alone.
             together = isinstance(error, CheckpointException) and process_groups.is_known(self._group)
@@ -190,7 +195,6 @@ class SaveHandle(Future[Metadata]):
                 # Only the committing rank has `on_commit`.
                 if self._on_commit is not None and committed is not None:
                     nbytes, step, metrics, _ = committed
-                    commit_s = time.monotonic() - self.begun_s
                     info = CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics, self._stats)
                     tell(self._on_commit, info)
             finally:
@@ -335,6 +339,9 @@ def async_save(
             use_collectives=use_collectives,
         )
     except BaseException as error:
+        if handle._lease is not None:
+            # Nobody would call these functions.
+            handle._lease.after_commit = None
         if not alone:
             # The other ranks would wait for this rank, and then mix this save with its next save.
             meshes.given_up(group, error, handle.url)
@@ -345,6 +352,7 @@ def async_save(
     # Set before the callback is added, because it may run at once.
     handle._blocked_s = time.monotonic() - begun_s
     upload.add_done_callback(handle._ended)
+    handle._returned = True
     return handle
 
 

@@ -121,16 +121,21 @@ class Lease:
 
     def finish(self) -> None:
         """Call the functions of `after_commit`, whose errors are logged, and end the lease."""
-        while self.after_commit:
-            try:
-                self.after_commit.pop()()
-            except Exception:
-                # If this error were raised, waits for the save would never end.
-                logger.exception("%s: its bytes were not copied on this node", self.label)
-        self.end()
+        try:
+            for copy in self.after_commit or ():
+                try:
+                    copy()
+                except Exception:
+                    # If this error were raised, waits for the save would never end.
+                    logger.exception("%s: its bytes were not copied on this node", self.label)
+        finally:
+            self.after_commit = None
+            self.end()
 
     def end(self) -> None:
-        """End the lease: the memory is no longer read."""
+        """End the lease: the memory is no longer read. Does nothing before `finish`, if that has functions to call."""
+        if self.after_commit:
+            return
         self.memory = None
         # A handle that the program keeps must not keep the program's spans and other contents of the context alive.
         self.context = None
@@ -145,6 +150,7 @@ class Lease:
     def _leave_to_parent(self) -> None:
         # A save that is under way at a fork belongs to the parent, with its memory.
         self._inherited = True
+        self.after_commit = None
         self.end()
 
     @property

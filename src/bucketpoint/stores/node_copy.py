@@ -209,15 +209,19 @@ class NodeFolder:
     def _reserve(self, root: int, nbytes: int, place: str, partial: str) -> bool:
         """Reserve bytes to be written. Return False if they do not fit beside the other objects of the checkpoint."""
         with _locked(_USED, root, 0, 1, CLAIM_S) as (fd, locked):
-            nbytes += _NOTE_BYTES
-            text = os.pread(fd, 32, 0)
+            if not locked:
+                return False
+            text, needed = os.pread(fd, 32, 0), nbytes + _NOTE_BYTES
             used = int(text) if text.isdigit() else self._max_bytes
-            if used + nbytes > self._max_bytes:
-                used = self._make_room(root, nbytes, place, partial)
-            fits = locked and used + nbytes <= self._max_bytes
-            if not fits:
+            if used + needed > self._max_bytes:
+                used = self._make_room(root, needed, place, partial)
+            if fits := used + needed <= self._max_bytes:
+                # The file has its size at once, so that another process that makes room counts it.
+                with open(os.open(partial, _FILE, 0o600, dir_fd=root), "rb+", buffering=0) as file:
+                    file.truncate(nbytes)
+            else:
                 self._log("small", f"its limit, {self._max_bytes} bytes, is smaller than a checkpoint's bytes here")
-            os.pwrite(fd, b"%032d" % (used + nbytes if fits else used), 0)
+            os.pwrite(fd, b"%032d" % (used + needed if fits else used), 0)
             return fits
 
     def _make_room(self, root: int, nbytes: int, place: str, partial: str) -> int:
@@ -228,16 +232,23 @@ class NodeFolder:
         """
         objects = []
         for name in filter(_OBJECT.fullmatch, os.listdir(root)):
-            with contextlib.suppress(FileNotFoundError), _opened(name, root) as folder:
-                files = {file: os.stat(file, dir_fd=folder, follow_symlinks=False) for file in os.listdir(folder)}
-                began = files[_ABOUT].st_mtime if _ABOUT in files else 0.0
-                objects.append((began, name, sum(status.st_size for status in files.values()), files))
+            files = {}
+            with contextlib.suppress(OSError), _opened(name, root) as folder:
+                for file in os.listdir(folder):
+                    # Another process may rename or delete the file.
+                    with contextlib.suppress(FileNotFoundError):
+                        files[file] = os.stat(file, dir_fd=folder, follow_symlinks=False)
+            began = files[_ABOUT].st_mtime if _ABOUT in files else 0.0
+            objects.append((began, name, sum(status.st_size for status in files.values()), files))
         used = sum(size for _, _, size, _ in objects)
+        if nbytes + sum(size for _, name, size, _ in objects if name[:16] == place) > self._max_bytes:
+            return used
         for _, name, size, files in sorted(objects, key=lambda each: each[:2]):
             if used + nbytes > self._max_bytes and name[:16] != place:
-                largest = max(files, key=lambda file: files[file].st_size, default=_ABOUT)
+                whole = filter(_RANGE.fullmatch, files)
+                largest = max(whole, key=lambda file: files[file].st_size, default=None)
                 # A file with a second name is not written again: a user may have linked it as a backup.
-                if largest != _ABOUT and files[largest].st_nlink == 1:
+                if largest is not None and files[largest].st_nlink == 1:
                     with contextlib.suppress(FileNotFoundError):
                         os.rename(f"{name}/{largest}", partial, src_dir_fd=root, dst_dir_fd=root)
                 _remove(name, root)
@@ -315,6 +326,9 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
                 time.sleep(random.uniform(0, _POLL_S))
         yield fd, locked
     finally:
+        if command is not None and locked:
+            # A process that was forked meanwhile has the file open, and would keep the lock.
+            fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, nbytes, 0))
         os.close(fd)
 
 

@@ -120,7 +120,6 @@ def keep_uploaded(
             if done.info.etag is not None:
                 of = CopiedObject(store.identity, source.key, done.info.etag)
                 group.start(functools.partial(folder.put, of, 0, _bytes_of(source, done), source.nbytes))
-        group.start(functools.partial(folder.look, store))
 
 
 def _bytes_of(source: ObjectSource, uploaded: Uploaded) -> Iterator[memoryview]:

@@ -164,25 +164,37 @@ def test_saves_and_loads_beside_a_disk_that_is_full_or_read_only(
     assert load(url, copy) == (0, read)
 
 
-@pytest.mark.parametrize("background", ["process", "thread"])
+@pytest.mark.parametrize("case", ["process", "thread", "ends before the call"])
 def test_commits_before_its_copy_and_loses_only_the_copy_if_its_process_is_killed(
-    url: str, copy: NodeCopy, background: Any, caplog: pytest.LogCaptureFixture
+    url: str, copy: NodeCopy, case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = BucketWriter(transfer=transfer(copy, background=background))
+    background: Any = "process" if case == "process" else "thread"
+    writer, infos, begin = BucketWriter(transfer=transfer(copy, background=background)), [], dcp.async_save
     os.mkdir(copy.path, 0o700)
+
+    def begin_and_wait(*args: Any, **kwargs: Any) -> Any:
+        begun = begin(*args, **kwargs)
+        getattr(begun, "upload_completion", begun).result()
+        return begun
+
+    if case == "ends before the call":
+        monkeypatch.setattr(dcp, "async_save", begin_and_wait)
+    began = time.monotonic()
     with node_copy._locked("used", os.open(copy.path, os.O_RDONLY), 0, 1, 0.0):
-        handle = bucketpoint.async_save(state(fill=True), checkpoint_id=url, storage_writer=writer, no_dist=True)
-        committed = Path(url.removeprefix("file://")) / ".metadata"
-        for _ in range(3000):
-            if committed.exists():
-                break
+        handle = bucketpoint.async_save(
+            state(fill=True), checkpoint_id=url, storage_writer=writer, no_dist=True, on_commit=infos.append
+        )
+        while handle.stats is None:
             time.sleep(0.01)
-        assert committed.exists()
+        assert (Path(url.removeprefix("file://")) / ".metadata").exists()
         assert not handle.done()
+        until_copy_s = time.monotonic() - began
         if background == "process":
             os.kill(writer.uploads.process_id or 0, signal.SIGKILL)
             handle.result(60)
     handle.result(60)
+    monkeypatch.undo()
+    assert [info.commit_s <= until_copy_s for info in infos] == [True]
     copied = background == "thread"
     assert bool(files(copy)) == copied
     assert len([record for record in caplog.records if "SIGKILL" in record.getMessage()]) == (not copied)
@@ -218,7 +230,6 @@ def test_deletes_the_copy_of_a_pruned_checkpoint_at_the_next_look(service: Servi
     reader = service.reader(service.url("step-1"), transfer=transfer(copy))
     with pytest.raises(dcp.CheckpointException, match="no checkpoint"):
         dcp.load(state(fill=False), storage_reader=reader, no_dist=True)
-    os.utime(Path(copy.path) / "looked", (1, 1))
     dcp.load(
         state(fill=False),
         storage_reader=service.reader(service.url("step-2"), transfer=transfer(copy)),

@@ -157,7 +157,7 @@ class UploadHelper:
             return
         (running, work, meter), self._copying, answer = self._copying, None, None
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 answer = running.answer_all(work, meter)
         finally:
             if not isinstance(answer, Done):
@@ -171,10 +171,11 @@ class UploadHelper:
             self._end()
 
     def close_if_idle(self) -> None:
-        """End the process unless it uploads."""
+        """End the process unless it uploads or copies."""
         if self._uploading.acquire(blocking=False):
             try:
-                self._end()
+                if self._copying is None:
+                    self._end()
             finally:
                 self._uploading.release()
 
