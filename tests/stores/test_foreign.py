@@ -40,7 +40,7 @@ def test_refuses_every_answer_that_is_not_the_stores(make: Callable[[str], HttpS
         if call == "head" and make is s3 and answer in (MISSING, DENIED):
             continue
         with scripted(lambda request, number, answer=answer: answer) as server:
-            with pytest.raises(EndpointError, match="something other than the store") as caught:
+            with pytest.raises(EndpointError, match="the answer is not the store's") as caught:
                 CALLS[call](make(server.endpoint))
             assert len(server.seen) == 1, "it is not sent again"
         assert "hush" not in str(caught.value)

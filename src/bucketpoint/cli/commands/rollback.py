@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation, which is asked for on a terminal only.")
 def rollback(catalog: Catalog, steps: Sequence[int], grace: float, dry_run: bool, yes: bool) -> CommandResult:
-    """Roll a run back to a step, and mark newer checkpoints for deletion. Asks for confirmation first on a terminal.
+    """Roll a run back to a step, and delete newer checkpoints later. Asks for confirmation first on a terminal.
 
     Every newer checkpoint gets a tombstone, and the next restore finds this step. End the job first, or it saves newer
     ones again. `bucketpoint undo` withdraws a tombstone during the grace period. Pinned or leased checkpoints stay and
