@@ -7,6 +7,7 @@ treats a staging that fails early as successful. It keeps a failed save's memory
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import logging
@@ -169,8 +170,10 @@ class SaveHandle(Future[Metadata]):
         if not self._returned and self._lease is not None and self._lease.after_commit:
             # The save has ended before `async_save`, whose caller must not wait for the copy on this node.
             self._returned = True
-            threading.Thread(target=self._ended, args=(upload,), name="bucketpoint-end").start()
-            return
+            # If no thread can be started, the caller waits.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._ended, args=(upload,), name="bucketpoint-end").start()
+                return
         error, commit_s = upload.exception(), time.monotonic() - self.begun_s
         if error is not None:
             # DCP raises a CheckpointException on all ranks, unless the group was gone and DCP saved alone.
