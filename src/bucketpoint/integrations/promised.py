@@ -299,9 +299,7 @@ class Promises:
         odd = place_of(target) is None or repeated or target.is_conj() or target.is_neg() or target.is_quantized
         # Without memory, an error that is due to the shape comes before a read.
         source = promise.meta.expand(target.shape)
-        if target.is_meta:
-            return target
-        if not target.numel():
+        if target.is_meta or not target.numel():
             return target
         if odd or self._is_seen_by_others(target):
             return NotImplemented

@@ -11,6 +11,7 @@ module through an entry point.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -66,7 +67,8 @@ class BucketpointLoader(BaseModelLoader):
             raise
         except Exception as error:
             if not isinstance(error, (KeyError, ValueError, AssertionError)) and not weights.refused(error):
-                error.add_note(f"bucketpoint: the model's loader failed at {passed[0]} of {self._options.url}")
+                if sys.version_info >= (3, 11):
+                    error.add_note(f"bucketpoint: the model's loader failed at {passed[0]} of {self._options.url}")
                 raise
             raise _misfit(error, passed[0], lacking, names, parameters, self._options.url) from error
         setattr(model, _LOADED, frozenset(names))
