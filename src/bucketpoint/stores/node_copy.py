@@ -311,7 +311,9 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
     The end of the process releases the lock. Only Linux has locks that belong to the opener of a file, not to the
     process. On other systems nothing is locked, and True is yielded.
     """
-    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
+    lock, free = (
+        struct.pack("hhqqi4x", kind, os.SEEK_SET, start, nbytes, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+    )
     command: int | None = getattr(fcntl, "F_OFD_SETLK", None)
     fd, ends, cut = os.open(name, _FILE, 0o600, dir_fd=above), time.monotonic() + wait_s, current_cut()
     try:
@@ -328,7 +330,7 @@ def _locked(name: str, above: int, start: int, nbytes: int, wait_s: float) -> It
     finally:
         if command is not None and locked:
             # A process that was forked meanwhile has the file open, and would keep the lock.
-            fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, start, nbytes, 0))
+            fcntl.fcntl(fd, command, free)
         os.close(fd)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -491,3 +492,12 @@ def test_uploads_from_two_threads_one_after_the_other(helper: UploadHelper, tmp_
         thread.join()
     for number, arena in enumerate(arenas):
         assert (tmp_path / "a" / str(number)).read_bytes() == bytes(view_of(arena, 0, arena.nbytes))
+
+
+def test_logs_why_a_copy_failed_in_this_process_and_ends_the_helper(caplog: pytest.LogCaptureFixture) -> None:
+    helper, running, work = UploadHelper(), mock.Mock(), mock.Mock()
+    running.answer_all.side_effect = ValueError("no such segment")
+    helper._copying = running, work, mock.Mock()
+    helper.wait_for_copy()
+    assert "no such segment" in caplog.text
+    running.end.assert_called_once()

@@ -157,8 +157,11 @@ class UploadHelper:
             return
         (running, work, meter), self._copying, answer = self._copying, None, None
         try:
-            with contextlib.suppress(Exception):
+            # An OSError: the process died while this one was sending.
+            with contextlib.suppress(OSError):
                 answer = running.answer_all(work, meter)
+        except Exception as error:  # noqa: BLE001 (logged)
+            answer = Failed(error, {})
         finally:
             if not isinstance(answer, Done):
                 self._drop(running)
