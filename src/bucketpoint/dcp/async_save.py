@@ -59,8 +59,9 @@ class SaveHandle(Future[Metadata]):
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
         self._at_end: error_boundary.LastSave | None = None
+        self._returned = False
         # True once the program has received the outcome: a failure then does not change the exit status.
-        self._told = self._returned = False
+        self._told = False
         # The error that the stager or the state raised at the call.
         self._refused: BaseException | None = None
         # Our group over the same ranks is destroyed when the caller's group is garbage-collected, so keep the caller's

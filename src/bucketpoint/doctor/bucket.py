@@ -257,7 +257,7 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
         yield Finding("parallel parts", "skip", "objects are uploaded whole, several at a time")
 
 
-_CHECK = "service"
+_SERVICE = "service"
 _OPTIONS = {"conditional_put": "conditional_puts", "checksums": "checksums"}
 """Options by probed feature."""
 
@@ -283,7 +283,7 @@ def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callab
         named = by_header(server_header(store) or "")
         features = _probe(store, new_key, begin)
     except StoreError as error:
-        return Finding(_CHECK, "warn", f"the properties of the store cannot be read: {error.message}")
+        return Finding(_SERVICE, "warn", f"the properties of the store cannot be read: {error.message}")
     used = store.service
     differ = [name for name, does in features.items() if getattr(used, name) != does and name not in _HARMLESS[does]]
     does = "; ".join(_SAID[name][not has] for name, has in features.items())
@@ -292,9 +292,9 @@ def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callab
     if (named or used).equal_parts:
         message += "; all parts of an upload but the last must have one size, as those of bucketpoint have"
     if not differ:
-        return Finding(_CHECK, "ok", message)
+        return Finding(_SERVICE, "ok", message)
     remedy = _needless_options(store, features, differ) or _remedy(named, features, differ)
-    return Finding(_CHECK, "warn", message, remedy)
+    return Finding(_SERVICE, "warn", message, remedy)
 
 
 def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str], str]) -> dict[str, bool]:
