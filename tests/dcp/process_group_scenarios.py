@@ -323,10 +323,12 @@ def calls_with_too_few_descriptors(rank: int, world: int, root: str) -> list[str
         lambda: bucketpoint.async_save(state, checkpoint_id=url).result(),
         lambda: bucketpoint.save(state, url, deadline_s=60),
         lambda: dcp.load(state, storage_reader=bucketpoint.BucketReader(url, cooperative="group")),
+        # The other ranks learn of this refusal when their attempt to connect ends, which the deadline limits.
+        lambda: bucketpoint.save(state, url, deadline_s=12),
     )
-    for number, call in enumerate((*calls, calls[1])):
+    for number, call in enumerate(calls):
         refused = world - 1
-        if number == len(calls):
+        if number == len(calls) - 1:
             # Only the others need a new mesh.
             refused = 0
             bucketpoint.save(state, url, deadline_s=60)
