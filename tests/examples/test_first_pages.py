@@ -24,9 +24,9 @@ PAGES = {
     "docs/staging.md": [f"run/step-{step}" for step in range(0, 1000, 100)],
     "docs/manager.md": ["run/step-3"],
     "docs/restart.md": ["run/step-1"],
-    "docs/incremental.md": ["run/step-0", "run/step-100", "run/step-200"],
+    "docs/saving.md: Unchanged bytes": ["run/step-0", "run/step-100", "run/step-200"],
 }
-"""Pages, and the checkpoints that are in the bucket once their snippets have run."""
+"""Pages or their sections, and the checkpoints that are in the bucket once their snippets have run."""
 
 PROGRAM = """
 import json, os, sys
@@ -99,7 +99,10 @@ if many:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    path, _, section = page.partition(": ")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     return [each[1] for each in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
 
 

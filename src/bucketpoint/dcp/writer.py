@@ -94,7 +94,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             the folder that contains the checkpoint's folder. The name of the checkpoint's folder must contain the step,
             in the policy's `layout`. Without a policy, the record of a commit is stored next to its `.metadata`.
         unchanged: treatment of items with the same bytes as in the last checkpoint of the run: `"send"` uploads them
-            again, `"copy"` lets the store copy them. See docs/incremental.md.
+            again, `"copy"` lets the store copy them. See docs/saving.md.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
 
     Raises:
