@@ -23,7 +23,7 @@ PAGES = {
     "docs/quickstart.md": ["run/step-500", "run/step-1", "run/step-2", "run-2/step-3"],
     "docs/staging.md": [f"run/step-{step}" for step in range(0, 1000, 100)],
     "docs/manager.md": ["run/step-3"],
-    "docs/restart.md": ["run/step-1"],
+    "docs/loading.md: Restart from a node copy": ["run/step-1"],
     "docs/saving.md: Unchanged bytes": ["run/step-0", "run/step-100", "run/step-200"],
 }
 """Pages or their sections, and the checkpoints that are in the bucket once their snippets have run."""

@@ -47,7 +47,7 @@ class TransferOptions:
             higher niceness may lose its core while it holds the GIL, for which training waits.
         node_copy: local folder in which saves keep a copy of the uploaded bytes, and which loads read before the
             bucket. Default: the folder in `BUCKETPOINT_NODE_COPY` (such as `/local_nvme/ckpt:200GB`), if that is set.
-            See docs/restart.md.
+            See docs/loading.md.
 
     Raises:
         BucketpointError: a setting is out of its range.
