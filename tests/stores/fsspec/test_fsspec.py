@@ -88,7 +88,7 @@ ROWS = {
 
 def promised(name: str) -> list[str]:
     """The row of the table of guarantees."""
-    text = (Path(__file__).parents[3] / "docs" / "fsspec.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "stores.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines() if line[:1] == "|"]
     head = next(row for row in rows if row[1:2] == ["a commit creates only"])
     (found,) = [row for row in rows if row[0] == ROWS[name] and len(row) == len(head)]
