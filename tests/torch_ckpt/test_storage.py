@@ -639,7 +639,7 @@ def test_consolidates_a_checkpoint_beside_its_files(storage: BucketStorage) -> N
 
 
 def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "torch-checkpointing.md"
+    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
     program = tmp_path / "train.py"
     code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     bucket = minio.make_bucket()

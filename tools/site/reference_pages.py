@@ -79,6 +79,8 @@ _TITLES = {
     "convert": ("bucketpoint.convert", "How to: [converting checkpoints](../convert.md)."),
 }
 INTEGRATIONS = ("accelerate", "lightning", "megatron", "ray", "torch_checkpointing", "torchtitan", "transformers")
+_GUIDES = {"torch_checkpointing": "frameworks.md#train-with-torch_checkpointing"}
+"""Where the guide of an integration is not a page of its name."""
 
 
 def pages(package: Path) -> list[ReferencePage]:
@@ -114,7 +116,7 @@ def pages(package: Path) -> list[ReferencePage]:
 def _integrations(package: Path) -> Iterator[ReferencePage]:
     for name in INTEGRATIONS:
         module = f"bucketpoint.integrations.{name}"
-        guide = name.replace("_", "-") + ".md"
+        guide = _GUIDES.get(name, f"{name}.md")
         names = tuple(_identifier(package, module, each) for each in public_names(_file(package, module)))
         yield ReferencePage(f"reference/{name}.md", module, f"How to: [the guide](../{guide}).", names)
 
