@@ -15,8 +15,7 @@ from bucketpoint.cli.app import run
 from kit.servers import S3Server
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 500
-"""Far above what it takes: only a hang reaches it."""
+LIMIT_S = 500  # far above what it takes: only a hang reaches it
 
 PAGES = {
     "README.md": ["run/step-500"],
@@ -91,8 +90,7 @@ for page, snippets in pages.items():
         assert names["restored"].step == 3
         assert (names["loader"].position, names["scheduler"].last_epoch) == (60, 5)
     # One write: a line that print writes in pieces mixes with the other rank's.
-    sys.stdout.write(f"ran {page}\\n")
-    sys.stdout.flush()
+    print(f"ran {page}\\n", end="", flush=True)
 if many:
     dist.destroy_process_group()
 """
@@ -101,8 +99,7 @@ if many:
 def blocks(page: str, language: str) -> list[str]:
     path, _, section = page.partition(": ")
     text = (ROOT / path).read_text(encoding="utf-8")
-    if section:
-        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0] or text
     return [each[1] for each in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
 
 

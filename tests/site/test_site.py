@@ -57,7 +57,7 @@ def test_leads_a_search_to_a_name_and_to_a_page(site: str, page_at: PageAt) -> N
     page = page_at(DESKTOP)
     faults = _heard(page)
     wanted_by = {"max_delete": "retention/", "latest_checkpoint": "reference/runs/"}
-    typed = {"orbax": "coming-from/", "migrate": "coming-from/", "scheduler": "quickstart/"}
+    typed = {"orbax": "quickstart/", "migrate": "quickstart/", "scheduler": "quickstart/"}
     typed |= {"HF Trainer": "transformers/", "multi-node": "jobs/", "GPU memory": "staging/", "best metric": "manager/"}
     typed |= {"logging": "saving/", "jupyter": "saving/"}
     for query, wanted in (wanted_by | typed).items():

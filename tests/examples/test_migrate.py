@@ -1,4 +1,4 @@
-"""The lines that docs/coming-from.md changes in a program of another library."""
+"""The lines that docs/quickstart.md changes in a program of another library."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from kit.servers import S3Server
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 
 
 def changes() -> dict[str, tuple[str, str]]:
     """The lines before and after, by the heading of each library."""
     found = {}
-    for title, diff in re.findall(r"^## ([^\n]*)\n\n```diff\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
+    for title, diff in re.findall(r"^#+ ([^\n]*)\n\n```diff\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
         before, after = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "-+")
         found[title] = ("\n".join(before), "\n".join(after))
     return found
