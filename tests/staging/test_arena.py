@@ -18,8 +18,8 @@ import torch
 
 from bucketpoint.errors import StagingError
 from bucketpoint.staging import Stager, StagingOptions
-from bucketpoint.staging.arena import Arena
-from bucketpoint.staging.copying import Ordering
+from bucketpoint.staging.layout import Ordering
+from bucketpoint.staging.pool import Arena
 from staging.helpers import both_kinds, finished, memory_of, sync_and_async
 
 MIB = 1 << 20

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketpoint.staging import Stager, copying
-from bucketpoint.staging.arena import Arena
-from bucketpoint.staging.copying import Movers
-from bucketpoint.staging.layout import ArenaLayout
+from bucketpoint.staging import Stager
+from bucketpoint.staging.layout import ArenaLayout, Movers, Ordering, run_copies
+from bucketpoint.staging.pool import Arena
 from staging.helpers import finished
 
 pytestmark = pytest.mark.contract
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.contract
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few kilobytes are many pieces, and each thread has some."""
-    monkeypatch.setattr(copying, "_PIECE", 64)
+    monkeypatch.setattr("bucketpoint.staging.layout._PIECE", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
 
@@ -192,9 +191,9 @@ def test_ends_copies_of_a_device_when_a_later_copy_fails(monkeypatch: pytest.Mon
     sources = [torch.empty(8, dtype=torch.uint8, device=kind) for kind in ("cpu", device)]
     layout = ArenaLayout(8, [place, place], [(sources[0], 0), (sources[1], 1)])
     streams: Any = {device: stream}
-    ordering = copying.Ordering({device: None}, None)  # type: ignore[dict-item]
+    ordering = Ordering({device: None}, None)  # type: ignore[dict-item]
     with pytest.raises(RuntimeError, match="refused"):
-        copying.run_copies(layout, Arena(8, shared=False), streams, Movers(), ordering, non_blocking=True, beside=False)
+        run_copies(layout, Arena(8, shared=False), streams, Movers(), ordering, non_blocking=True, beside=False)
     assert not stream.under_way
 
 
@@ -211,7 +210,7 @@ def test_leaves_room_in_the_drivers_queue_beside_training(
     places = [(torch.uint8, (8,), (1,), 8 * index) for index in range(150)]
     layout = ArenaLayout(1200, places, [(source, index) for index in range(150)])
     streams: Any = {device: stream}
-    ordering = copying.Ordering({device: None}, None)  # type: ignore[dict-item]
+    ordering = Ordering({device: None}, None)  # type: ignore[dict-item]
     arena = Arena(1200, shared=False)
-    copying.run_copies(layout, arena, streams, Movers(), ordering, non_blocking=True, beside=beside)
+    run_copies(layout, arena, streams, Movers(), ordering, non_blocking=True, beside=beside)
     assert asked == expected

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import StagingOptions as TorchStagingO
 from bucketpoint.errors import BucketpointError, StagingError
 from bucketpoint.staging import Stager, StagingOptions, as_staging_options
 from bucketpoint.staging import pool as pool_module
-from bucketpoint.staging.arena import Arena
+from bucketpoint.staging.pool import Arena
 from staging.helpers import Beside, Upload, both_kinds, finished, memory_of, sync_and_async
 
 KIB = 1 << 10

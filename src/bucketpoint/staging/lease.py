@@ -11,8 +11,10 @@ import contextlib
 import copy
 import logging
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +23,6 @@ import torch.distributed as dist
 
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.staging.arena import SharedMemory
 from bucketpoint.telemetry import current_context
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,15 @@ class SavingRanks:
             return SavingRanks(dist.get_world_size(), rank=dist.get_rank())
         return SavingRanks(1)
 
-    def in_checkpoint_process(self) -> SavingRanks:
-        """Return the ranks for the checkpoint process, whose default group joins the ranks that save together."""
-        return replace(self, job=None if self.alone else self.together)
+
+class SharedMemory:
+    """Memory of this process with a file descriptor, mappable by other processes. A finalizer closes the descriptor."""
+
+    def __init__(self, address: int, nbytes: int, descriptor: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class Lease:
@@ -325,7 +332,10 @@ class StagedState(dict[Any, Any]):
         plain = crossing({key: self[key] for key in self})
         if self._on_pickle is not None:
             self._on_pickle()
-        return _arrived, (plain, self.lease.label, self.lease.ranks.in_checkpoint_process())
+        ranks = self.lease.ranks
+        # The default group of the checkpoint process joins the ranks that save together.
+        ranks = replace(ranks, job=None if ranks.alone else ranks.together)
+        return _arrived, (plain, self.lease.label, ranks)
 
 
 def _arrived(state: dict[Any, Any], label: str, ranks: SavingRanks) -> StagedState:

@@ -20,12 +20,10 @@ from typing_extensions import Self
 from bucketpoint.errors import BucketpointError, StagingError, first_fault
 from bucketpoint.forks import renew_in_child
 from bucketpoint.staging import lease as leases
-from bucketpoint.staging.arena import Arena
-from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
-from bucketpoint.staging.layout import ArenaLayout, lay_out
+from bucketpoint.staging.layout import ArenaLayout, Movers, Ordering, lay_out, run_copies
 from bucketpoint.staging.lease import Lease, StagedState
-from bucketpoint.staging.pool import GRACE_S, ArenaPool, StagingOptions, as_staging_options, overlap
+from bucketpoint.staging.pool import GRACE_S, Arena, ArenaPool, StagingOptions, as_staging_options, overlap
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class Stager:
         self.options = as_staging_options(config)
         self._pool = ArenaPool(self.options)
         self._warned = False
-        self._streams = SideStreams()
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._movers = Movers()
         self._closed = False
         self._begin()
@@ -184,7 +182,9 @@ class Stager:
         ordering: Ordering,
     ) -> StagedState:
         try:
-            ordering.use_callers_device()
+            if ordering.caller is not None:
+                # Before any other request of this thread to the driver.
+                torch.accelerator.set_device_index(ordering.caller)
             self._pin_if_useful(arena, layout)
             # The caller may be in inference mode, and the worker thread never is: make plain tensors in both cases.
             with torch.inference_mode(False), torch.no_grad():

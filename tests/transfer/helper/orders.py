@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bucketpoint.staging.arena import Arena
+from bucketpoint.staging.pool import Arena
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import Meter, ObjectSource, Progress, Segment, TransferOptions
 from bucketpoint.transfer.helper.messages import StoreConfig
