@@ -27,11 +27,11 @@ from torch.distributed.checkpoint import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import error_boundary, process_groups
-from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.error_boundary import as_ours
 from bucketpoint.dcp.planning.global_plan import PlanCache
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.watched_stager import WatchedStager
+from bucketpoint.dcp.session import check_types
 from bucketpoint.dcp.stats import CommitInfo, OnCommit, SaveStats, SaveTimes, end_save, note_failure, tell
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError

@@ -186,7 +186,8 @@ def dcp_call(method: F) -> F:
         except Exception as error:  # noqa: BLE001 (raised as a BucketpointError)
             ours = as_failure(error, process_groups.this_rank(), self.url, method.__name__)
             if getattr(self, "unwatched", False):
-                if has_come():
+                # Set once the main program has ended, and the interpreter waits for threads.
+                if getattr(threading, "_SHUTTING_DOWN", False):
                     lose(self.url, ours)
                 logger.error("rank %s: the asynchronous save of %s failed: %s", ours.rank, self.url, ours)
             raise ours from ours.__cause__
@@ -238,11 +239,6 @@ def begin(url: str | None) -> LastSave:
 def lose(url: str | None, error: BaseException) -> None:
     """Record the failure of a save after the main program has ended, and can no longer receive the error."""
     begin(url).failure = str(error)
-
-
-def has_come() -> bool:
-    """Return True once the main program has ended and the interpreter waits for threads."""
-    return bool(getattr(threading, "_SHUTTING_DOWN", False))
 
 
 class _Unflushable:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,11 @@ class BucketReader(Located, StorageReader):
         self._wait_for_saves()
         self._failure = None
         try:
-            return self._decode(self._read_once(lambda: self._source().read(indexed=not self.trusted)))
+            read = functools.partial(self._source().read, indexed=not self.trusted)
+            if self._cooperation is None:
+                return self._decode(read())
+            self._cooperation.connect(self._url)
+            return self._decode(self._cooperation.read_once(read))
         except Exception as error:
             self._failure = error
             self._leave()
@@ -169,13 +173,6 @@ class BucketReader(Located, StorageReader):
                 raise
             # If the error were raised here, DCP would log this traceback and that of its second call.
             return Unread(self._reason(error))
-
-    def _read_once(self, read: Callable[[], bytes]) -> bytes:
-        """Return the result of `read`, which a cooperative load calls only on the first rank."""
-        if self._cooperation is None:
-            return read()
-        self._cooperation.connect(self._url)
-        return self._cooperation.read_once(read)
 
     def _leave(self) -> None:
         """Report to the other ranks of a cooperative load that this rank has aborted its load."""
@@ -281,7 +278,19 @@ class BucketReader(Located, StorageReader):
                     key=(error.url or "").removeprefix(f"{store.url.rstrip('/')}/") or None,
                 ) from error
             meter.finish()
-        self._stats = self._figures(started, meter)
+        ended = time.monotonic()
+        self._stats = LoadStats(
+            rank=this_rank(),
+            metadata_s=self._read_metadata_at - self._begun,
+            planning_s=started - self._read_metadata_at,
+            read_s=ended - started,
+            total_s=ended - self._begun,
+            read_bytes=meter.done_bytes - meter.node_bytes,
+            node_bytes=meter.node_bytes,
+            requests=requests_of(self._counts),
+            retried=self._counts["retried"],
+            throttled=self._counts["throttled"],
+        )
         # Later requests of this thread do not belong to this load, but perhaps to a save whose planner made this load.
         retry.count_into(self._former_counts)
         note_load(self._stats, str(self._url))
@@ -307,21 +316,6 @@ class BucketReader(Located, StorageReader):
         self._counts = Counter()
         self._stats = None
         self._former_counts = retry.count_into(self._counts)
-
-    def _figures(self, read_began: float, meter: Meter) -> LoadStats:
-        ended = time.monotonic()
-        return LoadStats(
-            rank=this_rank(),
-            metadata_s=self._read_metadata_at - self._begun,
-            planning_s=read_began - self._read_metadata_at,
-            read_s=ended - read_began,
-            total_s=ended - self._begun,
-            read_bytes=meter.done_bytes - meter.node_bytes,
-            node_bytes=meter.node_bytes,
-            requests=requests_of(self._counts),
-            retried=self._counts["retried"],
-            throttled=self._counts["throttled"],
-        )
 
     def _source(self) -> MetadataSource:
         # Once decoded, a byte of `.metadata` takes at least 16 bytes of memory.

@@ -30,13 +30,11 @@ from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, refuse_exist
 from bucketpoint.dcp.saving.earlier_saves import (
     Announcement,
     EarlierSaves,
-    checksum_digests,
     newest_commit,
     read_earlier_save,
 )
 from bucketpoint.dcp.saving.object_layout import ObjectNames
-from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
-from bucketpoint.dcp.saving.uploads import Uploads, bytes_beside_training
+from bucketpoint.dcp.saving.uploads import RankUpload, Uploads, announce_uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
 from bucketpoint.dcp.stats import SaveStats, begin_save, end_save
 from bucketpoint.errors import BucketpointError
@@ -326,7 +324,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         blocked_s = lease.blocked_s if lease is not None else None if beside else seconds
         committed.log(url, seconds, blocked_s, ranks=len(results))
         if session.use_collectives:
-            self.earlier_saves.watch(url).look(url, checksum_digests(said))
+            self.earlier_saves.watch_moments(url, said)
 
     # -- AsyncStager --------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import error_boundary
-from bucketpoint.dcp.arguments import check_types, checked_seconds, whole_step
 from bucketpoint.dcp.async_save import SaveHandle
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
+from bucketpoint.dcp.session import check_types, checked_seconds, whole_step
 from bucketpoint.dcp.stats import OnCommit
 from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
+from bucketpoint.dcp.cooperative import load as loads
 from bucketpoint.dcp.cooperative import rounds
-from bucketpoint.dcp.cooperative import rounds as exchanges
 from bucketpoint.dcp.cooperative.load import Cooperation
-from bucketpoint.dcp.cooperative.rounds import Message, Peers
+from bucketpoint.dcp.cooperative.rounds import FIRST_TAG, Peers
 from bucketpoint.dcp.process_groups import disconnect
 from bucketpoint.errors import AccessDeniedError, BucketpointError, PeerFailedError
 from bucketpoint.stores.local import LocalStore
@@ -305,7 +305,7 @@ def one_planner_fails_at(
     started = time.monotonic()
     reader = together()
     try:
-        with mock.patch.object(exchanges, "ARRIVE_WITHIN", timedelta(seconds=within_s)):
+        with mock.patch.object(loads, "ARRIVE_WITHIN", timedelta(seconds=within_s)):
             dcp.load(
                 {"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=no_dist
             )
@@ -445,7 +445,7 @@ def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> f
     dist.barrier()
     started = time.monotonic()
     with contextlib.suppress(PeerFailedError):
-        exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
+        exchange.move([(1, FIRST_TAG, memoryview(bytearray(100)))], [])
         raise AssertionError("received what nobody sent")
     took = time.monotonic() - started
     dist.barrier()
@@ -461,7 +461,7 @@ def one_rank_is_known_to_be_lost(rank: int, world: int, url: str) -> list[str]:
     dist.barrier()
     uses: list[Callable[[], object]] = [
         lambda: exchange.agree(range(world)),
-        lambda: exchange.move([], [Message(1, 0, memoryview(bytearray(1)))]),
+        lambda: exchange.move([], [(1, FIRST_TAG, memoryview(bytearray(1)))]),
     ]
     texts = []
     for use in 3 * uses if rank != 1 else []:
@@ -483,7 +483,7 @@ def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
             if rank == 1:
                 raise BucketpointError("I have had enough")
             if rank == 2:
-                exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
+                exchange.move([(1, FIRST_TAG, memoryview(bytearray(100)))], [])
             exchange.agree(range(world))
     except BucketpointError as error:
         return type(error).__name__, str(error), time.monotonic() - started

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-import bucketpoint.dcp.saving.rank_upload as module
+import bucketpoint.dcp.saving.uploads as module
 import bucketpoint.stores.retry as retry_module
 from bucketpoint import TransferOptions
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, TransientStoreError

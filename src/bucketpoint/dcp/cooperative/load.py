@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ from bucketpoint.dcp.meshes import Mesh, not_connected
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
+
+ARRIVE_WITHIN = timedelta(minutes=2)
+"""Limit on the time between the first and the last rank to finish planning, which is local and short. If a rank fails
+in planning, it waits in a collective of DCP, which the other ranks reach only after this limit.
+"""
 
 _MODES = ("off", "node", "group")
 
@@ -142,7 +148,7 @@ class Cooperation:
             _fetch_alone(store, plan(), options, pool, meter)
             return
         with self.taking_part():
-            exchange.arrive()
+            exchange.agree(range(exchange.size), within=min(ARRIVE_WITHIN, exchange.mesh.timeout))
             requests = plan()
             numbers = {key: _number_of(key) for key in {request.key for request in requests}}
             schedule = self._agree(exchange, requests, numbers, options)
@@ -169,9 +175,13 @@ class Cooperation:
             most = min(int(offer[0]) for offer in offers)
             table = [(numbers[own.key], own.start, own.stop) for own in requests]
             overlaps = Overlaps(exchange.gather(torch.tensor(table, dtype=torch.int64).reshape(-1, 3)))
-            self.explanation = _explain(exchange.size, overlaps)
             if overlaps.total == overlaps.distinct:
+                self.explanation = f"Plain: no two of the {exchange.size} ranks need the same bytes"
                 return None
+            self.explanation = (
+                f"Cooperative: {exchange.size} ranks need {overlaps.total / 1e9:.3f} GB in all, of which "
+                f"{overlaps.distinct / 1e9:.3f} GB are distinct ({overlaps.total / overlaps.distinct:.2f} ranks a byte)"
+            )
             return overlaps.schedule(exchange.rank, round_bytes(most))
 
     @contextlib.contextmanager
@@ -199,12 +209,3 @@ def _number_of(key: str) -> int:
     If two objects had the same number, the checksums of their bytes would not match.
     """
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
-
-
-def _explain(ranks: int, overlaps: Overlaps) -> str:
-    if overlaps.total == overlaps.distinct:
-        return f"Plain: no two of the {ranks} ranks need the same bytes"
-    return (
-        f"Cooperative: {ranks} ranks need {overlaps.total / 1e9:.3f} GB in all, of which "
-        f"{overlaps.distinct / 1e9:.3f} GB are distinct ({overlaps.total / overlaps.distinct:.2f} ranks a byte)"
-    )

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -31,21 +30,11 @@ from bucketpoint.transfer.download import Assembly
 from bucketpoint.transfer.long_reads import LongRead, StallLimits, fetch_long
 
 _READY_TAG = 0
+FIRST_TAG = 1
 _AT_ONCE = timedelta(milliseconds=1)
 
-ARRIVE_WITHIN = timedelta(minutes=2)
-"""Limit on the time between the first and the last rank to finish planning, which is local and short. If a rank fails
-in planning, it waits in a collective of DCP, which the other ranks reach only after this limit.
-"""
-
-
-@dataclass(frozen=True)
-class Message:
-    """Bytes to send to, or to receive from, another member. Both sides use the same tag for a message."""
-
-    peer: int
-    tag: int
-    data: memoryview
+Message = tuple[int, int, memoryview]
+"""Rank, tag and bytes of a message to or from another member. Both sides use the same tag."""
 
 
 class Peers:
@@ -60,15 +49,11 @@ class Peers:
         self.size: int = mesh.group.size()
         self._backend: Any = backend_of(mesh.group)
 
-    def arrive(self) -> None:
-        """Wait until all members are about to read, for at most `ARRIVE_WITHIN` or the group's timeout."""
-        self.agree(range(self.size), within=min(ARRIVE_WITHIN, self.mesh.timeout))
-
     def agree(self, peers: Sequence[int], within: timedelta | None = None) -> None:
         """Wait until all of `peers` have made this call, for at most `within`, by default the group's timeout."""
         ready, others = memoryview(bytearray(1)), [peer for peer in peers if peer != self.rank]
         received = [(peer, _READY_TAG, memoryview(bytearray(1))) for peer in others]
-        self._exchange(received, [(peer, _READY_TAG, ready) for peer in others], within or self.mesh.timeout)
+        self.move(received, [(peer, _READY_TAG, ready) for peer in others], within)
 
     def gather(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of every member; dtype and length of a row are the same everywhere."""
@@ -94,20 +79,12 @@ class Peers:
                 self._backend.broadcast([torch.frombuffer(buffer, dtype=torch.uint8)], options).wait()
         return memoryview(buffer)
 
-    def move(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
-        """Receive and send all messages. In one call, a rank uses each tag, from 0 on, once for each receiver."""
-        received, sent = (
-            [(message.peer, _READY_TAG + 1 + message.tag, message.data) for message in messages]
-            for messages in (receives, sends)
-        )
-        self._exchange(received, sent, self.mesh.timeout)
+    def move(self, receives: Sequence[Message], sends: Sequence[Message], within: timedelta | None = None) -> None:
+        """Receive and send all messages, within the group's timeout by default.
 
-    def _exchange(
-        self,
-        receives: Sequence[tuple[int, int, memoryview]],
-        sends: Sequence[tuple[int, int, memoryview]],
-        limit: timedelta,
-    ) -> None:
+        In one call, a rank uses each tag, from `FIRST_TAG` on, once for each receiver.
+        """
+        limit = within or self.mesh.timeout
         ends = time.monotonic() + limit.total_seconds()
         # If gloo has already noticed a closed connection, it raises here and not in the wait.
         with self._losing(limit):
@@ -302,12 +279,12 @@ class SharedLoad:
                 view, staying = self._take(cell)
                 for peer in cell.ranks:
                     if peer != here:
-                        sends.append(Message(peer, tags[peer], view))
+                        sends.append((peer, FIRST_TAG + tags[peer], view))
                         tags[peer] += 1
             elif cell.ranks:
                 place = self._targets.place(cell)
                 view, staying = (self._memory.take(cell.nbytes), False) if place is None else (place, True)
-                receives.append(Message(cell.reader, tags[~cell.reader], view))
+                receives.append((cell.reader, FIRST_TAG + tags[~cell.reader], view))
                 tags[~cell.reader] += 1
             else:
                 continue

@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.deadline.collective_call import DEADLINE_S, CollectiveCall, collective_call
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader
-from bucketpoint.dcp.session import as_url
+from bucketpoint.dcp.session import as_url, check_types, whole_step
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, BucketpointError, CheckpointNotFoundError
 from bucketpoint.location import Location

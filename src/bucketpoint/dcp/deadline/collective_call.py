@@ -20,9 +20,9 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.dcp.arguments import checked_seconds
 from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, interrupt_in
 from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
+from bucketpoint.dcp.session import checked_seconds
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry

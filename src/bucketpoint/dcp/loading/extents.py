@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint.dcp.loading.chunks import SavedChunk
+from bucketpoint.dcp.loading.decode import SavedChunk
 from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan
 from bucketpoint.errors import CorruptDataError, MismatchError
 from bucketpoint.format.tensor_bytes import is_viewable

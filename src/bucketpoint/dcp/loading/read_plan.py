@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from bucketpoint.checkpoint.quantization import FP8, Quantization
-from bucketpoint.dcp.loading.chunks import Fp4Chunk, SavedChunk, multiply
-from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
+from bucketpoint.dcp.loading.decode import Fp4Chunk, SavedChunk, decode_item, fill_tensor, load_bytes, multiply
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.index.view import ChunkShapes

@@ -98,23 +98,13 @@ class PlanCache:
         self.agreed: dict[bytes, GlobalPlan] = {}
         self.warned: set[str] = set()
 
-    def find(self, signature: Hashable) -> PlanItems | None:
-        """Return the cached items of a state; None if there are none, or if the list was altered."""
-        items, _ = self.kept.get(signature, (None, None))
-        return items if packed_items(items) is not None else None
-
-    def keep(self, signature: Hashable, items: PlanItems, assigned: PlanItems) -> None:
-        self.kept = _with_last(self.kept, signature, (items, assigned))
-
-    def keep_agreed(self, content: bytes, plan: GlobalPlan) -> None:
-        self.agreed = _with_last(self.agreed, content, plan)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # A checkpoint process unpickles new planners and writers for each save; by the identity they find their cache.
         return _cache_of, (self.identity,)
 
 
-def _with_last(plans: Mapping[_Key, _Plan], key: _Key, plan: _Plan) -> dict[_Key, _Plan]:
+def with_last(plans: Mapping[_Key, _Plan], key: _Key, plan: _Plan) -> dict[_Key, _Plan]:
+    """Return the newest `KEPT_PLANS` plans, the last of which is this one."""
     others = [each for each in plans.items() if each[0] != key]
     return dict([*others, (key, plan)][-KEPT_PLANS:])
 

@@ -160,17 +160,17 @@ class RankResults:
 
     def results(self) -> list[Sequence[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""
+        every = list(self.sent)
         with without_gc():
-            return [
-                each if columns is None else _results_of(self._assigned(rank), columns)
-                for rank, (each, columns) in enumerate(zip(self.sent, self.columns, strict=True))
-            ]
-
-    def _assigned(self, rank: int) -> AssignedItems:
-        assert self.plan is not None
-        items = self.plan.items[rank]
-        assert isinstance(items, AssignedItems)
-        return items
+            for rank, columns in enumerate(self.columns):
+                if columns is not None:
+                    assigned = self.plan.items[rank] if self.plan is not None else None
+                    assert isinstance(assigned, AssignedItems)
+                    every[rank] = [
+                        WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+                        for item, info in zip(assigned.items(), unpack(columns), strict=True)
+                    ]
+        return every
 
     def templates(self, *, indexed: bool) -> Templates | None:
         """Return the part of the metadata that the next save can reuse, with that of the index if `indexed`.
@@ -200,13 +200,6 @@ class RankResults:
             metadata = make_template(planned, items, self.known, indexed=index is not None)
             plan.templates = Templates(layouts, indexed, metadata, index)
         return plan.templates
-
-
-def _results_of(assigned: AssignedItems, columns: Columns) -> list[WriteResult]:
-    return [
-        WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
-        for item, info in zip(assigned.items(), unpack(columns), strict=True)
-    ]
 
 
 def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:

@@ -34,6 +34,7 @@ from bucketpoint.dcp.planning.global_plan import (
     plan_globally,
     stock,
     unpack_tables,
+    with_last,
 )
 from bucketpoint.dcp.planning.items import (
     AssignedItems,
@@ -213,27 +214,20 @@ class SavePlanner(DefaultSavePlanner):
         """
         self._refuse_two_threads()
         try:
-            return self._planned_here()
+            _refuse_partial(self.state_dict)
+            self._signature = (signature_of(self.state_dict), tuple(self.mappings.values()), self._int_keys)
+            items, _ = self._cache.kept.get(self._signature, (None, None)) if self._keep_plans else (None, None)
+            if items is None or packed_items(items) is None:
+                items = PlanItems.packed(write_items(self.state_dict, self.is_coordinator))
+            self._asked = items
+            mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
+            # Without a process group, there is no other rank to compare with.
+            digests = compared_digests(items, self.state_dict) if is_initialized() else b""
         except BucketpointError:
             raise
         except Exception as error:
-            raise first_fault(error, self.state_dict.items(), self._plan_alone) from error
-
-    def _plan_alone(self, key: str, value: Any) -> None:
-        signature_of({key: value})
-        PlanItems.packed(write_items({key: value}, True))
-
-    def _planned_here(self) -> SavePlan:
-        _refuse_partial(self.state_dict)
-        self._signature = (signature_of(self.state_dict), tuple(self.mappings.values()), self._int_keys)
+            raise first_fault(error, self.state_dict.items(), _plan_alone) from error
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        items = self._cache.find(self._signature) if self._keep_plans else None
-        if items is None:
-            items = PlanItems.packed(write_items(self.state_dict, self.is_coordinator))
-        self._asked = items
-        mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
-        # Without a process group, there is no other rank to compare with.
-        digests = compared_digests(items, self.state_dict) if is_initialized() else b""
         local = _Local(this_rank(), node, mappings, digests, self._int_keys)
         self.plan = SavePlan(cast(Any, items), planner_data=local)
         return self.plan
@@ -278,7 +272,7 @@ class SavePlanner(DefaultSavePlanner):
         if items is None or assigned_items(items) != columns:
             items = PlanItems(items_of(assigned.encoded, self._asked), columns)
         if self._keep_plans:
-            self._cache.keep(self._signature, self._asked, items)
+            self._cache.kept = with_last(self._cache.kept, self._signature, (self._asked, items))
         self.plan = replace(new_plan, items=cast(Any, items))
         return self.plan
 
@@ -334,7 +328,7 @@ class SavePlanner(DefaultSavePlanner):
             plan.int_keys = sorted({paths for local in every for paths in local.int_keys}, key=str)
             plan.senders = [local.sender for local in every]
         if content is not None:
-            self._cache.keep_agreed(content, plan)
+            self._cache.agreed = with_last(self._cache.agreed, content, plan)
         return plan
 
     def _warn_of_lost_values(self, lost: list[str], what: str) -> None:
@@ -361,6 +355,11 @@ _OF_ONE_SAVE = {
     "is_coordinator",
     "state_dict",
 }
+
+
+def _plan_alone(key: str, value: Any) -> None:
+    signature_of({key: value})
+    PlanItems.packed(write_items({key: value}, True))
 
 
 def _content(plans: Sequence[SavePlan], apart: Sequence[str]) -> bytes | None:

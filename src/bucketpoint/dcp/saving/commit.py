@@ -23,7 +23,7 @@ from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commi
 from bucketpoint.errors import BucketpointError, IncompleteSaveError, first_of
 from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
-from bucketpoint.format.index.ref import IndexRef, index_path, make_ref, ref_of
+from bucketpoint.format.index.ref import index_path, make_ref, ref_of
 from bucketpoint.format.item_info import data_paths, read_item
 from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.metadata.coverage import PARTIAL, lacking_ranks
@@ -172,35 +172,32 @@ def _encoded(
     """Return the encoded metadata, the encoded index or None, the number of items, and the table of objects."""
     storage_meta = StorageMeta(checkpoint_id=request.url, save_id=keys.save_id(request.token))
     version = {"version": VERSION} if hasattr(metadata, "version") else {}
-
-    objects = results.objects()
-    (bucketpoint,) = extension({**facts, "objects": objects}).values()
+    objects, index = results.objects(), None
     templates = results.templates(indexed=_wants_index(request, results.count, objects))
     if templates is not None and templates.metadata is not None:
-        index = None
+        ours = extension({**facts, "objects": objects})
         if templates.index is not None:
             checksums = b"".join(columns.checksums for columns in results.known)
             paths = [path for columns in results.known for path, _, _ in columns.objects]
+            (bucketpoint,) = ours.values()
             index = templates.index.fill(
                 checksums, paths, bucketpoint=bucketpoint, storage_meta=storage_meta, version=tuple(version.values())
             )
-        end = {"storage_meta": storage_meta, **version, **extension({**facts, "objects": objects})}
-        data = templates.metadata.fill(results.known, end, _ref_to(request, index))
+        end = {"storage_meta": storage_meta, **version, **ours}
+        ref = None if index is None else make_ref(request.token, index)
+        data = templates.metadata.fill(results.known, end, ref)
         if data is not None:
             return data, index, results.count, objects
     whole, objects = complete_metadata(metadata, results.results(), storage_meta=storage_meta)
-    (bucketpoint,) = extension({**facts, "objects": objects}).values()
     items, index = len(whole.storage_data or ()), None
     if _wants_index(request, items, objects):
         from bucketpoint.format.index.encode import encode_index
 
+        (bucketpoint,) = extension({**facts, "objects": objects}).values()
         index = encode_index(whole, bucketpoint=bucketpoint)
-    data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=_ref_to(request, index))
+    ref = None if index is None else make_ref(request.token, index)
+    data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref)
     return data, index, items, objects
-
-
-def _ref_to(request: Commit, index: bytes | None) -> IndexRef | None:
-    return None if index is None else make_ref(request.token, index)
 
 
 def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:

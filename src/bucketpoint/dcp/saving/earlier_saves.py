@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import OPTIM
-from bucketpoint.format.columns import OBJECT, PAYLOAD_NBYTES, Columns
+from bucketpoint.format.columns import OBJECT, PAYLOAD_NBYTES, pack
 from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
@@ -77,14 +77,10 @@ class Announcement:
     url: str | None = None
     span: str | None = None
 
-    @property
-    def fields(self) -> tuple[str | None, ...]:
-        """The values to send: the name of a class would add 50 bytes for each rank."""
-        return (self.save, self.since, self.url) if self.span is None else (self.save, self.since, self.url, self.span)
-
     def put_on(self, plans: Iterable[SavePlan]) -> list[SavePlan]:
         """Return the plans with the announcement added, except to plans that hold other data of a planner."""
-        fields = self.fields
+        # Only the values are sent: the name of a class would add 50 bytes for each rank.
+        fields = (self.save, self.since, self.url, self.span)[: 3 if self.span is None else 4]
         return [replace(plan, storage_data=fields) if plan.storage_data is None else plan for plan in plans]
 
     @classmethod
@@ -154,25 +150,6 @@ class _Moments:
     still: int = 0
 
 
-class MomentsWatch:
-    """Comparison of the moments in the saves of one run, on the coordinator. Warns once until they change again."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, _Moments] = {}
-
-    def look(self, url: str, digests: Mapping[str, bytes]) -> None:
-        """Compare the `checksum_digests` of a committed save with the last save, and warn if moments do not change."""
-        for group, digest in digests.items():
-            last = self._groups.setdefault(group, _Moments(digest, url))
-            if digest != last.digest:
-                last.changed, last.still = url, 0
-            elif is_later(url, last.url):
-                last.still += 1
-                if last.still == _STILL_SAVES:
-                    logger.warning(_ALARM, group, url, last.changed or "the first save of this process")
-            last.digest, last.url = digest, url
-
-
 class EarlierSaves:
     """The last saves of this process, on this rank. A manager's writers share them."""
 
@@ -184,7 +161,7 @@ class EarlierSaves:
         self._lock = ProcessLock()
         self._kept: dict[str, list[EarlierSave]] = {}
         self._committed: dict[str, tuple[str, str]] = {}
-        self._watches: dict[str, MomentsWatch] = {}
+        self._moments: dict[str, dict[str, _Moments]] = {}
 
     def keep(self, said: Announcement | None, url: str, written: Written) -> None:
         """Keep a save whose objects this rank has uploaded, committed or not, if it has an announcement with a new id.
@@ -209,11 +186,24 @@ class EarlierSaves:
             self._committed[run] = save, url
             for old in list(self._committed)[:-KEPT_RUNS]:
                 del self._committed[old]
-                self._watches.pop(old, None)
+                self._moments.pop(old, None)
 
-    def watch(self, url: str) -> MomentsWatch:
+    def watch_moments(self, url: str, results: RankResults) -> None:
+        """Compare the moments in a committed save with the last save of the run, on the coordinator.
+
+        Warns if they do not change, once until they change again.
+        """
         with self._lock:
-            return self._watches.setdefault(run_of(url), MomentsWatch())
+            groups = self._moments.setdefault(run_of(url), {})
+        for group, digest in _checksum_digests(results).items():
+            last = groups.setdefault(group, _Moments(digest, url))
+            if digest != last.digest:
+                last.changed, last.still = url, 0
+            elif is_later(url, last.url):
+                last.still += 1
+                if last.still == _STILL_SAVES:
+                    logger.warning(_ALARM, group, url, last.changed or "the first save of this process")
+            last.digest, last.url = digest, url
 
     def announcement(self, url: str, save: str, newest: Callable[[], str | None]) -> Announcement:
         """Return the coordinator's announcement for the save with this id.
@@ -230,18 +220,14 @@ class EarlierSaves:
         """Return the announced save to compare with, from memory, or else from the store by `read`."""
         if said is None:
             return None
-        last = self._find(run_of(url), said)
-        return read(said) if last is None and said.url is not None else last
-
-    def _find(self, run: str, said: Announcement) -> EarlierSave | None:
-        """Return the save to compare with, and discard older saves; None if this process has not kept the save."""
         with self._lock:
-            kept = self._kept.get(run, [])
+            kept = self._kept.get(run_of(url), [])
             at = next((at for at, save in enumerate(kept) if save.id == said.since), None)
-            if at is None:
-                return None
-            del kept[:at]
-            return kept[0]
+            if at is not None:
+                # No later save is compared with an older one.
+                del kept[:at]
+                return kept[0]
+        return read(said) if said.url is not None else None
 
     def __reduce__(self) -> tuple[object, ...]:
         # A checkpoint process reads earlier saves from the store.
@@ -279,47 +265,37 @@ def read_earlier_save(
 
     Sends one or two small requests for the metadata, and one for each object that holds such items.
     """
-    indices = [item.index for item in items]
-    try:
-        return _read(str(said.url), said, indices, options, open_url)
-    except BucketpointError as error:
-        logger.info("%s cannot be compared, so everything is sent: %s", said.url, error)
-        return None
-
-
-def _read(
-    url: str,
-    said: Announcement,
-    indices: Sequence[MetadataIndex],
-    options: TransferOptions,
-    open_url: Callable[[str], tuple[Store, str]],
-) -> EarlierSave:
     from bucketpoint.checkpoint.hash_tables import read_digests
     from bucketpoint.checkpoint.metadata_source import MetadataSource
 
-    store, prefix = open_url(url)
-    data = MetadataSource(store, prefix, url).read(indexed=True)
-    metadata = decode_index(data, url=url) if is_index(data) else decode_metadata(data, url=url)
-    stored = metadata.storage_data or {}
-    infos = {index: read_item(stored[index], url=url) for index in indices if index in stored}
-    committed = extra(metadata).get("objects", {})
-    objects = {
-        path: ObjectInfo(keys.join(prefix, path), int(committed[path]["size"]), committed[path].get("etag"))
-        for path in {info.path for info in infos.values()}
-        if path in committed and keys.parse_data_path(path) is not None
-    }
+    url = str(said.url)
     digests: dict[str, dict[int, bytes]] = {}
 
     def read(path: str) -> None:
         digests[path] = read_digests(store, objects[path].key, size=objects[path].size, etag=objects[path].etag)
 
-    for_each(objects, read, options)
-    items = {
+    try:
+        store, prefix = open_url(url)
+        data = MetadataSource(store, prefix, url).read(indexed=True)
+        metadata = decode_index(data, url=url) if is_index(data) else decode_metadata(data, url=url)
+        stored = metadata.storage_data or {}
+        infos = {item.index: read_item(stored[item.index], url=url) for item in items if item.index in stored}
+        committed = extra(metadata).get("objects", {})
+        objects = {
+            path: ObjectInfo(keys.join(prefix, path), int(committed[path]["size"]), committed[path].get("etag"))
+            for path in {info.path for info in infos.values()}
+            if path in committed and keys.parse_data_path(path) is not None
+        }
+        for_each(objects, read, options)
+    except BucketpointError as error:
+        logger.info("%s cannot be compared, so everything is sent: %s", url, error)
+        return None
+    saved = {
         index: SavedItem(info, digests[info.path][info.offset], None)
         for index, info in infos.items()
         if info.offset in digests.get(info.path, {})
     }
-    return EarlierSave(said.since or url, url, items, objects)
+    return EarlierSave(said.since or url, url, saved, objects)
 
 
 # -- the moments of an optimizer ---------------------------------------------------------------------------------------
@@ -337,36 +313,21 @@ def is_later(url: str, last: str) -> bool:
     return (len(newer), newer) > (len(older), older)
 
 
-def checksum_digests(results: RankResults) -> dict[str, bytes]:
-    """Return a digest of the checksums of the moments in each group of objects."""
+def _checksum_digests(results: RankResults) -> dict[str, bytes]:
+    """Return a digest of the checksums of the moments in each group of objects, with no Python object per item."""
     digests: dict[str, Any] = {}
-    for sent, columns in zip(results.sent, results.columns, strict=True):
-        for group, checksums in _of_items(sent) if columns is None else _of_columns(columns):
-            digests.setdefault(group, hashlib.blake2b(digest_size=16)).update(checksums)
+    for sent, reported in zip(results.sent, results.columns, strict=True):
+        # Results that name their items are packed here. If columns cannot hold them, they are not watched.
+        columns = reported or pack([result.storage_data for result in sent])
+        if columns is None:
+            continue
+        checksums = np.frombuffer(columns.checksums, "<u4")
+        objects, sizes = (np.asarray(columns.layout.column(number)) for number in (OBJECT, PAYLOAD_NBYTES))
+        parsed = [keys.parse_data_path(path) for path, _, _ in columns.objects]
+        # Objects of groups that do not belong to an optimizer get an empty name.
+        groups = np.array([path[2] if path is not None and OPTIM in path[2] else "" for path in parsed])
+        for group in sorted({*groups.tolist()} - {""}):
+            mine = checksums[(groups == group)[objects] & (sizes > _ELEMENT_BYTES)]
+            if mine.size:
+                digests.setdefault(group, hashlib.blake2b(digest_size=16)).update(mine.tobytes())
     return {group: digest.digest() for group, digest in digests.items()}
-
-
-def _of_columns(columns: Columns) -> Iterator[tuple[str, bytes]]:
-    """Yield the checksums of one rank's moments by group, with no Python object per item."""
-    checksums = np.frombuffer(columns.checksums, "<u4")
-    objects, sizes = (np.asarray(columns.layout.column(number)) for number in (OBJECT, PAYLOAD_NBYTES))
-    groups = [_watched(path) for path, _, _ in columns.objects]
-    for group in sorted({group for group in groups if group is not None}):
-        mine = checksums[np.array([each == group for each in groups])[objects] & (sizes > _ELEMENT_BYTES)]
-        if mine.size:
-            yield group, mine.tobytes()
-
-
-def _of_items(results: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
-    """Yield the checksums of one rank's moments by group, from results that name their items."""
-    for result in results:
-        info = read_item(result.storage_data)
-        group = _watched(info.path)
-        if group is not None and (info.payload_nbytes or 0) > _ELEMENT_BYTES:
-            yield group, (info.crc32c or 0).to_bytes(4, "little")
-
-
-def _watched(path: str) -> str | None:
-    """Return the group of an object if the group belongs to an optimizer, else None."""
-    named = keys.parse_data_path(path)
-    return named[2] if named is not None and OPTIM in named[2] else None
