@@ -13,10 +13,9 @@ import contextlib
 import functools
 import json
 import logging
-import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint import CheckpointException
@@ -193,22 +192,6 @@ def dcp_call(method: F) -> F:
             raise ours from ours.__cause__
 
     return call  # type: ignore[return-value]
-
-
-def refuse_unpicklable(arguments: Mapping[str, Any]) -> None:
-    """Check the caller's callables before an object that holds them is sent to another process.
-
-    Raises:
-        BucketpointError: a callable cannot be pickled. The error has its name, which the error of pickle lacks.
-    """
-    for name, value in arguments.items():
-        try:
-            pickle.dumps(value)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise BucketpointError(
-                f"{name} cannot be sent to DCP's checkpoint process: {error}",
-                remedy=f"Give {name} a function of a module, or save on a thread",
-            ) from error
 
 
 class LastSave:

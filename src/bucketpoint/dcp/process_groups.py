@@ -39,6 +39,11 @@ def this_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
+def world_size() -> int:
+    """Return the number of ranks in this job, for saves and loads without collectives too."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a process group. None means all ranks of the job, or this process alone.
 
@@ -89,7 +94,7 @@ def refuse_other_ranks(ranks: SavingRanks, url: str | None = None) -> None:
     Raises:
         RanksDisagreeError: the group is gone, or has another number of ranks.
     """
-    now = dist.get_world_size() if is_initialized() else 1
+    now = world_size()
     if ranks.job in (None, now):
         return
     there = f"the process group has {now} ranks" if is_initialized() else "there is no process group"

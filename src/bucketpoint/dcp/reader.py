@@ -24,9 +24,9 @@ from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.planning.agreement import CommitRead, agree_on_commit, commit_read
 from bucketpoint.dcp.planning.unused_keys import compare_keys, find_unmatched
-from bucketpoint.dcp.process_groups import this_rank
+from bucketpoint.dcp.process_groups import this_rank, world_size
 from bucketpoint.dcp.progress_bar import describe, progress_callback
-from bucketpoint.dcp.session import Located, as_url, world_size
+from bucketpoint.dcp.session import Located, as_url
 from bucketpoint.dcp.stats import LoadStats, note_load, requests_of
 from bucketpoint.errors import (
     CheckpointDeletedError,

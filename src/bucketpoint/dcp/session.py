@@ -12,10 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
-import torch.distributed as dist
-
 from bucketpoint.dcp.planning.agreement import Statement
-from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.dcp.stats import SaveTimes
 from bucketpoint.errors import BucketpointError, InvalidURLError, RanksDisagreeError, first_of
 from bucketpoint.format.catalog_keys import MAX_STEP
@@ -86,11 +83,6 @@ class Located:
         installed.
         """
         return accepts_url(checkpoint_id, cls.schemes)
-
-
-def world_size() -> int:
-    """Return the number of ranks in this job, for saves and loads without collectives too."""
-    return dist.get_world_size() if is_initialized() else 1
 
 
 @dataclass(frozen=True)

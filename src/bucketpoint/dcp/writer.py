@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.futures import Future
 
 from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.dcp import process_groups
-from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
+from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement, reports_of
 from bucketpoint.dcp.planning.global_plan import PlanCache, PlannedMetadata, WriterMeta
 from bucketpoint.dcp.planning.results import Results, reported
@@ -34,8 +35,8 @@ from bucketpoint.dcp.saving.earlier_saves import (
     read_earlier_save,
 )
 from bucketpoint.dcp.saving.object_layout import ObjectNames
-from bucketpoint.dcp.saving.uploads import RankUpload, Uploads, announce_uploads, bytes_beside_training
-from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
+from bucketpoint.dcp.saving.uploads import RankUpload, Uploads, announce_uploads
+from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url
 from bucketpoint.dcp.stats import SaveStats, begin_save, end_save
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
@@ -201,8 +202,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session.times.turn = time.monotonic()
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
-        session.ranks = self._ranks()
-        session.times.begin(session.ranks.rank, current_lease())
+        session.ranks, lease = self._ranks(), current_lease()
+        session.times.begin(session.ranks.rank, lease)
         process_groups.refuse_other_ranks(session.ranks, session.url)
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
         if process_groups.is_initialized():
@@ -211,7 +212,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             # Called only after `take_turn`, because earlier saves use the same mesh.
             meshes.leave_default_group()
         # If this writer has not staged the state, the upload process starts here, while the ranks plan.
-        self._prepare_uploads(bytes_beside_training(current_lease()))
+        memory = lease.memory if lease is not None and lease.beside_training else None
+        self._prepare_uploads(memory.nbytes if memory is not None else 0)
         if session.use_collectives and not is_coordinator:
             return
         # Check before terabytes are uploaded. A later commit of another job is never replaced.
@@ -230,7 +232,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         options = (rules, self.target_object_bytes, [type(each).__qualname__ for each in self._extensions])
         store, prefix = self._open(session.url)
         session.statement = make_statement(
-            store, prefix, str(session.url), options=options, world=world_size(), rank=session.ranks.rank
+            store, prefix, str(session.url), options=options, world=process_groups.world_size(), rank=session.ranks.rank
         )
         # A custom planner may use `storage_data` of the plan. Then only the results contain the statement.
         return replace(plan, storage_data=session.statement) if plan.storage_data is None else plan
@@ -246,7 +248,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         # DCP does not pass `no_dist` to a writer. In a job of several ranks, a single plan means `no_dist` or a group
         # of one rank; without a process group, it may also mean that the group is gone.
         known = session.use_collectives and (session.ranks.together is not None or len(plans) > 1)
-        alone = session.ranks.alone or (not known and world_size() > 1)
+        alone = session.ranks.alone or (not known and process_groups.world_size() > 1)
         session.count_ranks(len(plans))
         session.ranks = replace(session.ranks, alone=alone)
         plans = agree_on_plans(plans, session.url, since=session.times.begun)
@@ -305,7 +307,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             request,
             metadata,
             said,
-            world_size=len(results) if session.use_collectives else world_size(),
+            world_size=len(results) if session.use_collectives else process_groups.world_size(),
             created=time.time(),
             endpoint=store.identity,
         )
@@ -322,7 +324,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         # On another thread without a lease, the save is asynchronous, with a stager of another package.
         beside = threading.current_thread() is not threading.main_thread()
         blocked_s = lease.blocked_s if lease is not None else None if beside else seconds
-        committed.log(url, seconds, blocked_s, ranks=len(results))
+        megabytes = committed.nbytes / 1e6
+        blocked = "" if blocked_s is None else f", blocked {1000 * blocked_s:.0f} ms"
+        speed = f"{megabytes:.1f} MB in {seconds:.2f} s ({megabytes / max(seconds, 1e-6):.0f} MB/s){blocked}"
+        items, objects = committed.items, committed.objects
+        logger.info("saved %s: %s, %d items of %d ranks in %d objects", url, speed, items, len(results), objects)
         if session.use_collectives:
             self.earlier_saves.watch_moments(url, said)
 
@@ -408,7 +414,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # Only the configuration is pickled for a checkpoint process, without running saves.
         self.uploads.leave()
-        refuse_unpicklable({"progress": self.progress})
+        try:
+            pickle.dumps(self.progress)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            # The error of pickle does not name the argument.
+            raise BucketpointError(
+                f"progress cannot be sent to DCP's checkpoint process: {error}",
+                remedy="Give progress a function of a module, or save on a thread",
+            ) from error
         return {name: value for name, value in self.__dict__.items() if name not in ("_sessions", "_stager", "uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

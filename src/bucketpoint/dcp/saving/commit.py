@@ -78,13 +78,6 @@ class Committed:
     step: int | None
     metrics: Mapping[str, float]
 
-    def log(self, url: str, seconds: float, blocked_s: float | None, *, ranks: int) -> None:
-        """Log one line. `seconds`: since the call of the save; `blocked_s`: seconds of blocked training, if known."""
-        megabytes = self.nbytes / 1e6
-        blocked = "" if blocked_s is None else f", blocked {1000 * blocked_s:.0f} ms"
-        speed = f"{megabytes:.1f} MB in {seconds:.2f} s ({megabytes / max(seconds, 1e-6):.0f} MB/s){blocked}"
-        logger.info("saved %s: %s, %d items of %d ranks in %d objects", url, speed, self.items, ranks, self.objects)
-
 
 def commit(
     request: Commit, metadata: Metadata, results: RankResults, *, world_size: int, created: float, endpoint: str

@@ -264,12 +264,6 @@ _NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
 library is patched in this process."""
 
 
-def bytes_beside_training(lease: Lease | None) -> int:
-    """Return the size of the shared memory of a state that is saved beside training; 0 without one."""
-    memory = lease.memory if lease is not None and lease.beside_training else None
-    return memory.nbytes if memory is not None else 0
-
-
 class Uploads:
     """The uploads of one writer, or of all writers of a manager, and the process that makes them beside training."""
 

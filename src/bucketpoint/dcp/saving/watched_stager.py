@@ -58,28 +58,25 @@ class WatchedStager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         with staged_for(self._ranks):
-            return self._stage(state_dict)
-
-    def _stage(self, state_dict: dict[str, Any]) -> Any:
-        try:
-            if self.refused is not None:
-                raise self.refused
-            staged = self._stager.stage(state_dict)
-        except BaseException as error:
+            try:
+                if self.refused is not None:
+                    raise self.refused
+                staged = self._stager.stage(state_dict)
+            except BaseException as error:
+                if self._alone:
+                    raise
+                self.refused = error
+                return self._failed(error, _turn())
+            if not isinstance(staged, Future):
+                self._handle._copied(staged)
+                return staged
             if self._alone:
-                raise
-            self.refused = error
-            return self._failed(error, _turn())
-        if not isinstance(staged, Future):
-            self._handle._copied(staged)
-            return staged
-        if self._alone:
-            staged.add_done_callback(self._staged)
-            return staged
-        # The copy may still fail. A failed save needs a place in the order of saves, which is taken here.
-        place, copied = _turn(), Future[Any]()
-        staged.add_done_callback(functools.partial(self._pass_on, place, copied))
-        return copied
+                staged.add_done_callback(self._staged)
+                return staged
+            # The copy may still fail. A failed save needs a place in the order of saves, which is taken here.
+            place, copied = _turn(), Future[Any]()
+            staged.add_done_callback(functools.partial(self._pass_on, place, copied))
+            return copied
 
     def synchronize_staging(self) -> None:
         self._stager.synchronize_staging()
