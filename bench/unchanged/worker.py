@@ -130,10 +130,10 @@ class Process:
 @contextlib.contextmanager
 def _cpu_of_comparisons() -> Iterator[list[float]]:
     """CPU seconds of this process while a save compares the state with the last one. Nothing else runs then."""
-    from bucketpoint.dcp.saving import rank_upload
+    from bucketpoint.dcp.saving import uploads
 
     taken: list[float] = []
-    find = rank_upload.find_unchanged
+    find = uploads.find_unchanged
 
     def timed(*arguments: Any) -> Any:
         begun = time.process_time()
@@ -142,11 +142,11 @@ def _cpu_of_comparisons() -> Iterator[list[float]]:
         finally:
             taken.append(time.process_time() - begun)
 
-    rank_upload.find_unchanged = timed
+    uploads.find_unchanged = timed
     try:
         yield taken
     finally:
-        rank_upload.find_unchanged = find
+        uploads.find_unchanged = find
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ State = dict[str, Any]
 @pytest.fixture(autouse=True, scope="module")
 def copies_of_any_size() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("rank_upload", "unchanged"):
+        for name in ("uploads", "unchanged"):
             patch.setattr(f"bucketpoint.dcp.saving.{name}.LEAST_COPIED_BYTES", 1)
         # So that samples of small tensors are taken, too.
         patch.setattr("bucketpoint.dcp.saving.unchanged._SAMPLED_FROM", 64)

@@ -29,6 +29,7 @@ from bucketpoint.stores import Capabilities, ObjectInfo
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import digest, fold_blocks
 from bucketpoint.transfer.pieces import batched
+from bucketpoint.transfer.upload import Fill
 
 logger = logging.getLogger(__name__)
 
@@ -221,14 +222,9 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
 def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Segment]:
     """Return header, payload and trailer of a tensor that can be framed, or one segment for any other item."""
     if isinstance(data, torch.Tensor) and frameable(data):
-        frame, shape = tensor_frame(data.dtype, tuple(data.shape)), data.shape
-        header, trailer, nbytes = memoryview(frame.header), memoryview(frame.trailer), frame.payload_nbytes
-        blocks = plan_blocks(nbytes, nbytes // shape[0] if len(shape) and shape[0] else nbytes)
         if is_viewable(data):
-            payload = Segment(nbytes, tensor_bytes(data), block_nbytes=blocks)
-        else:
-            payload = Segment(nbytes, fill=functools.partial(copy_stretch, data), block_nbytes=blocks)
-        return [Segment(len(header), header), payload, Segment(len(trailer), trailer)]
+            return framed_segments(data.dtype, data.shape, data=tensor_bytes(data))
+        return framed_segments(data.dtype, data.shape, fill=functools.partial(copy_stretch, data))
     if isinstance(data, torch.Tensor):
         # Our frames cannot hold a sparse or quantised tensor, or a subclass.
         buffer = io.BytesIO()
@@ -247,6 +243,21 @@ def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Seg
                 error,
             )
     return [Segment(len(data), data, block_nbytes=len(data))]
+
+
+def framed_segments(
+    dtype: torch.dtype, shape: Sequence[int], *, data: memoryview | None = None, fill: Fill | None = None
+) -> list[Segment]:
+    """Return header, payload and trailer of a tensor whose elements are in `data`, or are produced by `fill`.
+
+    Raises:
+        TypeError: our frames cannot hold this dtype.
+    """
+    frame = tensor_frame(dtype, tuple(shape))
+    header, trailer, nbytes = memoryview(frame.header), memoryview(frame.trailer), frame.payload_nbytes
+    blocks = plan_blocks(nbytes, nbytes // shape[0] if len(shape) and shape[0] else nbytes)
+    payload = Segment(nbytes, data, fill, block_nbytes=blocks)
+    return [Segment(len(header), header), payload, Segment(len(trailer), trailer)]
 
 
 def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
