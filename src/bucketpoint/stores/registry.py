@@ -194,8 +194,8 @@ def open_store(
         return LocalStore(_absolute(root), follows), ""
     import fsspec.core
 
+    from bucketpoint.stores.fsspec.drivers import driver_of
     from bucketpoint.stores.fsspec.errors import translate
-    from bucketpoint.stores.fsspec.services import driver_of
 
     failure: BucketpointError
     try:

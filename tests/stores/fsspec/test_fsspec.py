@@ -20,8 +20,7 @@ from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import CorruptDataError, EndpointError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import ObjectInfo, proven
 from bucketpoint.stores.base import SCRATCH
-from bucketpoint.stores.fsspec import FsspecStore
-from bucketpoint.stores.fsspec import services as fsspec_services
+from bucketpoint.stores.fsspec import FsspecStore, drivers
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
 
@@ -139,7 +138,7 @@ class ForgetfulFileSystem(MemoryFileSystem):
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
-    class Trusting(fsspec_services.S3FS):
+    class Trusting(drivers.S3FS):
         limits: ClassVar[dict[str, int]] = {}
 
     fs = ForgetfulFileSystem()
@@ -181,7 +180,7 @@ def test_learns_nothing_from_a_probe_that_failed(forgetful: FsspecStore, monkeyp
 def test_removes_a_body_whose_checksum_differs_at_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs = RecordingFileSystem()
     store = FsspecStore(fs, "bucket/run")
-    monkeypatch.setattr("bucketpoint.stores.fsspec.store.driver_of", lambda _: fsspec_services.GCSFS())
+    monkeypatch.setattr("bucketpoint.stores.fsspec.store.driver_of", lambda _: drivers.GCSFS())
     good = checksums.crc32c(b"body")
 
     async def info(path: str, **_: Any) -> dict[str, Any]:

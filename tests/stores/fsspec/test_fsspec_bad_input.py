@@ -34,7 +34,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import open_store
 from bucketpoint.stores.fsspec import FsspecStore
-from bucketpoint.stores.fsspec.services import driver_of
+from bucketpoint.stores.fsspec.drivers import driver_of
 from fsspec_backends import SERVED, Backend, backend
 from kit.failures import failure_of
 from kit.servers import free_port

@@ -1,9 +1,7 @@
-"""`Driver`: operations on a filesystem, by methods that all fsspec filesystems have, and a trial of its conditions.
+"""`Driver`: operations on a filesystem, by methods that all fsspec filesystems have; drivers of particular filesystems.
 
-Paths and exceptions are those of the filesystem; the caller translates the exceptions. `services` has the drivers of
-particular filesystems. A library may accept a condition that the service behind it ignores: some S3-compatible services
-ignore `If-None-Match`, and a commit that relies on the condition loses checkpoints. So a process makes a trial on a
-scratch object before its first commit to each bucket of a filesystem.
+The latter have conditions, checksums and multipart uploads. Paths and exceptions are those of the filesystem; the caller
+translates the exceptions.
 """
 
 from __future__ import annotations
@@ -11,71 +9,34 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import logging
 import secrets
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec.asyn
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from bucketpoint.errors import PreconditionFailedError, StoreError
-from bucketpoint.forks import ProcessLock
-from bucketpoint.stores.base import UNDECIDED, Capabilities, Part, Store, scratch_key
-
-logger = logging.getLogger(__name__)
+from bucketpoint.stores.base import Part
+from bucketpoint.stores.foreign import follow
+from bucketpoint.stores.http_body import encoded_crc
 
 WriteReply = Mapping[str, Any]
 """Description of a written object, as `info` returns it, with the ETag among other fields. May be empty."""
 
 _TEMPORARY = ".bucketpoint-tmp-"
 
+MIB = 1 << 20
+
+MOST_CONNECT_RETRIES = 1
+"""Retries of a failed connection to Azure. An account that refuses connections is then reported after 20 s."""
+
 _DELETES_AT_ONCE = 32
 _MEMORY_TRIES = 8
 
 # Folders are created only for these schemes: on an object store makedirs would create the bucket.
 _WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
-
-
-@dataclass(frozen=True)
-class Probed:
-    """Result of a trial of conditions and checksums.
-
-    Attributes:
-        creates: a second exclusive create of one object was refused, and the first object stayed.
-        replaces: a replacement with an outdated ETag was refused.
-        checks: a body with a wrong CRC32C was refused.
-        why: the reasons for failed trials, for messages; empty if there are none.
-    """
-
-    creates: bool
-    replaces: bool
-    checks: bool
-    why: str = ""
-
-
-# By filesystem, and then by bucket. A filesystem's results are dropped with the filesystem object.
-_probed: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
-
-
-def known(fs: AbstractFileSystem, root: str) -> Probed | None:
-    """Return the result of an earlier trial of a filesystem's bucket, or None."""
-    return _probed.get(fs, {}).get(_bucket(root))
-
-
-def remember(fs: AbstractFileSystem, root: str, probed: Probed) -> None:
-    """Keep the result of a trial."""
-    # Filesystems with the same settings are equal. The entry moves to `fs`, because it is dropped with its key object.
-    by_bucket = _probed.pop(fs, {})
-    _probed[fs] = {**by_bucket, _bucket(root): probed}
-
-
-def _bucket(root: str) -> str:
-    return root.lstrip("/").partition("/")[0]
 
 
 class Driver:
@@ -90,7 +51,7 @@ class Driver:
             `Capabilities`. Empty if there are no such uploads.
         max_put_bytes: the largest body that is sent in one request.
         private: no other process can access this filesystem's content.
-        shared: as in `Capabilities`. False if unknown, as for any filesystem without a driver in `services`.
+        shared: as in `Capabilities`. False if unknown, as for any filesystem without a driver of its own.
         lists_uploads: as in `Capabilities`.
     """
 
@@ -235,104 +196,209 @@ def check(reply: WriteReply, crc32c: int | None) -> None:
         raise WrongSumError(f"the service computed another CRC32C: {held}")
 
 
-_lock = ProcessLock()
+class Memory(Driver):
+    """Driver for fsspec's memory filesystem. Its conditions are not atomic, but no other process can write to it."""
+
+    name = "memory"
+    private = True
 
 
-class _FilesystemStore(Store, Protocol):
-    """A store on a filesystem with `put_unseen`, which relies on the service's condition alone."""
-
-    @property
-    def fs(self) -> AbstractFileSystem: ...
-    @property
-    def root(self) -> str: ...
-    @property
-    def driver(self) -> Driver: ...
-    def put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None: ...
+_SUMMED = {"ChecksumAlgorithm": "CRC32C"}
 
 
-def prove(store: _FilesystemStore, prefix: str) -> Capabilities:
-    """Return the capabilities of a store. The first call of a process for a bucket makes the trial.
+class S3FS(Driver):
+    """Driver for s3fs, which passes unknown arguments on to the S3 operation.
 
-    The trial sends about ten small requests for two scratch objects below `prefix`, and deletes the objects. Logs a
-    warning, once, if commits to this store will have no conditional writes. Raises as `proven`.
+    A request names only the checksum algorithm, and the CRC32C in the reply is compared with that of the body. If the
+    request contained the CRC32C itself, botocore would also compute a SHA-256 of the body.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html, and limits from
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
     """
-    with _lock:
-        if known(store.fs, store.root) is None:
-            _probe(store, prefix)
-    return store.capabilities
+
+    name = "s3fs"
+    shared = True
+    creates = replaces = checks = True
+    limits = MappingProxyType({"min_part_bytes": 5 * MIB, "max_part_bytes": 5 << 30, "max_parts": 10_000})
+    # MinIO lists uploads only by their whole key, and s3fs does not show which service it reaches.
+    lists_uploads = False
+    # `pipe_file` sends a body of twice its part size or more in parts, which have no checksum of the whole body.
+    max_put_bytes = 100 * MIB - 1
+
+    def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+        return write_reply(fs.pipe_file(path, data, **_SUMMED))
+
+    def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+        return write_reply(fs.pipe_file(path, data, mode="create", **_SUMMED))
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
+        return write_reply(fs.pipe_file(path, data, IfMatch=f'"{etag}"', **_SUMMED))
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), **_SUMMED)
+        return str(reply["UploadId"])
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        where = {**_bucket_and_key(fs, path), "UploadId": upload_id, "PartNumber": number}
+        reply = fs.call_s3("upload_part", **where, Body=data, **_SUMMED)
+        check(reply, crc32c)
+        return str(reply["ETag"]).strip('"')
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
+        listed = [
+            {
+                "PartNumber": part.number,
+                "ETag": f'"{part.etag}"',
+                **({} if part.crc32c is None else {"ChecksumCRC32C": encoded_crc(part.crc32c)}),
+            }
+            for part in parts
+        ]
+        where = {**_bucket_and_key(fs, path), "UploadId": upload_id}
+        reply = fs.call_s3("complete_multipart_upload", **where, MultipartUpload={"Parts": listed})
+        return write_reply(reply)
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        fs.call_s3("abort_multipart_upload", **_bucket_and_key(fs, path), UploadId=upload_id)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        where = _bucket_and_key(fs, path)
+        marker: dict[str, str] = {}
+        seen: set[Hashable] = set()
+        while True:
+            page = fs.call_s3("list_multipart_uploads", Bucket=where["Bucket"], Prefix=where["Key"], **marker)
+            for upload in page.get("Uploads", []):
+                started = {"modified": upload.get("Initiated")}
+                yield f"{where['Bucket']}/{upload['Key']}", str(upload["UploadId"]), started
+            if not page.get("IsTruncated"):
+                return
+            marker = {name: page.get(f"Next{name}") or "" for name in ("KeyMarker", "UploadIdMarker")}
+            follow("".join(marker.values()), seen, "ListMultipartUploads", path)
 
 
-def _probe(store: _FilesystemStore, prefix: str) -> None:
-    probed = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
-    remember(store.fs, store.root, probed)
-    if not (probed.creates or store.driver.private):
-        logger.warning(
-            "%s has no conditional writes%s: a commit reads .metadata before and after the write. This is "
-            "safe against crashes, but not against two jobs that save to the same URL at the same time",
-            store.url,
-            f" ({probed.why})" if probed.why else "",
-        )
+class GCSFS(Driver):
+    """Driver for gcsfs, which has a condition for creating an object and none for replacing one.
+
+    Google reports the CRC32C of the stored object:
+    https://cloud.google.com/storage/docs/json_api/v1/objects
+    """
+
+    name = "gcsfs"
+    shared = True
+    creates = checks = True
+    # From 50 MiB on, gcsfs sends one chunk after another, and returns no description of the object.
+    max_put_bytes = 50 * MIB - 1
 
 
-def _tried(store: _FilesystemStore, prefix: str) -> Probed:
-    key = scratch_key(prefix)
-    why: list[str] = []
-    try:
-        creates = _is_refused(lambda: _creates(store, key), "an exclusive create", why)
-        replaces = (
-            creates and store.driver.replaces and _is_refused(lambda: _replaces(store, key), "a replacement", why)
-        )
-        checks = store.driver.checks and _checks(store, f"{key}-sum")
-    finally:
-        with contextlib.suppress(StoreError):
-            # Without the permission to delete, two tiny objects remain, like everything else that such a job saves.
-            store.delete([key, f"{key}-sum"])
-    return Probed(creates, replaces, checks, "; ".join(why))
+class ADLFS(Driver):
+    """Driver for adlfs (Azure's block blobs): parts are blocks with names chosen by the client, listed in one commit.
+
+    Limits: https://learn.microsoft.com/azure/storage/blobs/scalability-targets. Blocks that were never committed are
+    deleted after a week, or by the next write of the blob.
+    """
+
+    name = "adlfs"
+    shared = True
+    creates = replaces = True
+    limits = MappingProxyType({"max_part_bytes": 4000 * MIB, "max_parts": 50_000})
+    max_put_bytes = 5000 * MIB
+
+    def bound_retries(self, fs: AbstractFileSystem) -> None:
+        # The library waits 18, 24 and 42 s before its three retries of a failed connection. adlfs has no option for its
+        # client's policy, so the policy is changed. Retries after answers of the service are unchanged.
+        # https://learn.microsoft.com/azure/storage/blobs/storage-retry-policy-python
+        policy: Any = getattr(getattr(fs.service_client, "_config", None), "retry_policy", None)
+        if hasattr(policy, "connect_retries"):
+            policy.connect_retries = min(policy.connect_retries, MOST_CONNECT_RETRIES)
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
+        from azure.core import MatchConditions
+
+        condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified}
+        return write_reply(fs.pipe_file(path, data, **condition))
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        upload_id = secrets.token_hex(8)
+        # An upload is visible only through its blocks, so a first block is sent when the upload begins.
+        self.send(fs, path, upload_id, 0, b"\0", None)
+        return upload_id
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        # All block ids of a blob must have the same length.
+        block = f"bucketpoint-{upload_id}-{number:08}"
+        _azure(fs, path, lambda blob: blob.stage_block(block_id=block, data=data, length=len(data)))
+        return block
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
+        from azure.core.exceptions import HttpResponseError
+        from azure.storage.blob import BlobBlock
+
+        blocks = [BlobBlock(part.etag) for part in parts]
+        # adlfs may treat a blob without this metadata as a folder.
+        metadata = {"is_directory": "false"}
+        try:
+            return write_reply(_azure(fs, path, lambda blob: blob.commit_block_list(blocks, metadata=metadata)))
+        except HttpResponseError as error:
+            if error.error_code != "InvalidBlockList":
+                raise
+        raise FileNotFoundError("the blocks of the upload are gone")
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        if not any(other_id == upload_id for _, other_id, _ in self.uploads(fs, path)):
+            return
+        # Azure has no request to delete blocks. An empty list deletes them, but leaves an empty blob, deleted below.
+        _azure(fs, path, lambda blob: blob.commit_block_list([]))
+        fs.rm_file(path)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        container, prefix, _ = fs.split_path(path)
+
+        async def found() -> list[tuple[str, str, Any]]:
+            listed = []
+            async with fs.service_client.get_container_client(container=container) as client:
+                async for blob in client.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]):
+                    async with client.get_blob_client(blob.name) as one:
+                        _, blocks = await one.get_block_list("uncommitted")
+                    ids = {_upload_of(block.id) for block in blocks} - {""}
+                    begun = {"modified": blob.last_modified}
+                    listed += [(f"{container}/{blob.name}", upload_id, begun) for upload_id in sorted(ids)]
+            return listed
+
+        yield from fsspec.asyn.sync(fs.loop, found)
 
 
-def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
-    try:
-        attempt()
-    except PreconditionFailedError:
-        return True
-    except UNDECIDED:
-        raise
-    except StoreError as error:
-        why.append(f"{what} failed: {error.message}")
-        return False
-    why.append(f"the service ignores the condition of {what}")
-    return False
+_LIBRARIES: dict[str, Driver] = {driver.name: driver for driver in (S3FS(), GCSFS(), ADLFS())}
+_PLAIN, _MEMORY = Driver(), Memory()
 
 
-def _creates(store: _FilesystemStore, key: str) -> None:
-    """Create an object twice. Raises PreconditionFailedError if exclusive creates work."""
-    try:
-        store.put_unseen(key, b"first")
-    except PreconditionFailedError as error:
-        raise StoreError(f"it was refused although there was no object: {error.message}", url=store.url) from None
-    try:
-        store.put_unseen(key, b"second")
-    except PreconditionFailedError:
-        if store.get(key)[0] != b"first":
-            raise StoreError("it was refused, but the object was replaced", url=store.url) from None
-        raise
+def driver_of(fs: AbstractFileSystem) -> Driver:
+    """Return the driver for a filesystem: that of its library, or the common one."""
+    if isinstance(fs, MemoryFileSystem):
+        return _MEMORY
+    # Chosen by the library, not by the protocol: other libraries with other methods also serve s3://.
+    libraries = [kind.__module__.partition(".")[0] for kind in type(fs).__mro__]
+    return next((_LIBRARIES[name] for name in libraries if name in _LIBRARIES), _PLAIN)
 
 
-def _replaces(store: _FilesystemStore, key: str) -> None:
-    """Replace an object twice, expecting the same ETag. Raises PreconditionFailedError if the condition works."""
-    before = store.head(key).etag or ""
-    try:
-        store.put_unseen(key, b"third", before)
-    except PreconditionFailedError as error:
-        raise StoreError(f"it was refused although the ETag was right: {error.message}", url=store.url) from None
-    store.put_unseen(key, b"fourth", before)
+def _bucket_and_key(fs: AbstractFileSystem, path: str) -> dict[str, str]:
+    bucket, key, _ = fs.split_path(path)
+    return {"Bucket": bucket, "Key": key}
 
 
-def _checks(store: _FilesystemStore, key: str) -> bool:
-    try:
-        store.put(key, [memoryview(b"checksum")], crc32c=1)
-    except UNDECIDED:
-        raise
-    except StoreError:
-        return True
-    return False
+def _azure(fs: AbstractFileSystem, path: str, ask: Any) -> Any:
+    container, name, _ = fs.split_path(path)
+
+    async def call() -> Any:
+        async with fs.service_client.get_blob_client(container=container, blob=name) as blob:
+            return await ask(blob)
+
+    return fsspec.asyn.sync(fs.loop, call)
+
+
+def _upload_of(block: str) -> str:
+    """Return the id of the upload that a block belongs to; empty for a block of another program."""
+    start, _, rest = block.partition("-")
+    return rest.rpartition("-")[0] if start == "bucketpoint" else ""

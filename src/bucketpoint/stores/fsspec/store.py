@@ -1,4 +1,9 @@
-"""`FsspecStore`: objects on any filesystem that fsspec knows, through fsspec's public, blocking methods."""
+"""`FsspecStore`: objects on any filesystem that fsspec knows, through fsspec's public, blocking methods.
+
+A library may accept a condition that the service behind it ignores: some S3-compatible services ignore `If-None-Match`,
+and a commit that relies on the condition loses checkpoints. So a process makes a trial on a scratch object before its
+first commit to each bucket of a filesystem.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import builtins
 import contextlib
 import datetime
 import functools
+import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,31 +31,45 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.forks import ProcessLock
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.base import (
+    UNDECIDED,
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    scratch_key,
+)
 from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
-    Probed,
     WriteReply,
     WrongSumError,
     check,
+    driver_of,
     files_below,
     has_folders,
     is_hidden,
-    known,
-    prove,
     remove,
 )
 from bucketpoint.stores.fsspec.errors import translate
-from bucketpoint.stores.fsspec.services import driver_of
 from bucketpoint.stores.http_body import crc_of, scatter
 from bucketpoint.stores.retry import process_budget
+
+# The name by which a program may have configured the warning: see docs/fsspec.md.
+logger = logging.getLogger("bucketpoint.stores.fsspec.drivers")
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 # Conditions that the service does not check are checked in this process, under this lock: one writer at a time.
 _one_writer = ProcessLock()
+_one_trial = ProcessLock()
+
+_found: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, tuple[bool, bool, bool]]] = weakref.WeakKeyDictionary()
+"""Results of trials by filesystem and by bucket: `Driver.creates`, `replaces` and `checks` as the trial found them. A
+filesystem's results are dropped with the filesystem object."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -99,11 +120,11 @@ class FsspecStore:
     @property
     def capabilities(self) -> Capabilities:
         """Features of the filesystem's library; after `proven`, with conditions and checksums as found by the trial."""
-        driver, able = self.driver, known(self.fs, self.root) or self._untried
+        driver, (creates, replaces, checks) = self.driver, self._result or self._untried
         return Capabilities(
-            conditional_put=driver.private or able.creates,
-            conditional_replace=driver.private or able.replaces,
-            checksums=able.checks,
+            conditional_put=driver.private or creates,
+            conditional_replace=driver.private or replaces,
+            checksums=checks,
             multipart=bool(driver.limits),
             pinned_reads=driver.private,
             max_put_bytes=driver.max_put_bytes,
@@ -115,12 +136,85 @@ class FsspecStore:
         )
 
     def prove_conditions(self, prefix: str) -> Capabilities:
-        return prove(self, prefix)
+        """Return the capabilities. The first call of a process for a bucket makes the trial.
+
+        The trial sends about ten small requests for two scratch objects below `prefix`, and deletes the objects. Logs a
+        warning, once, if commits to this store will have no conditional writes. Raises as `proven`.
+        """
+        with _one_trial:
+            if self._result is not None:
+                return self.capabilities
+            why: builtins.list[str] = []
+            result = self._tried(prefix, why) if self.driver.creates else (False, False, False)
+            # Filesystems with the same settings are equal. The entry moves to this one, because it is dropped with its
+            # key object.
+            _found[self.fs] = {**_found.pop(self.fs, {}), self._bucket: result}
+        if not (result[0] or self.driver.private):
+            logger.warning(
+                "%s has no conditional writes%s: a commit reads .metadata before and after the write. This is "
+                "safe against crashes, but not against two jobs that save to the same URL at the same time",
+                self.url,
+                f" ({'; '.join(why)})" if why else "",
+            )
+        return self.capabilities
+
+    def _tried(self, prefix: str, why: builtins.list[str]) -> tuple[bool, bool, bool]:
+        """Make the trial. Returns an entry of `_found`, and adds the reasons for failed trials to `why`."""
+        key = scratch_key(prefix)
+        try:
+            creates = _is_refused(lambda: self._create_twice(key), "an exclusive create", why)
+            replaces = (
+                creates and self.driver.replaces and _is_refused(lambda: self._replace_twice(key), "a replacement", why)
+            )
+            return creates, replaces, self.driver.checks and self._checks(f"{key}-sum")
+        finally:
+            with contextlib.suppress(StoreError):
+                # Without the permission to delete, two tiny objects remain, like everything else that such a job saves.
+                self.delete([key, f"{key}-sum"])
+
+    def _create_twice(self, key: str) -> None:
+        """Create an object twice. Raises PreconditionFailedError if exclusive creates work."""
+        try:
+            self._put_unseen(key, b"first")
+        except PreconditionFailedError as error:
+            raise StoreError(f"it was refused although there was no object: {error.message}", url=self.url) from None
+        try:
+            self._put_unseen(key, b"second")
+        except PreconditionFailedError:
+            if self.get(key)[0] != b"first":
+                raise StoreError("it was refused, but the object was replaced", url=self.url) from None
+            raise
+
+    def _replace_twice(self, key: str) -> None:
+        """Replace an object twice, expecting the same ETag. Raises PreconditionFailedError if the condition works."""
+        before = self.head(key).etag or ""
+        try:
+            self._put_unseen(key, b"third", before)
+        except PreconditionFailedError as error:
+            raise StoreError(f"it was refused although the ETag was right: {error.message}", url=self.url) from None
+        self._put_unseen(key, b"fourth", before)
+
+    def _checks(self, key: str) -> bool:
+        try:
+            self.put(key, [memoryview(b"checksum")], crc32c=1)
+        except UNDECIDED:
+            raise
+        except StoreError:
+            return True
+        return False
 
     @property
-    def _untried(self) -> Probed:
+    def _bucket(self) -> str:
+        return self.root.lstrip("/").partition("/")[0]
+
+    @property
+    def _result(self) -> tuple[bool, bool, bool] | None:
+        return _found.get(self.fs, {}).get(self._bucket)
+
+    @property
+    def _untried(self) -> tuple[bool, bool, bool]:
         """Conditional writes and checksums that the library is assumed to support before `prove_conditions`."""
-        return Probed(self.driver.creates, self.driver.replaces, self.driver.checks)
+        return self.driver.creates, self.driver.replaces, self.driver.checks
 
     @_given_up
     def put(
@@ -133,9 +227,9 @@ class FsspecStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         data = b"".join(body)
-        probed = known(self.fs, self.root)
-        able = probed or self._untried
-        native = able.replaces if if_match is not None else if_none_match and able.creates
+        probed = self._result
+        creates, replaces, _ = probed or self._untried
+        native = replaces if if_match is not None else if_none_match and creates
         conditional = if_none_match or if_match is not None
         # Before a trial the service's condition is not reliable, so this store checks the condition, too.
         looks = conditional and (probed is None or not native)
@@ -157,7 +251,7 @@ class FsspecStore:
             return self._written(key, len(data), reply, crc32c, looked=looks)
 
     @_given_up
-    def put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None:
+    def _put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None:
         """Create an object, or replace the one with this ETag, by the service's condition alone, for the trial."""
         target = self.fs, self._path(key), data
         with self._errors("put", key, missing=self._above if etag is None else ObjectNotFoundError, conditional=True):
@@ -410,6 +504,20 @@ class FsspecStore:
         finally:
             # The library's exception may quote secrets from its options, so it must not stay reachable from this error.
             failure.__context__ = None
+
+
+def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
+    try:
+        attempt()
+    except PreconditionFailedError:
+        return True
+    except UNDECIDED:
+        raise
+    except StoreError as error:
+        why.append(f"{what} failed: {error.message}")
+        return False
+    why.append(f"the service ignores the condition of {what}")
+    return False
 
 
 def _options(fs: AbstractFileSystem) -> dict[str, Any]:
