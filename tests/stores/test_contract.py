@@ -32,7 +32,7 @@ from bucketpoint.errors import (
 from bucketpoint.stores import LocalStore, ObjectInfo, Store, proven, proven_deletes
 from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.gcs import GCSOptions, GCSStore
-from bucketpoint.stores.gcs import api as gcs_bucket
+from bucketpoint.stores.gcs import store as gcs_bucket
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import store as s3_store
 from fsspec_backends import SERVED, Backend, backend

@@ -22,7 +22,6 @@ from bucketpoint.errors import (
 from bucketpoint.stores import LocalStore, Store, proven
 from bucketpoint.stores.fsspec import FsspecStore
 from bucketpoint.stores.gcs import GCSStore
-from bucketpoint.stores.gcs.store import bucket_configuration
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3.inspect import LifecycleRule, clock, default_retention, lifecycle, server_header, versioning
 from bucketpoint.stores.s3.options import SERVICES, S3Service, by_header
@@ -102,18 +101,22 @@ def bucket_findings(store: Store, prefix: str, *, spared: str | None = None) -> 
 
 def _of_google(store: GCSStore, spared: str | None) -> Iterator[Finding]:
     try:
-        configuration = bucket_configuration(store)
+        settings = store.settings("versioning,softDeletePolicy,lifecycle")
     except StoreError as error:
         yield _unread("versioning", "storage.buckets.get", error, spared)
         yield Finding("soft delete", "warn" if spared is None else "skip", *_GOOGLE)
         return
     remedy = "Add a lifecycle rule that deletes old versions (daysSinceNoncurrentTime)"
-    yield _versioning("Enabled" if configuration.versioning else "Off", configuration.noncurrent_days, remedy)
-    seconds = configuration.soft_delete_s
+    rules = settings.get("lifecycle", {}).get("rule", [])
+    deletions = [rule.get("condition", {}) for rule in rules if rule.get("action", {}).get("type") == "Delete"]
+    days = [condition.get("daysSinceNoncurrentTime") for condition in deletions]
+    status = "Enabled" if settings.get("versioning", {}).get("enabled") else "Off"
+    yield _versioning(status, [int(number) for number in days if number is not None], remedy)
+    seconds = settings.get("softDeletePolicy", {}).get("retentionDurationSeconds")
     if seconds is None:
         yield Finding("soft delete", "warn", *_GOOGLE)
-    elif seconds:
-        message = f"on: deleted objects stay for {counted(seconds / 86400, 'day')}, and are billed"
+    elif int(seconds):
+        message = f"on: deleted objects stay for {counted(int(seconds) / 86400, 'day')}, and are billed"
         yield Finding("soft delete", "warn", message, _GOOGLE[1])
     else:
         yield Finding("soft delete", "ok", "off")

@@ -1,7 +1,7 @@
 """`Driver`: operations on a filesystem, by methods that all fsspec filesystems have; drivers of particular filesystems.
 
-The latter have conditions, checksums and multipart uploads. Paths and exceptions are those of the filesystem; the caller
-translates the exceptions.
+The latter have conditions, checksums and multipart uploads. Paths and exceptions are those of the filesystem; callers
+translate the exceptions.
 """
 
 from __future__ import annotations

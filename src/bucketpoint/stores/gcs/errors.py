@@ -142,6 +142,10 @@ _OTHERWISE = {
 }
 
 
+class SomeLeftError(StoreError):
+    """Error of a batch: some of its calls failed and have to be retried."""
+
+
 def failures() -> tuple[type[BaseException], ...]:
     """Return exceptions of the client library, imported only here: it is optional, and its import takes 0.5 s."""
     import google.auth.exceptions

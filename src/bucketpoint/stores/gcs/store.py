@@ -1,4 +1,7 @@
-"""`GCSStore`: one bucket of Google Cloud Storage, and its settings for `doctor`."""
+"""`GCSStore`: one bucket of Google Cloud Storage, through its JSON API and its XML API.
+
+https://cloud.google.com/storage/docs/json_api/v1
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,54 @@ import builtins
 import contextlib
 import json
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
 
 from awscrt import checksums
 
 from bucketpoint.errors import (
     AccessDeniedError,
+    Action,
+    BucketNotFoundError,
     CorruptDataError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores import http_store
+from bucketpoint.stores import http_store, retry
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.foreign import follow
-from bucketpoint.stores.gcs.api import MAX_BATCH_CALLS, OBJECT_FIELDS, GCSBucket
-from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S
-from bucketpoint.stores.gcs.messages import BINARY, Incoming, described, seconds, with_metadata
+from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S, GCSClient, clients
+from bucketpoint.stores.gcs.errors import SomeLeftError, failure_of, translated
+from bucketpoint.stores.gcs.messages import (
+    BINARY,
+    GCSReply,
+    Incoming,
+    batch_answers,
+    batch_of_deletes,
+    described,
+    seconds,
+    with_metadata,
+)
+from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.http_body import Pieces, crc_of, encoded_crc
-from bucketpoint.stores.http_store import LENGTH, ContentRange, Reply, http_seconds
+from bucketpoint.stores.http_store import LENGTH, ContentRange, HttpStore, Reply, http_seconds
 
 T = TypeVar("T")
+
+# https://cloud.google.com/storage/docs/batch
+MAX_BATCH_CALLS = 100
+
+# https://cloud.google.com/storage/docs/json_api/v1/objects/list
+MAX_PAGE_KEYS = 1_000
+
+OBJECT_FIELDS = "name,size,generation,timeCreated,crc32c"
+
+_OF_BUCKET = frozenset({"objects.insert", "objects.list", "buckets.get"})
+"""Operations for which HTTP 404 means that the bucket is missing. For the others, the object may be missing instead."""
 
 _MAX_GENERATION = (1 << 63) - 1
 
@@ -39,7 +66,7 @@ CAPABILITIES = replace(http_store.CAPABILITIES, max_put_bytes=5 << 40, condition
 
 
 @dataclass(frozen=True)
-class GCSStore(GCSBucket):
+class GCSStore(HttpStore):
     """A bucket of GCS.
 
     An ETag of this store is an object's generation. Every write gives an object a new generation, and conditions and
@@ -49,6 +76,17 @@ class GCSStore(GCSBucket):
     Multipart uploads use the XML API. Parts are not objects: after completion no part is left to delete or to pay for.
     https://cloud.google.com/storage/docs/multipart-uploads
     """
+
+    options: GCSOptions = field(default_factory=GCSOptions)
+
+    scheme = "gs"
+    reads = "objects.get"
+    clients = clients
+    translated = staticmethod(translated)
+
+    @property
+    def _endpoint(self) -> str | None:
+        return self.options.endpoint
 
     @property
     def capabilities(self) -> Capabilities:
@@ -231,6 +269,154 @@ class GCSStore(GCSBucket):
             }
             follow("".join(start.values()), seen, operation, self.url)
 
+    def settings(self, fields: str) -> dict[str, Any]:
+        """Return these fields of the bucket's resource. Raises StoreError.
+
+        https://cloud.google.com/storage/docs/json_api/v1/buckets#resource
+        """
+        return self._call("buckets.get", None, "GET", self._path().removesuffix("/o"), {"fields": fields}).json()
+
+    def _path(self, key: str | None = None) -> str:
+        """Return the API path of the object `key`, or of the bucket's collection of objects."""
+        objects = f"/storage/v1/b/{quote(self.bucket, safe='')}/o"
+        return objects if key is None else f"{objects}/{quote(key, safe='')}"
+
+    def _billed(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the query of a JSON API request, with the project that pays for the request, if one is set."""
+        payer = self.options.user_project
+        return dict(query) if payer is None else {**query, "userProject": payer}
+
+    def _call(
+        self, operation: str, key: str | None, method: str, path: str, query: Mapping[str, Any], **request: Any
+    ) -> GCSReply:
+        """Send one request of the JSON API and return the reply."""
+        return self._send(operation, key, method, path, self._billed(query), **request)
+
+    def _call_xml(
+        self, operation: str, key: str | None, method: str, query: Mapping[str, Any], **request: Any
+    ) -> GCSReply:
+        """Send one request of the XML API, whose error codes distinguish a missing bucket, object and upload."""
+        path = f"/{quote(self.bucket, safe='')}" + ("" if key is None else f"/{quote(key, safe='/~')}")
+        payer = self.options.user_project
+        headers = {**request.pop("headers", {}), **({} if payer is None else {"x-goog-user-project": payer})}
+        return self._send(operation, key, method, path, query, headers=headers, **request)
+
+    def _send(
+        self, operation: str, key: str | None, method: str, path: str, query: Mapping[str, Any], **request: Any
+    ) -> GCSReply:
+        client = self.client
+        failure: StoreError
+        try:
+            reply: GCSReply = client.request(
+                method, path, operation=operation, url=self._url(key), query=query, **request
+            )
+        except ObjectNotFoundError as error:
+            failure = error if operation not in _OF_BUCKET and self._exists() else self._not_found()
+        else:
+            client.buckets.add(self.bucket)
+            return reply
+        raise failure
+
+    def _parsed(self, reply: GCSReply, operation: str) -> ElementTree.Element:
+        """Parse a reply of the XML API."""
+        failure: StoreError
+        try:
+            root = ElementTree.fromstring(reply.content)
+            # Like S3, GCS may report an error with status 200, if the reply began before the outcome was known.
+            if root.tag.rpartition("}")[2] != "Error":
+                return root
+            failure = failure_of(reply.status_code, reply.content, operation, self.url)[0]
+        except ElementTree.ParseError:
+            failure = StoreError(f"{operation} failed: the reply is not XML", url=self.url)
+        raise failure
+
+    def _exists(self) -> bool:
+        """Return True if the bucket exists, or these credentials may not list it. Remembers a bucket that exists."""
+        client = self.client
+        if self.bucket in client.buckets:
+            return True
+        query = self._billed({"maxResults": 1, "fields": "kind"})
+        try:
+            client.request("GET", self._path(), operation="objects.list", url=self.url, query=query)
+        except ObjectNotFoundError:
+            return False
+        except StoreError:
+            # Without the right to list, the bucket counts as existing: the caller's error stays "object not found".
+            return True
+        client.buckets.add(self.bucket)
+        return True
+
+    def _not_found(self) -> BucketNotFoundError:
+        return BucketNotFoundError("the bucket does not exist", url=self.url)
+
+    def _describe(self, key: str) -> dict[str, Any]:
+        """Return the fields `OBJECT_FIELDS` of an object's resource. Raises ObjectNotFoundError."""
+        return self._call("objects.get", key, "GET", self._path(key), {"fields": OBJECT_FIELDS}).json()
+
+    def _pages(self, prefix: str, **query: Any) -> Iterator[dict[str, Any]]:
+        fields = f"kind,nextPageToken,prefixes,items({OBJECT_FIELDS})"
+        wanted = {"prefix": prefix, "maxResults": MAX_PAGE_KEYS, **query, "fields": fields}
+        seen: set[Hashable] = set()
+        while True:
+            page = self._call("objects.list", prefix, "GET", self._path(), wanted).json()
+            yield page
+            if not page.get("nextPageToken"):
+                return
+            wanted["pageToken"] = page["nextPageToken"]
+            follow(str(wanted["pageToken"]), seen, "objects.list", self._url(prefix))
+
+    def _delete_batch(self, keys: Sequence[str], generations: Mapping[str, str]) -> builtins.list[DeleteFailure]:
+        client = self.client
+        failed: dict[str, DeleteFailure] = {}
+        left = list(keys)
+
+        def attempt() -> None:
+            nonlocal left
+            sent, left = left, []
+            refusal: StoreError | None = None
+            for key, status, body in self._send_batch(client, sent, generations):
+                failed.pop(key, None)
+                if status < 300:
+                    client.buckets.add(self.bucket)
+                elif status == 404:
+                    if not self._exists():
+                        raise self._not_found()
+                else:
+                    failure, code = failure_of(status, body, "objects.delete", self._url(key))
+                    failed[key] = DeleteFailure(key, code or str(status), failure.message, failure.remedy)
+                    if failure.action is not Action.FATAL:
+                        left.append(key)
+                        refusal = SomeLeftError(failure.message, url=self.url)
+                        refusal.action = failure.action
+            if refusal is not None:
+                raise refusal
+
+        with contextlib.suppress(SomeLeftError):
+            retry.run(attempt, client.policy)
+        return list(failed.values())
+
+    def _send_batch(
+        self, client: GCSClient, keys: Sequence[str], generations: Mapping[str, str]
+    ) -> Iterator[tuple[str, int, bytes]]:
+        paths = []
+        for key in keys:
+            query = urlencode(self._billed({"generation": generations[key]} if key in generations else {}))
+            paths.append(f"{self._path(key)}{query and '?'}{query}")
+        content_type, body = batch_of_deletes(paths)
+        reply = client.request(
+            "POST",
+            "/batch/storage/v1",
+            operation="a batch of objects.delete",
+            url=self.url,
+            headers={"Content-Type": content_type},
+            body=body,
+        )
+        answers = batch_answers(reply.headers.get("Content-Type", ""), reply.content)
+        for number, key in enumerate(keys):
+            # A call without an answer may or may not have been executed: it is retried, as after status 503.
+            status, answer = answers.get(number, (503, b""))
+            yield key, status, answer
+
     def _sent(self, body: Buffers, crc32c: int | None, send: Callable[[], T]) -> T:
         """Send a body, and once more if the service refuses it although it matches its checksum.
 
@@ -267,37 +453,3 @@ def _fits(reported: Any, parts: Sequence[Part]) -> bool:
         if part.size:
             crc = int(checksums.combine_crc32c(crc, part.crc32c, part.size))
     return bool(encoded_crc(crc) == reported)
-
-
-@dataclass(frozen=True)
-class BucketConfiguration:
-    """Settings that decide how long a bucket keeps deleted objects.
-
-    Attributes:
-        versioning: True if replaced and deleted objects become noncurrent versions.
-        soft_delete_s: seconds for which deleted objects are kept; 0 if soft delete is off, None if unknown.
-        noncurrent_days: days after which lifecycle rules delete noncurrent versions.
-    """
-
-    versioning: bool
-    soft_delete_s: int | None
-    noncurrent_days: tuple[int, ...]
-
-
-def bucket_configuration(store: GCSStore) -> BucketConfiguration:
-    """Read the settings. Raises StoreError."""
-    # https://cloud.google.com/storage/docs/json_api/v1/buckets#resource
-    path, fields = store._path().removesuffix("/o"), "versioning,softDeletePolicy,lifecycle"
-    found = store._call("buckets.get", None, "GET", path, {"fields": fields}).json()
-    rules = found.get("lifecycle", {}).get("rule", [])
-    days = [
-        rule.get("condition", {}).get("daysSinceNoncurrentTime")
-        for rule in rules
-        if rule.get("action", {}).get("type") == "Delete"
-    ]
-    seconds = found.get("softDeletePolicy", {}).get("retentionDurationSeconds")
-    return BucketConfiguration(
-        versioning=bool(found.get("versioning", {}).get("enabled")),
-        soft_delete_s=None if seconds is None else int(seconds),
-        noncurrent_days=tuple(int(number) for number in days if number is not None),
-    )
