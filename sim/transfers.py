@@ -93,7 +93,7 @@ def load_work(nbytes: int, options: TransferOptions, *, device: bool = False, ch
         requests += plan_requests(extents, options)
     reads: dict[str, list[int]] = defaultdict(list)
     for read in join_requests(requests, options):
-        reads[read.requests[0].key].append(read.stop - read.start)
+        reads[read[0].key].append(read[-1].stop - read[0].start)
     return Work(
         tuple(ObjectWork(tuple(reads[f"{group}-{number}"]), multipart=False) for group, number, _ in sizes), write=False
     )

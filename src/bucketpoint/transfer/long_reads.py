@@ -1,5 +1,7 @@
 """Parallel reads of a load. Requests for neighbouring ranges are joined into one long read, which has a single reply.
 
+A long read is a list of requests for ranges of one object, in order, with small gaps between them.
+
 A request that needs leased memory is small, because every connection needs such memory at the same time. But each HTTP
 request costs milliseconds of CPU time and a round trip. In a long read, the same leased memory receives the bytes of
 each request in turn, once those of the previous request are verified and delivered.
@@ -17,7 +19,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 from bucketpoint.stores import OpensRanges, RangeReply, Store
@@ -54,7 +56,7 @@ def fetch(
 ) -> None:
     """Run all requests in parallel: every extent is verified and delivered, or the first error is raised."""
     streams = store.capabilities.streams_ranges
-    reads = join_requests(requests, options) if streams else [LongRead([request]) for request in requests]
+    reads = join_requests(requests, options) if streams else [[request] for request in requests]
     copy, stalls = options.node_copy, StallLimits()
     node = None if copy is None else NodeBytes(copy, store, options, meter)
     if node is not None:
@@ -91,28 +93,7 @@ class StallLimits:
         return lambda: 2 ** next(attempts) * max(LEAST_S, MEDIANS * statistics.median(list(self._waits) or [0.0]))
 
 
-@dataclass
-class LongRead:
-    """Requests for ranges of one object, in order, with small gaps between them."""
-
-    requests: list[Request]
-
-    @property
-    def start(self) -> int:
-        return self.requests[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.requests[-1].stop
-
-    @property
-    def leased(self) -> int:
-        """Bytes of leased memory that the read needs: the maximum over its requests."""
-        skipped = _SKIPPED_BYTES if len(self.requests) > 1 else 0
-        return max(skipped, *(request.leased for request in self.requests))
-
-
-def join_requests(requests: Sequence[Request], options: TransferOptions) -> list[LongRead]:
+def join_requests(requests: Sequence[Request], options: TransferOptions) -> list[list[Request]]:
     """Join requests into long reads, the largest first.
 
     A read is limited to the size of a part. In a small load the limit is a connection's share of all bytes; in a large
@@ -121,21 +102,21 @@ def join_requests(requests: Sequence[Request], options: TransferOptions) -> list
     share = sum(request.nbytes for request in requests) // options.connections
     most = min(options.part_bytes, max(share, SMALLEST_USEFUL_PART))
     most = max(most, min(LONGEST_PARTS * options.part_bytes, share // FEWEST_READS))
-    reads: list[LongRead] = []
+    reads: list[list[Request]] = []
     wanted = 0
-    for request in sorted(requests, key=lambda request: (request.key, request.start, request.stop)):
+    for request in sorted(requests, key=attrgetter("key", "start", "stop")):
         if reads and _follows(reads[-1], request, wanted, most, options):
-            reads[-1].requests.append(request)
+            reads[-1].append(request)
         else:
-            reads.append(LongRead([request]))
+            reads.append([request])
             wanted = 0
         wanted += request.wanted
-    reads.sort(key=lambda read: read.start - read.stop)
+    reads.sort(key=lambda read: read[0].start - read[-1].stop)
     return reads
 
 
-def _follows(read: LongRead, request: Request, wanted: int, most: int, options: TransferOptions) -> bool:
-    last, span = read.requests[-1], request.stop - read.start
+def _follows(read: list[Request], request: Request, wanted: int, most: int, options: TransferOptions) -> bool:
+    last, span = read[-1], request.stop - read[0].start
     if (request.key, request.etag) != (last.key, last.etag) or request.start < last.stop or span > most:
         return False
     return is_worth_reading(request.start - last.stop, span, wanted + request.wanted, options)
@@ -143,7 +124,7 @@ def _follows(read: LongRead, request: Request, wanted: int, most: int, options: 
 
 def fetch_long(
     store: Store,
-    read: LongRead,
+    read: list[Request],
     options: TransferOptions,
     pool: BufferPool,
     meter: Meter,
@@ -154,15 +135,16 @@ def fetch_long(
 
     If the reply breaks off, or its bytes are damaged, the range from the first undelivered request on is read again.
     """
-    most, copied = max(request.nbytes for request in read.requests), 0
+    most, copied = max(request.nbytes for request in read), 0
     if store.capabilities.copies_bodies:
         # The lease also counts the client's copy. Its pages for that copy are never touched, so they take no memory.
         most = copied = min(most, options.lease_bytes)
-    with pool.lease(read.leased + copied) as lease:
+    leased = max(_SKIPPED_BYTES if len(read) > 1 else 0, *(request.leased for request in read))
+    with pool.lease(leased + copied) as lease:
 
         def receive(requests: list[Request]) -> None:
-            long = LongRead(requests)
-            reception = _Reception(store, long, lease[:_SKIPPED_BYTES], most, options, meter, stalls)
+            stop = requests[-1].stop
+            reception = _Reception(store, stop, lease[:_SKIPPED_BYTES], most, options, meter, stalls)
             try:
                 for request in requests:
                     kept = (lambda buffers: None) if node is None else functools.partial(node.keep, request)
@@ -172,9 +154,9 @@ def fetch_long(
                 reception.drop()
 
         if node is None:
-            receive(read.requests)
+            receive(read)
         else:
-            node.deliver_or(receive, read.requests, lease)
+            node.deliver_or(receive, read, lease)
 
 
 class _Reception:
@@ -183,7 +165,7 @@ class _Reception:
     def __init__(
         self,
         store: Store,
-        read: LongRead,
+        stop: int,
         spare: memoryview,
         most: int,
         options: TransferOptions,
@@ -192,7 +174,7 @@ class _Reception:
     ) -> None:
         self._store = store
         self._streams = cast("OpensRanges", store) if store.capabilities.streams_ranges else None
-        self._read = read
+        self._stop = stop
         self._spare = spare
         self._most = most
         self._policy = RetryPolicy(options.read_attempts)
@@ -218,7 +200,7 @@ class _Reception:
             self.drop()
         if self._reply is None:
             self._meter.add(0)
-            nbytes, sent = self._read.stop - request.start, time.monotonic()
+            nbytes, sent = self._stop - request.start, time.monotonic()
             with silent_for(self._silence_s):
                 self._reply = self._streams.open_range(request.key, request.start, nbytes, if_match=request.etag)
             self._stalls.add(time.monotonic() - sent)

@@ -27,7 +27,7 @@ from bucketpoint.errors import PeerFailedError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
-from bucketpoint.transfer.long_reads import LongRead, StallLimits, fetch_long
+from bucketpoint.transfer.long_reads import StallLimits, fetch_long
 
 _READY_TAG = 0
 FIRST_TAG = 1
@@ -238,7 +238,7 @@ class SharedLoad:
             self._read.update({(cell.obj, cell.start): view for cell, view in cells})
 
     def _fetch(self, request: Request) -> None:
-        fetch_long(self._store, LongRead([request]), self._options, self._pool, self._meter, self._stalls)
+        fetch_long(self._store, [request], self._options, self._pool, self._meter, self._stalls)
 
     def _fetch_alone(self, reading: TaskGroup) -> None:
         """Fetch one request that only this rank needs, then queue the next one behind the cells queued meanwhile."""
