@@ -18,7 +18,6 @@ import get_minio
 import get_versitygw
 from azurite import AzureServer
 from background import LEAST_BYTES, choose_uploads
-from bucketpoint.stores.s3 import deletes as s3_deletes
 from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.stores.s3.options import S3Service
 from gcs_server import GCSServer
@@ -107,13 +106,15 @@ _tried: dict[str, S3Service] = {}
 def _deletions_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of what a service's deletions may take lasts three seconds, and each test has a bucket of its own."""
 
-    def tried(store: s3_store.S3Store, prefix: str, service: S3Service) -> S3Service:
+    original = s3_store.S3Store._tried
+
+    def tried(store: s3_store.S3Store, prefix: str) -> S3Service:
         endpoint = store.identity.removesuffix(store.bucket)
         if endpoint not in _tried:
-            _tried[endpoint] = s3_deletes.tried(store, prefix, service)
+            _tried[endpoint] = original(store, prefix)
         return _tried[endpoint]
 
-    monkeypatch.setattr(s3_store, "tried", tried)
+    monkeypatch.setattr(s3_store.S3Store, "_tried", tried)
 
 
 def _isolate(patch: pytest.MonkeyPatch) -> None:

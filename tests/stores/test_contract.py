@@ -694,7 +694,7 @@ class TestSignedDeletes:
         assert not store.capabilities.conditional_delete
         able = proven_deletes(store, "run")
         assert able.conditional_delete
-        monkeypatch.setattr(s3_store, "tried", None)
+        monkeypatch.setattr(S3Store, "_tried", None)
         assert proven_deletes(S3Store(store.bucket, store.options), "run") == able
 
     def test_raises_for_a_refusal_in_time_and_takes_it_for_none_that_came_too_late(self, minio: S3Server) -> None:

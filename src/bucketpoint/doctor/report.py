@@ -152,7 +152,7 @@ def needed(store: Store, check: str) -> str:
     """Return the text that explains the permission behind a check, with this store's name for the permission."""
     right = _RIGHTS.get(type(store), {}).get(check.partition(" ")[0])
     text = f"{_NEEDED[check]} ({right})" if right else _NEEDED[check]
-    if isinstance(store, S3Store) and store.plain_http:
+    if isinstance(store, S3Store) and store.client.api.meta.endpoint_url.startswith("http:"):
         text += ". The endpoint is plain HTTP, and a bucket policy may require TLS: try https://"
     return text
 

@@ -7,11 +7,14 @@ by `transfer`, not by the store; a `get`, for small objects, by the store.
 
 from __future__ import annotations
 
+import base64
 import builtins
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from awscrt import checksums
 
 from bucketpoint.errors import (
     BucketNotFoundError,
@@ -346,3 +349,17 @@ def delete_all(store: Store, keys: Sequence[str]) -> None:
             key=first.key,
             remedy=first.remedy,
         )
+
+
+def crc_of(body: Buffers, known: int | None = None) -> int:
+    """Return the CRC32C of a body: `known` if given, else computed."""
+    if known is not None:
+        return known
+    crc = 0
+    for view in body:
+        crc = checksums.crc32c(view, crc)
+    return crc
+
+
+def encoded_crc(crc32c: int) -> str:
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()

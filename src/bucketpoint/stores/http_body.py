@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import functools
@@ -15,8 +14,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from awscrt import checksums
 
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import Buffers
@@ -96,23 +93,6 @@ class Pieces:
         return 0
 
 
-class Delivered:
-    """The body of a reply that has been received."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def stream(self, amount: int = 0) -> Iterator[bytes]:
-        yield self.content
-
-    def read(self, amount: int | None = None) -> bytes:
-        content, self.content = self.content, b""
-        return content
-
-    def close(self) -> None:
-        """Do nothing: no connection is open."""
-
-
 class BrokenBody(OSError):
     """The body of a reply ended before its announced length."""
 
@@ -132,15 +112,23 @@ def _socket_of(body: Any, size: int) -> socket.socket | None:
 
 
 class Receiver:
-    """Reception of the `nbytes` bytes of a `StreamingBody`, in one call or in several."""
+    """Reception of the `nbytes` bytes of a `StreamingBody`, in one call or in several: a `RangeReply`.
 
-    def __init__(self, body: Any, nbytes: int) -> None:
+    Args:
+        translated: calls a function, and translates the exceptions of the client library.
+    """
+
+    def __init__(self, body: Any, nbytes: int, translated: Callable[[Callable[[], None]], None]) -> None:
         self._body = body
+        self._translated = translated
         self._left = nbytes
         self._wire: _Wire | None = None
         self._begun = False
 
     def receive(self, buffers: Buffers) -> None:
+        self._translated(lambda: self._fill(buffers))
+
+    def _fill(self, buffers: Buffers) -> None:
         """Fill `buffers` with the next bytes. After the last ones, return the connection to the pool.
 
         Raises:
@@ -255,17 +243,3 @@ class _Wire:
         self._reply.length = 0
         self._reply._close_conn()  # type: ignore[attr-defined]
         self._raw.release_conn()
-
-
-def crc_of(body: Buffers, known: int | None = None) -> int:
-    """Return the CRC32C of a body: `known` if given, else computed."""
-    if known is not None:
-        return known
-    crc = 0
-    for view in body:
-        crc = checksums.crc32c(view, crc)
-    return crc
-
-
-def encoded_crc(crc32c: int) -> str:
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()

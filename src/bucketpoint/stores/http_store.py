@@ -214,8 +214,8 @@ class HttpStore(Store, CopiesInside):
             raise CorruptDataError(
                 f"the object has {reply.info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
-        data, receiver = bytearray(size), Receiver(reply.body, length)
-        self._received(lambda: receiver.receive([memoryview(data)]), key)
+        data, receiver = bytearray(size), self._receiver(reply.body, length, key)
+        receiver.receive([memoryview(data)])
         receiver.drop()
         return bytes(data), reply.info
 
@@ -237,8 +237,7 @@ class HttpStore(Store, CopiesInside):
                 f"the object is too short: {length} of the {nbytes} bytes from {offset} exist",
                 url=self._url(key),
             )
-
-        return _OpenRange(self, key, Receiver(body, nbytes))
+        return self._receiver(body, nbytes, key)
 
     def _refuse_other_part(self, reply: Reply, offset: int, key: str) -> None:
         """Refuse a reply with other bytes than requested, as from a proxy or a cache: not all bytes have a checksum."""
@@ -249,16 +248,19 @@ class HttpStore(Store, CopiesInside):
                 f"the reply has the bytes from {start}, but those from {offset} were requested", url=self._url(key)
             )
 
-    def _received(self, act: Callable[[], None], key: str) -> None:
-        try:
-            self.translated(act, self.reads, self._url(key))
-        except StoreError as error:
-            # The error carries the deadline, because the loops that request a body again do not have the options.
-            error.limit_s = self.options.retry_deadline_s
-            if error.action is Action.OUTAGE:
-                # The store has answered this request. If it is down now, the next request waits for it.
-                error.action = Action.RETRY
-            raise
+    def _receiver(self, body: Any, nbytes: int, key: str) -> Receiver:
+        def translated(act: Callable[[], None]) -> None:
+            try:
+                self.translated(act, self.reads, self._url(key))
+            except StoreError as error:
+                # The error carries the deadline, because the loops that request a body again do not have the options.
+                error.limit_s = self.options.retry_deadline_s
+                if error.action is Action.OUTAGE:
+                    # The store has answered this request. If it is down now, the next request waits for it.
+                    error.action = Action.RETRY
+                raise
+
+        return Receiver(body, nbytes, translated)
 
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
         return self.copy_from(self, source, target)
@@ -279,19 +281,6 @@ class HttpStore(Store, CopiesInside):
 
     def _url(self, key: str | None) -> str:
         return f"{self.url}/{key}" if key else self.url
-
-
-@dataclass(frozen=True)
-class _OpenRange:
-    store: HttpStore
-    key: str
-    receiver: Receiver
-
-    def receive(self, buffers: Buffers) -> None:
-        self.store._received(lambda: self.receiver.receive(buffers), self.key)
-
-    def drop(self) -> None:
-        self.receiver.drop()
 
 
 LENGTH = re.compile(r"[0-9]{1,18}")

@@ -6,9 +6,10 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, at_key
-from bucketpoint.stores.http_body import crc_of
+from bucketpoint.stores.base import crc_of
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.checksum import CrcAccumulator
 from bucketpoint.transfer.options import TransferOptions
@@ -113,7 +114,7 @@ def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[R
     """
     requests: list[Request] = []
     current: Request | None = None
-    for extent in sorted(extents, key=lambda extent: (extent.key, extent.start, extent.stop)):
+    for extent in sorted(extents, key=attrgetter("key", "start", "stop")):
         if current is None or not _joins(current, extent, options):
             current = Request(extent.key, extent.etag)
             requests.append(current)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
-from bucketpoint.stores.http_body import crc_of
+from bucketpoint.stores.base import crc_of
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.options import Meter, TransferOptions
 from bucketpoint.transfer.pieces import abort, complete

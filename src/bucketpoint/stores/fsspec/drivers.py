@@ -18,9 +18,8 @@ import fsspec.asyn
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from bucketpoint.stores.base import Part
+from bucketpoint.stores.base import Part, encoded_crc
 from bucketpoint.stores.foreign import follow
-from bucketpoint.stores.http_body import encoded_crc
 
 WriteReply = Mapping[str, Any]
 """Description of a written object, as `info` returns it, with the ETag among other fields. May be empty."""

@@ -39,6 +39,7 @@ from bucketpoint.stores.base import (
     ObjectInfo,
     OpenUpload,
     Part,
+    crc_of,
     scratch_key,
 )
 from bucketpoint.stores.cancellation import give_up_when_cut
@@ -54,7 +55,7 @@ from bucketpoint.stores.fsspec.drivers import (
     remove,
 )
 from bucketpoint.stores.fsspec.errors import translate
-from bucketpoint.stores.http_body import crc_of, scatter
+from bucketpoint.stores.http_body import scatter
 from bucketpoint.stores.retry import process_budget
 
 # The name by which a program may have configured the warning: see docs/fsspec.md.

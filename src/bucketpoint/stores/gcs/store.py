@@ -27,7 +27,16 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import http_store, retry
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.base import (
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    crc_of,
+    encoded_crc,
+)
 from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S, GCSClient, clients
 from bucketpoint.stores.gcs.errors import SomeLeftError, failure_of, translated
@@ -42,7 +51,7 @@ from bucketpoint.stores.gcs.messages import (
     with_metadata,
 )
 from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.http_body import Pieces, crc_of, encoded_crc
+from bucketpoint.stores.http_body import Pieces
 from bucketpoint.stores.http_store import LENGTH, ContentRange, HttpStore, Reply, http_seconds
 
 T = TypeVar("T")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import ssl
 from collections.abc import Mapping
@@ -47,6 +48,18 @@ _NEEDED = {
     "Uploads": {"Key", "UploadId"},
 }
 """Required fields, by operation or by element of a reply. botocore also accepts a reply without them."""
+
+
+def _hide_signature(record: logging.LogRecord) -> bool:
+    """Remove the query of presigned URLs, which contains signature and session token, from a log record of urllib3."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            arg.partition("?")[0] if isinstance(arg, str) and "X-Amz-Signature=" in arg else arg for arg in record.args
+        )
+    return True
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_hide_signature)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import urllib3
 from botocore.awsrequest import AWSResponse
 
 from bucketpoint.errors import Action, CorruptDataError
 from bucketpoint.stores.base import Buffers
 from bucketpoint.stores.foreign import ANSWER_BYTES, ERROR_BYTES, ForeignAnswer, read_within, root_of
-from bucketpoint.stores.http_body import Delivered, Pieces
+from bucketpoint.stores.http_body import Pieces
 from bucketpoint.stores.s3.errors import OPERATIONS
 from bucketpoint.stores.s3.options import S3Service
 
@@ -63,7 +64,7 @@ class OutgoingBody(io.RawIOBase):
         return done
 
 
-def send_from_memory(request: Any, **_: Any) -> None:
+def send_from_memory(request: Any) -> None:
     """Replace the body of a signed request by the caller's memory."""
     if isinstance(request.body, OutgoingBody):
         request.body = Pieces(request.body.buffers)
@@ -92,11 +93,10 @@ class S3Exchange:
         Raises:
             ForeignAnswer: something other than the store answered.
         """
+        send_from_memory(request)
         if self._session is None:
-            send_from_memory(request)
             return None
         operation = event_name.rpartition(".")[2]
-        send_from_memory(request)
         # Otherwise the session would read the whole body, whatever its length.
         request.stream_output = True
         answer = self._session.send(request)
@@ -121,7 +121,9 @@ class S3Exchange:
             failure = CorruptDataError(f"the store has the CRC32C {headers[_CRC]}, expected {sent}")
             failure.action = Action.RETRY
             raise failure
-        return AWSResponse(answer.url, status, answer.headers, Delivered(body))
+        return AWSResponse(
+            answer.url, status, answer.headers, urllib3.HTTPResponse(io.BytesIO(body), preload_content=False)
+        )
 
     def _reason(
         self, operation: str, status: int, headers: Mapping[str, str], body: bytes | None, sent: str | None

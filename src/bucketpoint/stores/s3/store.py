@@ -5,23 +5,44 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import botocore
+import botocore.exceptions
+import botocore.parsers
+from botocore.awsrequest import AWSRequest
 
-from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError, UploadNotFoundError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    UploadNotFoundError,
+)
 from bucketpoint.stores import http_store, retry
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
+from bucketpoint.stores.base import (
+    UNDECIDED,
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    Store,
+    crc_of,
+    encoded_crc,
+    scratch_key,
+)
 from bucketpoint.stores.cancellation import give_up_when_cut
 from bucketpoint.stores.foreign import follow
-from bucketpoint.stores.http_body import crc_of, encoded_crc
 from bucketpoint.stores.http_store import ContentRange, HttpStore, Reply, http_seconds
 from bucketpoint.stores.s3.client import S3Client, clients, http_session, renewed_client
-from bucketpoint.stores.s3.deletes import signed_delete, tried
-from bucketpoint.stores.s3.errors import OPERATIONS, translated, why_kept
+from bucketpoint.stores.s3.errors import FAILURES, OPERATIONS, translate, translated, why_kept
 from bucketpoint.stores.s3.exchange import OutgoingBody
 from bucketpoint.stores.s3.options import SERVICES, S3Options, S3Service
 
@@ -42,6 +63,10 @@ _UPLOAD_MARKS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMa
 
 _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
 
+# Seconds of the trial of deletions: the lifetime of a request that must arrive in time, the shortest possible lifetime,
+# and a wait that is certainly longer than the shortest lifetime.
+_LONG_S, _SHORT_S, _WAIT_S = 60, 1, 2.5
+
 
 @dataclass(frozen=True)
 class S3Store(HttpStore):
@@ -61,11 +86,6 @@ class S3Store(HttpStore):
         return None if (urlsplit(endpoint).hostname or "").endswith(SERVICES["aws"].hosts) else endpoint
 
     @property
-    def plain_http(self) -> bool:
-        """True if requests are sent over plain HTTP."""
-        return str(self.client.api.meta.endpoint_url).startswith("http:")
-
-    @property
     def capabilities(self) -> Capabilities:
         client, service = self.client, self.service
         deletes = client.deletes.get(self.bucket, service)
@@ -83,8 +103,39 @@ class S3Store(HttpStore):
     def prove_deletes(self, prefix: str) -> Capabilities:
         service, deletes = self.service, self.client.deletes
         if not (service.conditional_delete or service.expiring_delete or self.bucket in deletes):
-            deletes[self.bucket] = tried(self, prefix, service)
+            deletes[self.bucket] = self._tried(prefix)
         return self.capabilities
+
+    def _tried(self, prefix: str) -> S3Service:
+        """Return the service with its support for deletions, by a trial of at most nine small requests and 3 s."""
+        key = scratch_key(prefix)
+        try:
+            conditional = _works(lambda: self._deletes_if_matched(key))
+            expiring = not conditional and _works(lambda: self._refuses_late_deletes(key))
+        finally:
+            with contextlib.suppress(StoreError):
+                self.delete([key])
+        return replace(self.service, conditional_delete=conditional, expiring_delete=expiring)
+
+    def _deletes_if_matched(self, key: str) -> bool:
+        before = self.put(key, [memoryview(b"first")]).etag or ""
+        now = self.put(key, [memoryview(b"second")]).etag or ""
+        try:
+            self._delete_matched(key, before)
+        except PreconditionFailedError:
+            # The second deletion must succeed: a service that refuses every condition would never delete anything.
+            self._delete_matched(key, now)
+            return True
+        return False
+
+    def _refuses_late_deletes(self, key: str) -> bool:
+        self.put(key, [memoryview(b"third")])
+        if not self.expiring_delete(key, _LONG_S)():
+            return False
+        self.put(key, [memoryview(b"third")])
+        late = self.expiring_delete(key, _SHORT_S)
+        retry.pause(_WAIT_S)
+        return not late()
 
     @property
     def service(self) -> S3Service:
@@ -171,21 +222,60 @@ class S3Store(HttpStore):
 
     def delete_if(self, key: str, etag: str) -> None:
         if self.capabilities.conditional_delete:
-            self.delete_unseen(key, etag)
+            self._delete_matched(key, etag)
             return
         with contextlib.suppress(ObjectNotFoundError):
             if self.head(key).etag != etag:
                 raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
             self._call("DeleteObject", key, Key=key)
 
-    def delete_unseen(self, key: str, etag: str) -> None:
+    def _delete_matched(self, key: str, etag: str) -> None:
         """Delete like `delete_if`, but always with If-Match, even if it is unknown whether the service honours it."""
         with contextlib.suppress(ObjectNotFoundError):
             self._call("DeleteObject", key, Key=key, IfMatch=_quoted(etag))
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
-        client, url = self.client, self._url(key)
-        return translated(lambda: signed_delete(client, self.bucket, key, seconds, url), "signing DeleteObject", url)
+        return translated(lambda: self._signed_delete(key, seconds), "signing DeleteObject", self._url(key))
+
+    def _signed_delete(self, key: str, seconds: int) -> Callable[[], bool]:
+        # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
+        client, url, operation = self.client, self._url(key), "DeleteObject"
+        api = client.api
+        # The whole second, by this machine's clock, after which the service refuses the request.
+        ends = int(time.time()) + seconds
+        given = {**client.parameters[operation], "Bucket": self.bucket, "Key": key}
+        signed_url = api.generate_presigned_url(botocore.xform_name(operation), Params=given, ExpiresIn=seconds)
+        model = api.meta.service_model.operation_model(operation)
+        # Parameters that are sent as headers are signed, too, so the request must contain these headers.
+        members = {name: model.input_shape.members[name].serialization for name in given}
+        headers = {
+            where["name"]: str(given[name]) for name, where in members.items() if where.get("location") == "header"
+        }
+
+        def send() -> bool:
+            # Time of the reply by the service's clock; 0 without a reply.
+            when = 0.0
+            try:
+                request = AWSRequest(
+                    "DELETE", signed_url, headers={**headers, "User-Agent": api.meta.config.user_agent}
+                )
+                reply = client.exchange(request.prepare(), operation)
+                content = {"status_code": reply.status_code, "headers": reply.headers, "body": reply.content}
+                when = http_seconds(reply.headers.get("Date")) or time.time()
+                if reply.status_code < 300:
+                    return True
+                answer = botocore.parsers.create_parser("rest-xml").parse(content, model.output_shape)
+                raise botocore.exceptions.ClientError(answer, operation)
+            except FAILURES as error:
+                refusal = translate(error, operation, url, region=client.region)
+            if isinstance(refusal, ObjectNotFoundError):
+                return True
+            # A service answers an expired request like one without permission. Its clock decides which it was.
+            if isinstance(refusal, AccessDeniedError | CredentialsError) and when >= ends:
+                return False
+            raise refusal
+
+        return send
 
     def can_copy_from(self, other: Store) -> bool:
         if not super().can_copy_from(other):
@@ -327,6 +417,15 @@ class S3Store(HttpStore):
             following = {name: page[field] for name, field in marks.items() if page.get(field)}
             follow(tuple(following.items()), seen, operation, self._url(prefix))
             parameters.update(following)
+
+
+def _works(trial: Callable[[], bool]) -> bool:
+    try:
+        return trial()
+    except UNDECIDED:
+        raise
+    except StoreError:
+        return False
 
 
 def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
