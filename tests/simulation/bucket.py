@@ -310,9 +310,6 @@ class View:
 
         yield from self._request("LIST uploads", prefix, act)
 
-    def close(self) -> None:
-        pass
-
     def _upload(self, upload_id: str) -> Upload:
         found = self.bucket.uploads.get(upload_id)
         if found is None:

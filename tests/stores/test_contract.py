@@ -604,13 +604,6 @@ def test_pickles_a_store_that_serves_afterwards(store: Store) -> None:
     assert again.get("k")[0] == b"x"
 
 
-def test_uses_a_closed_store_again(store: Store) -> None:
-    store.put("k", views(b"x"))
-    store.close()
-    assert store.get("k")[0] == b"x"
-    store.close()
-
-
 class TestS3:
     """What only S3 can get wrong."""
 

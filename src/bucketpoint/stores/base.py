@@ -268,10 +268,6 @@ class Store(Protocol):
         """Yield the uploads in progress whose key begins with `prefix` (on MinIO: equals `prefix`)."""
         ...
 
-    def close(self) -> None:
-        """Close all connections. The store may be used again afterwards; it then opens new connections."""
-        ...
-
 
 @runtime_checkable
 class CopiesInside(Protocol):
@@ -288,10 +284,6 @@ class CopiesInside(Protocol):
 
 class ExpiringDeletes(Protocol):
     """A store that can sign a deletion now and send it later: see `Capabilities.expiring_delete`."""
-
-    def prove_deletes(self, prefix: str) -> Capabilities:
-        """Return the capabilities, after a trial of deletions below `prefix` if support for them is unknown."""
-        ...
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
         """Sign the deletion of one object now, and return a function that sends the request once per call.

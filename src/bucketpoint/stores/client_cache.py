@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.version import __version__
 
 _PROXIES_AND_AUTHORITIES = (
     "ALL_PROXY",
@@ -94,12 +94,6 @@ class ClientCache(Generic[C]):
             if self._clients.get(key) in (stale, None):
                 self._clients[key] = build(options, stale)
 
-    def close(self, options: Any, pin: FirstEnvironment | None = None) -> None:
-        """Close the idle connections of the client for these options, if there is one. The client stays usable."""
-        client: Any = self._clients.get(self._key(options, pin))
-        if client is not None:
-            client.close()
-
     def is_same_place(self, options: Any, pin: FirstEnvironment | None) -> bool:
         """Return True if the environment still leads to the store that the client for these options reaches."""
         return self._environment()[0] == self._key(options, pin)[1][0]
@@ -117,16 +111,9 @@ class ClientCache(Generic[C]):
         return place.digest(), credentials.digest()
 
 
-def version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def user_agent(*parts: str | None) -> str:
     """Return the user agent of a client: bucketpoint, and `parts` without those that are None."""
-    return " ".join(part for part in (f"bucketpoint/{version('bucketpoint')}", *parts) if part)
+    return " ".join(part for part in (f"bucketpoint/{__version__}", *parts) if part)
 
 
 def is_loopback(host: str) -> bool:

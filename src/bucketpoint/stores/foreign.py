@@ -19,6 +19,12 @@ ERROR_BYTES = 1 << 20
 ANSWER_BYTES = 16 << 20
 """Limit on the body of a listing or another parsed answer: 1,000 keys of 1,024 bytes take 4 MB when escaped."""
 
+ARCHIVED = (
+    "The object is in an archive class: restore it with `aws s3api restore-object` (s3:RestoreObject) and try again, "
+    "and leave checkpoints out of the lifecycle rule that archives them"
+)
+"""The remedy for an object that S3 has archived."""
+
 SHOWN_BYTES = 120
 
 _ROOT = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL)

@@ -270,9 +270,6 @@ class HttpStore(Store, CopiesInside):
             return False
         return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
 
-    def close(self) -> None:
-        self.clients.close(self.options, self.pin)
-
     @property
     def client(self) -> Any:
         """This process's client for the options, made at the first use."""

@@ -333,9 +333,6 @@ class LocalStore:
         with self._errors("put", key):
             return in_folder(self.root, split(key)[0], attempt)
 
-    def close(self) -> None:
-        """Do nothing: no file stays open between calls."""
-
     def _publish(
         self, key: str, write: Callable[[int], None], *, if_none_match: bool = False, if_match: str | None = None
     ) -> ObjectInfo:

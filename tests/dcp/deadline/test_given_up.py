@@ -15,8 +15,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 import bucketpoint as bp
 from bucketpoint.errors import BucketpointError
-from bucketpoint.stores.s3 import S3Options
-from bucketpoint.stores.s3 import client as s3_client
 
 
 @pytest.fixture
@@ -81,4 +79,3 @@ def test_ends_a_look_up_that_does_not_return(
     check(caught, "GetObject|making the client")
     monkeypatch.undo()
     stuck.set()
-    s3_client.clients.close(S3Options.from_storage_options(options))

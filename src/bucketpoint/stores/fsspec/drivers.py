@@ -129,8 +129,7 @@ def _innermost(fs: AbstractFileSystem) -> AbstractFileSystem:
 def _renamed(fs: AbstractFileSystem, path: str, write: Callable[[str], object]) -> None:
     """Write a file under a temporary name, and rename it, so that a killed writer leaves no half file at `path`."""
     folder = path.rpartition("/")[0]
-    if has_folders(fs):
-        fs.makedirs(folder, exist_ok=True)
+    fs.makedirs(folder, exist_ok=True)
     temporary = f"{folder}/{_TEMPORARY}{secrets.token_hex(8)}"
     try:
         write(temporary)

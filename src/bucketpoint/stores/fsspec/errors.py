@@ -26,7 +26,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.foreign import Asked, ErrorRule, RuleKey, answers, asked_by, find_rule, rule_of
+from bucketpoint.stores.foreign import ARCHIVED, Asked, ErrorRule, RuleKey, answers, asked_by, find_rule, rule_of
 from bucketpoint.stores.redact import describe
 
 CHECK_ENDPOINT = "Check the endpoint, the host or the connection string in storage_options, and the network"
@@ -63,10 +63,6 @@ _VAULT = (
     "get, wrapKey and unwrapKey"
 )
 _DISABLED = "The account or the container is disabled, or is being deleted: ask who administers the storage account"
-_GLACIER = (
-    "The object is in an archive class: restore it with `aws s3api restore-object` (s3:RestoreObject) and try again, "
-    "and leave checkpoints out of the lifecycle rule that archives them"
-)
 _KMS = "Check the KMS key of the bucket or of the request: it must be enabled, and allow these credentials to use it"
 _CREDENTIALS = "Check the credentials in storage_options"
 
@@ -99,7 +95,7 @@ RULES: dict[RuleKey, ErrorRule] = {
     # Azure's library reads a large blob in pieces, on the condition that its ETag is still that of the first piece.
     **answers("ConditionNotMet", PreconditionFailedError, asked=Asked.READ),
     **answers("BlobArchived BlobBeingRehydrated", StoreError, _ARCHIVED),
-    **answers("InvalidObjectState", StoreError, _GLACIER),
+    **answers("InvalidObjectState", StoreError, ARCHIVED),
     **answers(
         "LeaseIdMissing LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation LeaseLost "
         "LeaseNotPresentWithBlobOperation",

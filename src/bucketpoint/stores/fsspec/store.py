@@ -409,9 +409,6 @@ class FsspecStore:
             for path, upload_id, info in self.driver.uploads(self.fs, self._path(prefix)):
                 yield OpenUpload(path[above:], upload_id, _seconds(info))
 
-    def close(self) -> None:
-        """Do nothing: other code may use the same filesystem object."""
-
     @property
     def _above(self) -> type[StoreError]:
         """Error class for a write that fails with "not found": without real folders only the bucket can be missing."""

@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 from bucketpoint.errors import INSTALL_GCS, CredentialsError, EndpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
-from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent, version
+from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent
 from bucketpoint.stores.gcs.errors import OPERATIONS, failure_of, failures, translate, translated
 from bucketpoint.stores.gcs.messages import GCSReply, received
 from bucketpoint.stores.gcs.options import GCSOptions
@@ -104,10 +104,6 @@ class GCSClient:
 
         return retry.run(attempt, self.policy, gate=self.gate, kind=OPERATIONS[operation].kind)
 
-    def close(self) -> None:
-        for adapter in self.session.adapters.values():
-            adapter.close()
-
 
 # Building the first client takes a second, because the library is imported.
 clients = ClientCache[GCSClient](
@@ -126,6 +122,7 @@ def build_client(options: GCSOptions) -> GCSClient:
     try:
         from google.auth.transport.requests import AuthorizedSession
         from google.cloud.storage import Client as Library
+        from google.cloud.storage import __version__ as version
     except ImportError as error:
         raise EndpointError(f"GCS needs google-cloud-storage: {error}", remedy=INSTALL_GCS) from None
     endpoint = options.endpoint
@@ -150,7 +147,7 @@ def build_client(options: GCSOptions) -> GCSClient:
         session.mount("https://", _adapter(options))
         session.mount("http://", _adapter(options))
     headers = {
-        "User-Agent": user_agent(options.user_agent, f"google-cloud-storage/{version('google-cloud-storage')}"),
+        "User-Agent": user_agent(options.user_agent, f"google-cloud-storage/{version}"),
         # Without this header GCS decompresses an object that is stored compressed, and a range is then not a range of
         # the stored bytes.
         "Accept-Encoding": "gzip",

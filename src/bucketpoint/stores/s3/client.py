@@ -95,9 +95,6 @@ class S3Client:
                     raise ResponseParserError(f"{part} has no {', '.join(sorted(names - entry.keys()))}")
         return reply
 
-    def close(self) -> None:
-        self.api.close()
-
 
 def _entries(part: Any) -> list[Any]:
     return part if isinstance(part, list) else [part] if isinstance(part, dict) else []

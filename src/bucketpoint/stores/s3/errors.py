@@ -32,6 +32,7 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 from bucketpoint.stores.foreign import (
+    ARCHIVED,
     Asked,
     ErrorRule,
     ForeignAnswer,
@@ -82,10 +83,6 @@ _QUOTA = (
     "The store is full, or a quota is used up: raise it, or delete one checkpoint's folder with another tool, and prune"
 )
 _SMALLER = "Send smaller parts with TransferOptions(part_bytes=...), or raise the limit on requests"
-_ARCHIVED = (
-    "The object is in an archive class: restore it with `aws s3api restore-object` (s3:RestoreObject) and try again, "
-    "and leave checkpoints out of the lifecycle rule that archives them"
-)
 _LOCKED = "Object Lock protects the object: wait for the end of its retention, or remove the legal hold"
 _PLAIN = "The server answers without TLS: write the endpoint with http://, or name its port for https"
 _LINE_BREAK = (
@@ -112,7 +109,7 @@ RULES: dict[RuleKey, ErrorRule] = {
         "Pass a shorter URL (a key has at most 1,024 bytes, on MinIO 255 between two slashes), without //, . and ..",
     ),
     # The object is in an archive class, to which a lifecycle rule moved it. Once restored, the checkpoint is readable.
-    **answers("InvalidObjectState", StoreError, _ARCHIVED),
+    **answers("InvalidObjectState", StoreError, ARCHIVED),
     # MinIO's code for an object under retention.
     **answers("ObjectLocked", AccessDeniedError, _LOCKED),
     # Errors of the SSE-KMS key, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
