@@ -1,6 +1,6 @@
 """Shapes of a policy's settings: descriptions of the values that a setting may have.
 
-A dataclass gets its checks, YAML form and JSON Schema from the shapes in its fields' annotations.
+A dataclass gets its checks and YAML form from the shapes in its fields' annotations, and `tools/` its JSON Schema.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 LONGEST = timedelta(days=36_500)
 """Limit on durations. Times in catalog keys can be at most in 2286; timeouts of Python and gloo at most 292 years."""
 
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
-_LISTED_AT_MOST = 100
+LISTED_AT_MOST = 100
 """Limit on the members of a list. All pairs of rules are compared: a policy with 1,800 rules took 30 seconds."""
 
 
@@ -58,10 +58,6 @@ class Shape:
         """Return the YAML form of a stored value."""
         return value
 
-    def schema(self) -> dict[str, Any]:
-        """Return the JSON Schema of the YAML form."""
-        raise NotImplementedError
-
 
 def wrong(message: str, remedy: str) -> PolicyError:
     return PolicyError.of(PolicyFault(message, remedy))
@@ -90,10 +86,6 @@ class WholeNumber(Shape):
             raise wrong(f"{value} is out of bounds", f"Write a whole number, {bounds}")
         return value
 
-    def schema(self) -> dict[str, Any]:
-        upper = {} if self.maximum is None else {"maximum": self.maximum}
-        return {"type": "integer", "minimum": self.minimum, **upper}
-
 
 @dataclass(frozen=True)
 class Fraction(Shape):
@@ -103,9 +95,6 @@ class Fraction(Shape):
         if type(value) not in (int, float) or not 0 < value <= 1:
             raise wrong(f"{shown(value)} is not a fraction", "Write a number above 0 and up to 1, such as 0.5")
         return float(value)
-
-    def schema(self) -> dict[str, Any]:
-        return {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ class Duration(Shape):
         return value
 
     def _parsed(self, text: str) -> timedelta:
-        match = _DURATION.fullmatch(text)
+        match = DURATION.fullmatch(text)
         if match is None:
             raise wrong(
                 f"{shown(text)} is not a duration", "Write one number with one of the units s, m, h, d, w, such as 12h"
@@ -146,10 +135,6 @@ class Duration(Shape):
 
     def plain(self, value: timedelta) -> str:
         return written(value)
-
-    def schema(self) -> dict[str, Any]:
-        zero = "" if self.zero else r"(?!0+(\.0+)?[smhdw]$)"
-        return {"type": "string", "pattern": f"^{zero}{_DURATION.pattern}$", "examples": ["90s", "20m", "12h", "7d"]}
 
 
 def written(value: timedelta) -> str:
@@ -172,9 +157,6 @@ class OneOf(Shape):
             raise wrong(f"{shown(value)} is not a valid value", f"Choose one of {', '.join(self.words)}")
         return value
 
-    def schema(self) -> dict[str, Any]:
-        return {"enum": list(self.words)}
-
 
 @dataclass(frozen=True)
 class Text(Shape):
@@ -190,9 +172,6 @@ class Text(Shape):
             raise wrong(f"{shown(value)} is not {self.what}", f"Write {self.what}")
         return value
 
-    def schema(self) -> dict[str, Any]:
-        return {"type": "string", "pattern": f"^(?:{self.pattern})$"}
-
 
 @dataclass(frozen=True)
 class Several(Shape):
@@ -203,8 +182,8 @@ class Several(Shape):
     def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
             raise wrong(f"{shown(value)} is not a list", "Write a list, even for a single value")
-        if len(value := list(value)) > _LISTED_AT_MOST:
-            raise wrong(f"The list has {len(value)} values", f"Write at most {_LISTED_AT_MOST}")
+        if len(value := list(value)) > LISTED_AT_MOST:
+            raise wrong(f"The list has {len(value)} values", f"Write at most {LISTED_AT_MOST}")
         items = [self.of.read(item, (*path, position), faults) for position, item in enumerate(value)]
         if not items:
             raise wrong("The list is empty", "Write at least one, or leave the key out")
@@ -217,10 +196,6 @@ class Several(Shape):
 
     def plain(self, value: tuple[Any, ...]) -> list[Any]:
         return [self.of.plain(item) for item in value]
-
-    def schema(self) -> dict[str, Any]:
-        once = {"uniqueItems": True, "minItems": 1, "maxItems": _LISTED_AT_MOST}
-        return {"type": "array", "items": self.of.schema(), **once}
 
 
 class Checked:
@@ -298,16 +273,6 @@ class Fields(Shape):
             if setting.required or content != setting.default
         }
 
-    def schema(self) -> dict[str, Any]:
-        required = [setting.key for setting in self.settings if setting.required]
-        return {
-            "type": "object",
-            "description": (self.kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " "),
-            "properties": {setting.key: {**setting.shape.schema(), **setting.described()} for setting in self.settings},
-            "additionalProperties": False,
-            **({"required": required} if required else {}),
-        }
-
 
 @dataclass(frozen=True)
 class Either(Shape):
@@ -332,9 +297,6 @@ class Either(Shape):
     def plain(self, value: Any) -> dict[str, Any]:
         return Fields(type(value)).plain(value)
 
-    def schema(self) -> dict[str, Any]:
-        return {"oneOf": [Fields(kind).schema() for kind in self.kinds]}
-
 
 @dataclass(frozen=True)
 class Key:
@@ -356,11 +318,6 @@ class Setting:
     @property
     def required(self) -> bool:
         return self.default is MISSING
-
-    def described(self) -> dict[str, Any]:
-        if self.required or self.default is None or isinstance(self.shape, (Fields, Either)):
-            return {"description": self.doc}
-        return {"description": self.doc, "default": self.shape.plain(self.default)}
 
 
 def settings_of(kind: type[Checked]) -> tuple[Setting, ...]:

@@ -138,7 +138,7 @@ class _Reader:
         return _VARIABLE.sub(replaced, text)
 
 
-class _Version(Shape):
+class Version(Shape):
     """Shape of the format's version, which accepts only `POLICY_VERSION`."""
 
     def check(self, value: Any) -> int:
@@ -147,11 +147,8 @@ class _Version(Shape):
             raise wrong(f"Version {shown(value)} is not supported", remedy)
         return POLICY_VERSION
 
-    def schema(self) -> dict[str, Any]:
-        return {"const": POLICY_VERSION}
 
-
-POLICY = Fields(RetentionPolicy, (Setting("version", "version", _Version(), "version of the format", MISSING),))
+POLICY = Fields(RetentionPolicy, (Setting("version", "version", Version(), "version of the format", MISSING),))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
