@@ -30,7 +30,7 @@ from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.cli import run_lines, text
 from bucketpoint.cli.commands import watch as module
-from bucketpoint.cli.screen import Screen, picture
+from bucketpoint.cli.commands.watch import picture
 from bucketpoint.errors import EndpointError
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.record import DeletionMarker
@@ -394,7 +394,7 @@ def test_reports_a_look_that_fails_and_watches_on(
     root = str(tmp_path / "run")
     save_run(root, 10)
     observer = Observer(open_catalog(root))
-    look, said = observer.look, []
+    look, failures = observer.look, []
     turns = iter(["fails", "works", "ctrl-c"])
 
     def sleep(seconds: float) -> None:
@@ -408,13 +408,17 @@ def test_reports_a_look_that_fails_and_watches_on(
     def fail() -> None:
         raise EndpointError("The store is away")
 
-    noted = Screen.fail
-    monkeypatch.setattr(Screen, "fail", lambda self, error: (said.append(str(error)), noted(self, error)))
+    def drawn(document: dict[str, Any], now: float, failure: EndpointError | None, *, height: int) -> Any:
+        failures.append(failure)
+        return picture(document, now, failure, height=height)
+
+    monkeypatch.setattr(module, "picture", drawn)
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
     result = module._live(observer, None, 1)
     assert result.ok
     assert result.document["newest"]["step"] == 20
-    assert ["The store is away" in one for one in said] == [True]
+    assert {failure.message for failure in failures if failure is not None} == {"The store is away"}
+    assert failures[0] is failures[-1] is None
     document = {**result.document, "taken": 0.0}
     console = Console(file=io.StringIO(), width=100, color_system=None)
     console.print(picture(document, 65.0, EndpointError("The store is away")))

@@ -17,13 +17,13 @@ GROUPS = {
     "Look at runs and checkpoints": {
         "ls": "ls",
         "show": "show",
-        "diff": "diff",
+        "diff": "show",
         "watch": "watch",
         "overview": "overview",
     },
     "Keep and delete checkpoints": {
         "prune": "prune",
-        "rollback": "rollback",
+        "rollback": "notes",
         "undo": "notes",
         "pin": "notes",
         "report": "notes",

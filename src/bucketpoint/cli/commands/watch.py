@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from bucketpoint.cli import run_lines
+from bucketpoint.cli import run_lines, text
 from bucketpoint.cli.command import Access, CommandResult, as_json, command
 from bucketpoint.cli.commands.ls import observed, rows_of
 from bucketpoint.cli.commands.prune import beside_plan
@@ -19,6 +19,8 @@ from bucketpoint.cli.options import run_and_policy, run_arguments
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, first_of
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.catalog.observer import AttemptProgress, Observation, Observer
     from bucketpoint.catalog.snapshot import Checkpoint
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 SHOWN = 10
 """Checkpoints shown at once: as many as fit a terminal of 24 lines while a save is in progress."""
+
+_LEAST_ROWS = 3
+"""Least number of checkpoints that are shown, on a terminal of any height."""
 
 _NAMED_AT_MOST = 3
 _GAPS = 10
@@ -158,28 +163,54 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
 
 
 def _live(observer: Observer, policy: RetentionPolicy | None, every: float) -> CommandResult:
+    """Draw the run again each second, so that ages advance between two looks, until Ctrl-C."""
     try:
-        from bucketpoint.cli.screen import Screen
+        from rich.console import Console
+        from rich.live import Live
     except ImportError:
         raise BucketpointError(
             "A live screen needs the package rich", remedy="pip install 'rich>=13', or pass --once"
         ) from None
-    catalog = observer.catalog
+    clock = observer.catalog.clock
     # An error at the first look ends the command: the bucket or the credentials are wrong.
-    screen = Screen(_document(observer, policy), catalog.clock)
+    document = _document(observer, policy)
+    failure: BucketpointError | None = None
+    # Give rich the underlying stream: the program's own stream would escape rich's control characters.
+    console = Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+
+    def drawn() -> RenderableType:
+        return picture(document, clock(), failure, height=console.height)
+
     try:
-        with screen.live:
-            screen.live.refresh()
+        with Live(console=console, get_renderable=drawn, refresh_per_second=1, screen=True) as live:
             while True:
+                live.refresh()
                 time.sleep(every)
                 try:
-                    screen.show(_document(observer, policy))
+                    document, failure = _document(observer, policy), None
                 except BucketpointError as error:
-                    screen.fail(error)
+                    # The last document stays on the screen, with its age.
+                    failure = error
     except KeyboardInterrupt:
         # Ctrl-C is the usual end of `watch`, so it is no interruption. The last frame stays on the terminal.
-        now = max(catalog.clock(), screen.document["taken"])
-        return CommandResult(screen.document, run_lines.lines(screen.document, now))
+        return CommandResult(document, run_lines.lines(document, max(clock(), document["taken"])))
+
+
+def picture(
+    document: Mapping[str, Any], now: float, failure: BucketpointError | None = None, *, height: int = 40
+) -> RenderableType:
+    """Draw a document in colours, with fewer checkpoints on a terminal with few lines."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[tuple[str, str]] = []
+    if failure is not None:
+        old = run_lines.duration(now - document["taken"])
+        parts.append(("bold red", f"Reading the run failed: {failure.message}. This is its state {old} ago"))
+    others = len(parts) + len(list(run_lines.frame(document, now, 0)))
+    parts += run_lines.frame(document, now, max(_LEAST_ROWS, height - others))
+    # Control characters in names are escaped, and brackets in a line are no markup.
+    return Group(*(Text(text.printable(line), style) for style, line in parts))
 
 
 def _document(observer: Observer, policy: RetentionPolicy | None) -> dict[str, Any]:
