@@ -86,7 +86,22 @@ def report(
         return None
 
     def checked() -> tuple[dict[str, Any], BucketWriter]:
-        _check_report(state, step, storage_writer, storage_options)
+        if step is None:
+            raise BucketpointError(
+                "A state was reported without a step", remedy="Give report(..., step=) its training step"
+            )
+        if storage_writer is not None and storage_options is not None:
+            raise BucketpointError(
+                "report() got both a writer and options of a store",
+                remedy="Give the options to the writer: S3Writer(storage_options=...)",
+            )
+        for key, value in state.items():
+            if _in_container(value) and any(hasattr(leaf, "state_dict") for leaf in _leaves(value)):
+                raise BucketpointError(
+                    f"{key!r} of the state holds models or other objects in a list or dict: no load would find their "
+                    "state",
+                    remedy="Give each its own key: {'generator': model, 'critic': other}",
+                )
         writer = storage_writer or BucketWriter(storage_options=storage_options)
         return {**with_parts(state, _ONE_MODEL), **_noted_empty_dicts(state)}, writer
 
@@ -119,29 +134,6 @@ def report(
         delete_local_checkpoint_after_upload=False,
     )
     return handle
-
-
-def _check_report(
-    state: Mapping[str, Any],
-    step: int | None,
-    storage_writer: BucketWriter | None,
-    storage_options: Mapping[str, Any] | None,
-) -> None:
-    if step is None:
-        raise BucketpointError(
-            "A state was reported without a step", remedy="Give report(..., step=) its training step"
-        )
-    if storage_writer is not None and storage_options is not None:
-        raise BucketpointError(
-            "report() got both a writer and options of a store",
-            remedy="Give the options to the writer: S3Writer(storage_options=...)",
-        )
-    for key, value in state.items():
-        if _in_container(value) and any(hasattr(leaf, "state_dict") for leaf in _leaves(value)):
-            raise BucketpointError(
-                f"{key!r} of the state holds models or other objects in a list or dict: no load would find their state",
-                remedy="Give each its own key: {'generator': model, 'critic': other}",
-            )
 
 
 def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None = None) -> str | None:

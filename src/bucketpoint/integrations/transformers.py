@@ -118,26 +118,16 @@ class BucketTrainerMixin:
         policy = policy_for(self._policy, self.args, self._checkpoint_url)
         manager = self._manager = CheckpointManager(self._checkpoint_url, policy=policy, **self._manager_options)
         self._saved_step = -1
-        try:
-            self._may_pass_over = resume_from_checkpoint is True
+        self._may_pass_over = resume_from_checkpoint is True
+        # A later `train` must find the last save committed.
+        with manager:
             while True:
                 with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
                     self._folder = folder
                     try:
-                        output = super().train(self._found(resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+                        return super().train(self._found(resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
                     except _PassOver as damaged:
                         resume_from_checkpoint = damaged.older
-                    else:
-                        break
-        except BaseException:
-            # A later `train` must find the last save committed. The save's error must not replace the one of training.
-            try:
-                manager.close()
-            except BucketpointError as error:
-                logger.error("the last save failed: %s", error)
-            raise
-        manager.close()
-        return output
 
     def _forget_resumed(self) -> None:
         self._resumed_url: str | None = None

@@ -124,35 +124,27 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         )
 
     def _metadata(self, checkpoint_dir: Any) -> Metadata:
-        reader = _CommitReader(url_of(checkpoint_dir), **self._options)
+        reader = BucketReader(url_of(checkpoint_dir), **self._options)
         metadata = reader.read_metadata()
         self._note_commit(reader)
         return metadata
 
     def _read(self, state: dict[str, Any], checkpoint_dir: Any, planner: Any) -> None:
-        reader = _CommitReader(url_of(checkpoint_dir), **self._options)
+        reader = BucketReader(url_of(checkpoint_dir), **self._options)
         with errors_of_dcp(reader.url, "The load"):
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
         self._note_commit(reader)
 
-    def _note_commit(self, reader: _CommitReader) -> None:
-        if self._commits is None or reader.commit is None:
+    def _note_commit(self, reader: BucketReader) -> None:
+        if self._commits is None or reader._commit is None:
             return
-        self._commits[reader.commit.commit] = reader.commit
+        self._commits[reader._commit.commit] = reader._commit
         if len(self._commits) > 1:
             raise CommitConflictError(
                 "Another checkpoint was committed here during the load, so it has read parts of both",
                 url=reader.url,
                 remedy="Load again, and save each checkpoint at its own URL, such as iter_0000500",
             )
-
-
-class _CommitReader(BucketReader):
-    """Reader that exposes the commit that it has read."""
-
-    @property
-    def commit(self) -> CommitRead | None:
-        return self._commit
 
 
 class _CommonPlanner(DefaultLoadPlanner):

@@ -16,7 +16,7 @@ from bucketpoint.integrations.torch_checkpointing.storage import (
     BucketStorageConfig,
     MissingFileError,
     OccupiedError,
+    sweep,
 )
-from bucketpoint.integrations.torch_checkpointing.sweep import sweep
 
 __all__ = ["BucketStorage", "BucketStorageConfig", "MissingFileError", "OccupiedError", "sweep"]

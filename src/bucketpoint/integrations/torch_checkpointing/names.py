@@ -27,7 +27,7 @@ from typing import Any
 from bucketpoint.errors import CorruptDataError, InvalidURLError, ObjectNotFoundError
 from bucketpoint.forks import ProcessLock
 from bucketpoint.integrations.torch_checkpointing.sums import file_bytes
-from bucketpoint.stores import ObjectInfo, Store, delete_all
+from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer.checksum import crc32c
 
 Parts = tuple[str, ...]
@@ -106,17 +106,13 @@ class Names:
     def read(self, key: str) -> tuple[Parts, str]:
         """Return the path of a key and the key's last component. The reverse of `key`."""
         *components, name = key[len(self.prefix) :].lstrip("/").split("/")
-        return self.path(components), name
-
-    def path(self, components: Sequence[str]) -> Parts:
-        """Return the path of the components of a key. The reverse of `components`."""
         parts: list[str] = []
         for component in components:
             if component == STAGED and parts:
                 parts[-1] = self.temp_dir_prefix + parts[-1]
             else:
                 parts.append(component.removeprefix("@") if component.startswith("@@") else component)
-        return tuple(parts)
+        return tuple(parts), name
 
 
 _FORMAT = "bucketpoint torch_checkpointing 2"
@@ -227,10 +223,6 @@ class Trees:
             return self._store.get(key)[0]
         except ObjectNotFoundError:
             return None
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects. Raises StoreError if the store refused to delete some of them."""
-        delete_all(self._store, keys)
 
     def _decode(self, key: str, data: bytes) -> Files:
         crc, _, body = data.partition(b"\n")

@@ -1,7 +1,8 @@
 """`BucketStorage`: the files of torch_checkpointing as objects of a store, each of which is written once.
 
 A save writes its files to a temporary directory, and renames the directory. Here the rename is one conditional PUT of a
-manifest, which names the objects that were written before.
+manifest, which names the objects that were written before. `sweep` deletes what remains of killed saves and of deleted
+or replaced files.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from bucketpoint.errors import (
 from bucketpoint.integrations.torch_checkpointing import names, streams
 from bucketpoint.integrations.torch_checkpointing.names import File, Files, Names, Parts, Trees, encode
 from bucketpoint.integrations.torch_checkpointing.streams import Owners, ReadStream, WriteStream
-from bucketpoint.stores import ObjectInfo, as_url, open_store, parse_url, proven
+from bucketpoint.stores import ObjectInfo, as_url, delete_all, open_store, parse_url, proven
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.pieces import abort
 
 
 class OccupiedError(CheckpointExistsError, FileExistsError):
@@ -154,7 +156,7 @@ class BucketStorage(Storage):
         entry = self.where.key(parts, names.ENTRY)
         if self.trees.own(entry) is None:
             raise self._refused(path, parts, "cannot be deleted", _DELETION)
-        self.trees.delete([entry])
+        delete_all(self.store, [entry])
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
         """Do nothing: a directory exists while there is a file below it."""
@@ -176,9 +178,9 @@ class BucketStorage(Storage):
             raise self._refused(path, parts, "cannot be deleted", _DELETION)
         below = [(name, key) for at, name, key in read if at[: len(parts)] == parts]
         notes = (names.MANIFEST, names.ENTRY)
-        self.trees.delete([key for name, key in below if name in notes or name.startswith(names.LINK)])
+        delete_all(self.store, [key for name, key in below if name in notes or name.startswith(names.LINK)])
         named = {file for at, own in self.trees.manifests(infos) if at[: len(parts)] == parts for file in own.values()}
-        self.trees.delete(sorted({file.key for file in named.union(files.values())}))
+        delete_all(self.store, sorted({file.key for file in named.union(files.values())}))
         self.trees.forget()
         with self._lock:
             self._fresh = False
@@ -217,7 +219,7 @@ class BucketStorage(Storage):
             raise self._occupied(dst_path)
         if source != target:
             self._enter(target, self._file(src_path))
-            self.trees.delete([entry])
+            delete_all(self.store, [entry])
 
     def ls(self, path: Path) -> list[str]:
         parts = self.where.parts(path)
@@ -338,3 +340,39 @@ class BucketStorage(Storage):
         if parts and not self.trees.files(parts):
             return self._missing_error(path)
         return BucketpointError(f"{path} {what}", url=self._url, key=str(path), remedy=remedy)
+
+
+def sweep(storage: BucketStorage, *, older_than_s: float = 24 * 3600.0, dry_run: bool = False) -> list[str]:
+    """Delete objects that no checkpoint and no file needs, and abort incomplete multipart uploads.
+
+    Args:
+        storage: the storage whose root is swept.
+        older_than_s: age in seconds; younger objects are kept, as they may belong to a save under way. The age
+            is computed from the store's date of the object and this machine's clock.
+        dry_run: delete nothing.
+
+    Returns:
+        the keys of the objects, and of the uploads, that were found.
+    """
+    oldest = time.time() - older_than_s
+    top = f"{storage.where.prefix}/" if storage.where.prefix else ""
+    infos = list(storage.store.list(top))
+    needed = {file.key for path, file in storage.trees.read(infos).items() if not storage.where.temporary(path)}
+    # A file written into a checkpoint may hide a file of the manifest, whose object is still needed.
+    needed |= {file.key for _, files in storage.trees.manifests(infos) for file in files.values()}
+    garbage = [
+        info.key
+        for info in infos
+        if info.key not in needed
+        and info.key.rpartition("/")[2].startswith((names.FILE, names.OTHER_FILE))
+        and info.modified is not None
+        and info.modified < oldest
+    ]
+    uploads = [
+        upload for upload in storage.store.list_multipart(top) if upload.started is not None and upload.started < oldest
+    ]
+    if not dry_run:
+        delete_all(storage.store, garbage)
+        for upload in uploads:
+            abort(storage.store, upload.key, upload.upload_id)
+    return sorted(garbage) + sorted(upload.key for upload in uploads)
