@@ -38,7 +38,7 @@ from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.location import Location
-from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
 from bucketpoint.manager.restoring import LoadOutcome, attempt, restored, with_states
 from bucketpoint.manager.running import begin_together, may_be_warned
 from bucketpoint.manager.triggers import Triggers
@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 SEED_STEP = 0
 """Step of torchtitan's seed checkpoint, from which torchtitan loads the model only."""
-
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Timeout of the collectives in which ranks wait for each other's uploads: torch's default."""
 
 
 class BucketpointManager(CheckpointManager):
@@ -101,7 +98,7 @@ class BucketpointManager(CheckpointManager):
         self._hf_target = config.hf_target
         self.last_save_in_hf = self.last_save_in_hf or self._hf_target is not None
         ranks = self._ranks = Ranks()
-        ranks.connect("CheckpointManager()", collectives=_COLLECTIVE_TIMEOUT)
+        ranks.connect("CheckpointManager()", collectives=COLLECTIVE_TIMEOUT)
         policy = self._policy = ranks.on_coordinator(lambda: _policy_of(config), "CheckpointManager()")
         ranks.limit(policy.save.in_flight.timeout)
         self._fresh = config.fresh

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +35,7 @@ from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.location import Location
-from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, attempt, restored
 from bucketpoint.manager.running import ManagerStatus, Running, Standing, begin_together, may_be_warned, note_end
@@ -47,9 +46,6 @@ from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import TransferOptions
 
 logger = logging.getLogger(__name__)
-
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Least timeout of the collectives of loads, in which ranks wait for each other's reads. It is torch's default."""
 
 
 class CheckpointManager:
@@ -116,7 +112,7 @@ class CheckpointManager:
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
         self._grace_s = grace_s
         save = self.policy.save
-        self._ranks.connect("CheckpointManager()", timeout=save.in_flight.timeout, collectives=_COLLECTIVE_TIMEOUT)
+        self._ranks.connect("CheckpointManager()", timeout=save.in_flight.timeout, collectives=COLLECTIVE_TIMEOUT)
         # Each rank reads the policy's file. If the copies differed, some ranks would save and wait for the others.
         self._ranks.refuse_unless_same("`save:` of the policy", save, "CheckpointManager()")
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged}

@@ -25,6 +25,10 @@ _SLOTS = 8
 """Number of values in each all-reduce. All have the same size, because ranks may be in different calls: gloo aborts a
 process that receives a message of another size."""
 
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Least timeout of the collectives of saves and loads, in which ranks wait for each other's uploads and reads. It is
+torch's default."""
+
 _CALL_BYTES = 200
 _NOTES_AFTER_S = 1.0
 

@@ -16,9 +16,7 @@ from bucketpoint.forks import renew_in_child
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention.policy import Save, SaveEvery, SaveEveryMinutes
 
-SIGNALS = {
-    name: getattr(signal, name.upper()) for name in ("sigterm", "sigusr1", "sigusr2") if hasattr(signal, name.upper())
-}
+SIGNALS = {"sigterm": signal.SIGTERM, "sigusr1": signal.SIGUSR1, "sigusr2": signal.SIGUSR2}
 """Signal numbers by their names in a policy."""
 
 _CALL = "should_save()"
