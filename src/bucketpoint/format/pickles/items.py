@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bucketpoint.format.pickles import archive, plain, tensors
+from bucketpoint.format.pickles import archive, arrays, plain, tensors
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.vocabulary import (
     ObjectionError,
@@ -74,11 +74,7 @@ def vocabulary(*, distributed: bool = True) -> Vocabulary:
 
 @functools.cache
 def _known(distributed: bool = True) -> Vocabulary:
-    found = Vocabulary(plain.VALUES, tensors.VALUES)
-    if importlib.util.find_spec("numpy") is not None:
-        from bucketpoint.format.pickles import arrays
-
-        found = Vocabulary(found, arrays.VALUES)
+    found = Vocabulary(plain.VALUES, tensors.VALUES, arrays.VALUES)
     if distributed:
         found.names |= _dtensor_names()
     return found
