@@ -17,7 +17,7 @@ from bucketpoint.dcp.planning.global_plan import WriterMeta
 from bucketpoint.dcp.planning.items import AssignedItems, PackedItems, PlanItems, compress, decode_assignment
 from bucketpoint.dcp.planning.results import _arrived
 from bucketpoint.format import keys
-from bucketpoint.format.columns import ItemColumns as Places
+from bucketpoint.format.storage_info import ItemColumns as Places
 from sim.layouts import Layout
 
 _NBYTES = (8, 16, 16, 4)

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.format.tensor_bytes import contiguous_strides
 from bucketpoint.format.torch_zip import ALIGNMENT, PROBE_BYTES, ProbedFrame, frameable, probe_frame, tensor_frame
 from kit.checkpoints import saved
 from kit.metadata import tensor_entry

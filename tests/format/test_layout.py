@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.format.slicing import Runs, slice_runs
+from bucketpoint.format.tensor_bytes import Runs, slice_runs
 
 
 @st.composite

@@ -21,7 +21,7 @@ from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra, record_of
-from bucketpoint.format.pickles.archive import MAGIC
+from bucketpoint.format.pickles.items import MAGIC
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.torch_zip import probe_frame, tensor_frame
 from bucketpoint.retention import from_yaml

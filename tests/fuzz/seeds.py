@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import datetime
-import importlib.util
 import io
 import pathlib
 import pickle
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -97,15 +97,8 @@ def policy_seeds() -> list[bytes]:
     return [text.encode() for text in POLICIES]
 
 
-ARRAYS: list[Any] = []
-if importlib.util.find_spec("numpy") is not None:
-    import numpy as np
-
-    ARRAYS = [
-        [np.ones((2, 3)), np.float32(1), np.array(["a", None], object), np.datetime64("2026-01-02"), np.arange(3)],
-    ]
 VALUES: list[Any] = [
-    *ARRAYS,
+    [np.ones((2, 3)), np.float32(1), np.array(["a", None], object), np.datetime64("2026-01-02"), np.arange(3)],
     torch.Generator(),
     {
         "values": [pathlib.PurePosixPath("z"), 1j],

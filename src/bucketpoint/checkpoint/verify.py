@@ -34,7 +34,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.coverage import lacking_ranks, uncovered
-from bucketpoint.format.pickles.archive import check_archive
+from bucketpoint.format.pickles.items import check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.stores import ObjectInfo, pinned
 from bucketpoint.stores.retry import retry_transient

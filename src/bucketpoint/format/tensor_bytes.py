@@ -1,8 +1,11 @@
-"""Byte access to tensors: views without a copy if the layout allows, copies of a range of bytes otherwise."""
+"""Byte access to tensors: views without a copy if the layout allows, copies of a range, and positions of slices."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -49,3 +52,109 @@ def copy_stretch(tensor: torch.Tensor, start: int, out: memoryview) -> None:
     rows = source[first:last].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     offset = start - first * row
     target.copy_(rows.reshape(-1).view(torch.uint8)[offset : offset + len(out)])
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a slice of a chunk."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Contiguous byte runs of a slice: of equal length, at regular distances, in the slice's row-major order.
+
+    One instance can represent a column slice of a million rows.
+
+    Attributes:
+        start: offset of the first run, which is also the lowest.
+        run_nbytes: length of each run; 0 for an empty slice.
+        outer: (count, stride in bytes) of each dimension over which the runs repeat, outermost first.
+    """
+
+    start: int
+    run_nbytes: int
+    outer: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        return prod(count for count, _ in self.outer) if self.run_nbytes else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.run_nbytes
+
+    @property
+    def end(self) -> int:
+        """End of the highest run."""
+        if not self.run_nbytes:
+            return self.start
+        return self.start + sum((count - 1) * stride for count, stride in self.outer) + self.run_nbytes
+
+    @property
+    def span(self) -> int:
+        """Length of the range that covers every run."""
+        return self.end - self.start
+
+    def coalesced(self, max_gap: int) -> Runs:
+        """Return fewer and longer runs that cover these: gaps of at most `max_gap` bytes are included."""
+        run, outer = self.run_nbytes, list(self.outer)
+        while run and outer and outer[-1][1] - run <= max_gap:
+            count, stride = outer.pop()
+            run = (count - 1) * stride + run
+        return Runs(self.start, run, tuple(outer))
+
+
+def slice_runs(
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    itemsize: int,
+    strides: Sequence[int] | None = None,
+    storage_offset: int = 0,
+) -> Runs:
+    """Return the byte runs of a slice of a tensor, in the slice's row-major order.
+
+    Args:
+        shape: shape of the whole tensor.
+        offsets, lengths: offset and length of the slice in each dimension.
+        strides: strides of the tensor in elements, none negative; C-contiguous if None.
+        storage_offset: offset of the tensor's first element within the payload, in elements.
+
+    Raises:
+        ValueError: the slice does not lie within the shape.
+    """
+    steps = contiguous_strides(shape) if strides is None else tuple(strides)
+    if not len(shape) == len(offsets) == len(lengths) == len(steps):
+        raise ValueError(f"slice {tuple(offsets)}+{tuple(lengths)} and shape {tuple(shape)} differ in dimensions")
+    for size, offset, length, step in zip(shape, offsets, lengths, steps, strict=True):
+        if offset < 0 or length < 0 or step < 0 or offset + length > size:
+            raise ValueError(f"slice {tuple(offsets)}+{tuple(lengths)} is not within shape {tuple(shape)}")
+    first = storage_offset + sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+    if 0 in lengths:
+        return Runs(first * itemsize, 0)
+    run = itemsize
+    outer: list[tuple[int, int]] = []
+    for length, step in zip(reversed(lengths), reversed(steps), strict=True):
+        stride = step * itemsize
+        if length == 1:
+            continue
+        if not outer and stride == run:
+            run *= length
+        elif outer and stride == outer[-1][0] * outer[-1][1]:
+            outer[-1] = (outer[-1][0] * length, outer[-1][1])
+        else:
+            outer.append((length, stride))
+    return Runs(first * itemsize, run, tuple(reversed(outer)))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides in elements that torch gives a contiguous tensor of this shape."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+def blocks_of(box: Box, block: Sequence[int]) -> Box:
+    """Return the box, counted in blocks, of the blocks that a box of elements overlaps."""
+    spans = [(at // step, -(-(at + size) // step)) for at, size, step in zip(*box, block, strict=True)]
+    return tuple(first for first, _ in spans), tuple(stop - first for first, stop in spans)

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from bucketpoint.format.pickles.archive import LOCAL_HEADER, MAGIC
-from bucketpoint.format.pickles.items import interpreter
+from bucketpoint.format.pickles.items import LOCAL_HEADER, MAGIC, interpreter
 from bucketpoint.format.pickles.vocabulary import STORAGE_TYPE_NAMES, RefusedError, UnreadableError
-from bucketpoint.format.slicing import contiguous_strides
+from bucketpoint.format.tensor_bytes import contiguous_strides
 
 PROBE_BYTES = 4096
 """Number of first bytes that suffice to probe a frame. The headers of torch.save take about 700 for any tensor."""

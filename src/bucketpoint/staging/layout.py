@@ -18,7 +18,7 @@ import torch
 
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.format.slicing import contiguous_strides
+from bucketpoint.format.tensor_bytes import contiguous_strides
 from bucketpoint.staging.pool import ALIGNMENT, Arena, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]

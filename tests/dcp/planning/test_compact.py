@@ -33,12 +33,11 @@ from bucketpoint.dcp.planning.global_plan import RemoteMetadata
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.columns import pack, unpack
 from bucketpoint.format.item_info import read_item
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import make_storage_info, set_object_facts
+from bucketpoint.format.storage_info import make_storage_info, pack, set_object_facts, unpack
 from dcp.reshard_job import PiecedTensor
 from dcp.states import assert_same, blank
 

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.columns import Columns, pack
 from bucketpoint.format.index.decode import HEAD
 from bucketpoint.format.index.encode import encode_index, make_index
 from bucketpoint.format.index.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
@@ -36,7 +35,7 @@ from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC, find_ref, index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.format.storage_info import Columns, make_storage_info, pack
 from format.metadata.test_template import index_columns
 from kit.metadata import tensor_entry
 

@@ -31,7 +31,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.plain import read_record
-from bucketpoint.format.pickles.fragments import PROTOCOL
+from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL
 from bucketpoint.format.storage_info import make_storage_info
 from kit.metadata import tensor_entry
 

@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format.columns import Columns, IndexColumns, pack, unpack
 from bucketpoint.format.metadata import codec
 from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.format.storage_info import Columns, IndexColumns, make_storage_info, pack, unpack
 from kit.metadata import chunk_of, tensor_entry
 
 U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from bucketpoint.errors import BucketpointError, CheckpointDeletedError, MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.columns import pack
 from bucketpoint.format.index.ref import IndexRef, find_ref, index_path, ref_of
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.facts import extra
@@ -27,7 +26,7 @@ from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.metadata.thinning import Outline
 from bucketpoint.format.record import DeletionMarker
-from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.format.storage_info import make_storage_info, pack
 from format.metadata.test_template import index_columns
 from kit.metadata import tensor_entry
 

@@ -19,8 +19,7 @@ import torch
 from bucketpoint.checkpoint.objects import REMEDY
 from bucketpoint.convert.source import Checksum, Decoded, SourceBytes, Stretch, exclude_option
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
-from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
-from bucketpoint.format.pickles.items import interpreter
+from bucketpoint.format.pickles.items import DAMAGED, LOCAL_HEADER, MAGIC, interpreter
 from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.torch_zip import STORAGE_NAMES

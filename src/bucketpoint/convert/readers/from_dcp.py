@@ -40,8 +40,7 @@ from bucketpoint.dcp.loading.decode import decode_item, without_transforms
 from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.pickles.archive import check_archive
-from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.items import check_archive, read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.transfer import BufferPool
 from bucketpoint.transfer.checksum import crc32c

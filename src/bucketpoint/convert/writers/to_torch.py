@@ -23,8 +23,7 @@ from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.pickles.items import read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
-from bucketpoint.format.slicing import contiguous_strides
-from bucketpoint.format.tensor_bytes import tensor_bytes
+from bucketpoint.format.tensor_bytes import contiguous_strides, tensor_bytes
 from bucketpoint.format.torch_zip import STORAGE_NAMES, VERSION_RECORD, ArchiveWriter, frameable
 from bucketpoint.transfer import ObjectSource, Segment
 from bucketpoint.transfer.checksum import CrcAccumulator

@@ -17,11 +17,10 @@ from torch.distributed.checkpoint import LoadPlanner
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.pickles.archive import may_be_archive
-from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.items import may_be_archive, read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import rewritten, settled
-from bucketpoint.format.slicing import Box, Runs, blocks_of, contiguous_strides, slice_runs
+from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, contiguous_strides, slice_runs
 from bucketpoint.format.torch_zip import PROBE_BYTES, probe_frame
 
 FRAME_BYTES = 1 << 20

@@ -22,8 +22,7 @@ from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo, read_item
-from bucketpoint.format.slicing import Box, Runs, blocks_of
-from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes
+from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, is_viewable, tensor_bytes
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
 

@@ -35,8 +35,8 @@ from bucketpoint.dcp.planning.items import (
     row_borders,
     slice_nbytes,
 )
-from bucketpoint.format.columns import IndexColumns
 from bucketpoint.format.metadata.facts import without_gc
+from bucketpoint.format.storage_info import IndexColumns
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 _MAX_DIMS = 8

@@ -22,9 +22,9 @@ from bucketpoint.dcp.planning.assign import Assignment, assign_items
 from bucketpoint.dcp.planning.items import AssignedItems, PlanItems, Table, packed_items, unpack_table
 from bucketpoint.dcp.planning.nested_state import IntKeys
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format.columns import ItemColumns
 from bucketpoint.format.metadata.coverage import MAX_CUT_AXES, uncovered
 from bucketpoint.format.metadata.template import MetadataTemplate
+from bucketpoint.format.storage_info import ItemColumns
 
 if TYPE_CHECKING:
     from bucketpoint.format.index.encode import IndexTemplate

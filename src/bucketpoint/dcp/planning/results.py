@@ -22,11 +22,11 @@ from bucketpoint.dcp.planning.global_plan import GlobalPlan, PlannedMetadata, Te
 from bucketpoint.dcp.planning.items import AssignedItems, assigned_items
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, ItemColumns, pack, unpack
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.metadata.coverage import uncovered
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.metadata.template import make_template
+from bucketpoint.format.storage_info import PAYLOAD_NBYTES, Columns, ItemColumns, pack, unpack
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import ProcessLock, renew_in_child
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import OPTIM
-from bucketpoint.format.columns import OBJECT, PAYLOAD_NBYTES, pack
 from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.storage_info import OBJECT, PAYLOAD_NBYTES, pack
 from bucketpoint.location import Location, parent_and_name
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
 from bucketpoint.format.index.decode import HEAD, largest_part
 from bucketpoint.format.index.int_columns import (
     BYTES_ENTRY,
@@ -45,6 +44,7 @@ from bucketpoint.format.index.int_columns import (
 )
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC
 from bucketpoint.format.pickles.vocabulary import DTYPE_NAMES
+from bucketpoint.format.storage_info import COLUMNS, Columns, IndexColumns, pack
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 SIZE_GUESSES = 2

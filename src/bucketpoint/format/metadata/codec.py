@@ -36,9 +36,8 @@ from bucketpoint.format.metadata.facts import (
     without_gc,
 )
 from bucketpoint.format.pickles import tensors
-from bucketpoint.format.pickles.fragments import PROTOCOL
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
-from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
+from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL, MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import ObjectionError
 from bucketpoint.version import __version__
 

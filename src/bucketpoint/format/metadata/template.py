@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.format import item_info as names
-from bucketpoint.format.columns import Columns, IndexColumns
 from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
 from bucketpoint.format.metadata.codec import _Sharing
 from bucketpoint.format.metadata.facts import without_gc
-from bucketpoint.format.pickles.fragments import PROTOCOL, framed, recall, text_header, unframed, unshared
+from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL, framed, recall, text_header, unframed, unshared
+from bucketpoint.format.storage_info import Columns, IndexColumns
 from bucketpoint.format.torch_zip import number_opcode
 
 _END = pickle.SETITEMS + pickle.BUILD + pickle.STOP

@@ -19,7 +19,7 @@ from bucketpoint.format.catalog_keys import OPTIM
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, index_path
 from bucketpoint.format.metadata.facts import _EXTRA, extra, make_record, not_metadata, refuse_marker
 from bucketpoint.format.metadata.plain import read_metadata
-from bucketpoint.format.pickles.fragments import framed, recall, text_header, unframed, unshared
+from bucketpoint.format.pickles.metadata_vocabulary import framed, recall, text_header, unframed, unshared
 from bucketpoint.format.record import CommitRecord
 
 WEIGHTS = "weights"
