@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from bucketpoint.doctor.bucket import bucket_findings, clock_finding, folder_finding, fsspec_findings, service_finding
 from bucketpoint.doctor.report import (
-    UNLISTED_UPLOADS,
     UNREACHABLE,
     Finding,
     Report,
@@ -24,7 +23,6 @@ from bucketpoint.doctor.report import (
     lack_of_conditions,
     needed,
     refused,
-    removal,
     without_conditions,
 )
 from bucketpoint.doctor.scratch import ScratchKeys
@@ -44,13 +42,11 @@ from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.tasks import TaskGroup
 
-DEFAULT_PROBE_BYTES = 128 << 20
 RACERS = 8
 PATIENCE_S = 60.0
 """Seconds after which checks, and the clean-up, retry no request: the store may be down."""
 
 ADMIN, TRAINER, READER, PRUNER = "admin", "trainer", "reader", "pruner"
-ROLES = (ADMIN, TRAINER, READER, PRUNER)
 """The roles of `policies/`, and ADMIN, which saves, loads and prunes."""
 
 _NAMED = 5
@@ -80,7 +76,7 @@ def examine(
     prefix: str,
     *,
     role: str = ADMIN,
-    probe_bytes: int = DEFAULT_PROBE_BYTES,
+    probe_bytes: int = 128 << 20,
     told: Callable[[Finding], None] = lambda finding: None,
 ) -> Diagnosis:
     """Try the requests of `role` below `prefix`, in a folder with a random name, and delete that folder.
@@ -89,8 +85,8 @@ def examine(
     and stays, under the same key each time, and checks that need another object are skipped.
 
     Args:
-        role: one of `ROLES`. A reader writes nothing; a pruner writes notes and deletes. Throughput is measured for
-            roles that save.
+        role: `ADMIN`, `TRAINER`, `READER` or `PRUNER`. A reader writes nothing; a pruner writes notes and deletes.
+            Throughput is measured for roles that save.
         probe_bytes: approximate number of bytes to upload, and to download, to measure throughput; 0 to skip this.
         told: function that is called with each finding immediately.
     """
@@ -121,8 +117,6 @@ class _Examination:
     """One examination, with the keys that it wrote, so that `clean_up` can delete them."""
 
     def __init__(self, report: Report, prefix: str, role: str) -> None:
-        if role not in ROLES:
-            raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
         self.report = report
         self._store = report.store
         self._prefix = prefix
@@ -345,7 +339,8 @@ class _Examination:
             # Some stores list an upload only once it has parts.
             spared = self._spared if self._role == TRAINER else None
             success = "open multipart uploads are listed"
-            with report.trial("multipart list", success, remedy=UNLISTED_UPLOADS, warn=True, spared=spared):
+            remedy = "The uploads of a killed save can then be aborted only by a lifecycle rule"
+            with report.trial("multipart list", success, remedy=remedy, warn=True, spared=spared):
                 expect(self._is_open(key, upload), "an open multipart upload is not listed")
         if parts and not self._removable:
             report.say("multipart complete", "skip", f"not tried: {_STAYS}, so {size >> 20} MiB would stay")
@@ -394,7 +389,11 @@ class _Examination:
             message = f"{count}: {first_of(left, _NAMED, last=', and ')}"
             if left == [self._at.lasting]:
                 message += ", of a few bytes; each run of doctor overwrites it"
-            self.report.say("clean-up", "warn", message, removal(self._store, self._prefix))
+            url = f"{self._store.url}/{self._prefix}" if self._prefix else self._store.url
+            remedy = (
+                f"`bucketpoint gc {url}` removes objects of doctor that are older than 48 h, with credentials that "
+            )
+            self.report.say("clean-up", "warn", message, remedy + "may delete")
         else:
             self.report.say("clean-up", "ok", "everything that was written is deleted")
 

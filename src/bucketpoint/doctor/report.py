@@ -171,17 +171,6 @@ def without_conditions(store: Store) -> str:
     return _WITHOUT_CONDITIONS[0].upper() + _WITHOUT_CONDITIONS[1:]
 
 
-def removal(store: Store, prefix: str) -> str:
-    """Return the text on how to remove objects that an examination could not delete."""
-    url = f"{store.url}/{prefix}" if prefix else store.url
-    return (
-        f"`bucketpoint gc {url}` removes objects of doctor that are older than 48 h, with credentials that may delete"
-    )
-
-
-UNLISTED_UPLOADS = "The uploads of a killed save can then be aborted only by a lifecycle rule"
-
-
 _LOOKED_AT = 1000
 """Limit on the objects listed to find one that is not empty: one page of a listing."""
 
