@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from bucketpoint.catalog.survey import names_below, other_files
 from bucketpoint.checkpoint.open import open_checkpoint, open_safetensors
 from bucketpoint.checkpoint.safetensors_folder import HEAD_BYTES, explain
-from bucketpoint.convert.readers.from_dcp import read_dcp
-from bucketpoint.convert.readers.from_torch import read_torch
+from bucketpoint.convert.from_dcp import read_dcp
+from bucketpoint.convert.from_torch import read_torch
 from bucketpoint.convert.source import (
     BUCKETPOINT,
     DCP,
@@ -117,7 +117,7 @@ def open_source(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint or file of a known format.
-        BucketpointError: the source cannot or must not be read; see the modules in `readers`.
+        BucketpointError: the source cannot or must not be read; see `read_dcp` and `read_torch`.
     """
     text = place.url
     store, folder = open_place(place)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from bucketpoint.convert.occupied import remove_weights
 from bucketpoint.convert.pipeline import CONVERT_OPTIONS, commit_conversion, plan_conversion, run_conversion
 from bucketpoint.convert.plan import SHARD_BYTES, Converted, ConvertOptions, ConvertPlan
 from bucketpoint.convert.source import SAFETENSORS
+from bucketpoint.convert.target import remove_weights
 from bucketpoint.dcp.meeting import Meeting
 from bucketpoint.dcp.process_groups import ranks_of, this_rank
 from bucketpoint.errors import CommitConflictError

@@ -12,9 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bucketpoint.catalog.catalog import get_metadata
 from bucketpoint.convert.target import TargetPlace, is_of_conversion
-from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
+from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import keys
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.stores import delete_all
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded
@@ -76,6 +79,16 @@ class Journal:
 
         for_each(objects, look, options)
         return done
+
+    def is_committed(self) -> bool:
+        """Return True if an earlier run committed the checkpoint, but did not delete its journal."""
+        if not self.notes:
+            return False
+        try:
+            data, _ = get_metadata(self.place.store, self.place.key(keys.METADATA))
+        except (ObjectNotFoundError, CorruptDataError, MetadataError):
+            return False
+        return bool(extra(decode_metadata(data, url=self.place.url)).get("token") == self.token)
 
     def begin(self, objects: Sequence[ObjectSource]) -> None:
         """Record the objects to be written, before the first is written. The first call costs a PUT."""

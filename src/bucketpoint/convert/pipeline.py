@@ -1,6 +1,6 @@
 """A conversion from plan to commit: objects are written within the memory budget, and the commit comes last.
 
-The modules in `writers` decide which objects are written; this module writes them, in the same way for every format.
+The writers (`to_...`) decide which objects are written; this module writes them, in the same way for every format.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.detect import AUTO, format_of, open_object, open_place, open_source
 from bucketpoint.convert.journal import NAME, name_of, open_journal, remove_stale
-from bucketpoint.convert.occupied import (
+from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
+from bucketpoint.convert.source import SAFETENSORS, SAFETENSORS_SUFFIX, TORCH, Source
+from bucketpoint.convert.target import (
+    TargetPlace,
+    Worker,
+    check_worker,
+    copy_beside,
     indexed_by,
     is_exported,
-    is_finished,
     refuse_own_source,
     watch_files,
     will_replace,
 )
-from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.plan import Converted, ConvertOptions, ConvertPlan
-from bucketpoint.convert.source import SAFETENSORS, SAFETENSORS_SUFFIX, TORCH, Source
-from bucketpoint.convert.target import TargetPlace, Worker, check_worker, copy_beside
-from bucketpoint.convert.writers.to_bucketpoint import plan_bucketpoint
-from bucketpoint.convert.writers.to_safetensors import plan_safetensors
-from bucketpoint.convert.writers.to_torch import plan_torch
+from bucketpoint.convert.to_bucketpoint import plan_bucketpoint
+from bucketpoint.convert.to_safetensors import plan_safetensors
+from bucketpoint.convert.to_torch import plan_torch
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, CommitConflictError
 from bucketpoint.format.item_names import renaming
 from bucketpoint.format.keys import METADATA
@@ -147,7 +149,7 @@ def plan_conversion(
         finished = is_exported(place, layout.objects, digest, transfer)
     else:
         log = _log_there(there, opened)
-        finished = is_finished(place, journal)
+        finished = journal.is_committed()
         layout = plan_bucketpoint(
             opened, filling, place, token=token, object_bytes=chosen.object_bytes, overwrite=chosen.overwrite, log=log
         )

@@ -1,6 +1,6 @@
 """The source of a conversion, in any format: DCP's description of a state, and the position of each item's bytes.
 
-The modules in `readers` parse the formats. The reader of byte ranges pins an object to its version at the first
+The readers (`from_...`) parse the formats. The reader of byte ranges pins an object to its version at the first
 request, and caches blocks for small reads.
 """
 

@@ -1,6 +1,7 @@
-"""Reader of torch.save archives that finds the positions of the storages, and rebuilds the objects without tensor data.
+"""Reader of a file of torch.save: tensors are streamed from their positions, other values are serialized again.
 
-The pickle is interpreted and never executed, except with `trusted`.
+The reader of archives finds the positions of the storages, and rebuilds the objects without tensor data. The pickle is
+interpreted and never executed, except with `trusted`.
 """
 
 from __future__ import annotations
@@ -9,29 +10,157 @@ import io
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.checkpoint.objects import REMEDY
-from bucketpoint.convert.source import Checksum, Decoded, SourceBytes, Stretch, exclude_option
+from bucketpoint.checkpoint.safetensors_folder import HEAD_BYTES, explain
+from bucketpoint.convert.source import (
+    TORCH,
+    Checksum,
+    Decoded,
+    Held,
+    Payload,
+    Source,
+    SourceBytes,
+    Stretch,
+    describe,
+    exclude_option,
+    excluded_keys,
+    without,
+)
+from bucketpoint.dcp.planning.nested_state import int_keys_of
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
+from bucketpoint.format.metadata.facts import RepetitionError, nested_values
 from bucketpoint.format.pickles.items import DAMAGED, LOCAL_HEADER, MAGIC, interpreter
 from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
 from bucketpoint.format.pickles.writing import settled
-from bucketpoint.format.torch_zip import STORAGE_NAMES
 from bucketpoint.transfer.pieces import for_each
+
+MAX_LOADED_BYTES = 64 << 20
+"""Limit on the bytes of tensors inside of tuples and other objects (never weights), which are held in memory."""
+
+_MOST_DEPTH = 200
 
 MAX_EXPANDED_BYTES = 256 << 20
 """Limit on the written size of a tensor that repeats elements (`expand`): a few bytes could become any number."""
 
 _FEW = 8
-_DTYPE_OF = {name: dtype for dtype, name in STORAGE_NAMES.items()}
 # Package of DTensor's classes. Their instances would require process groups, which do not exist here.
 _DISTRIBUTED = "torch.distributed"
+
+
+def read_torch(
+    source: SourceBytes, key: str, url: str, *, exclude: str | Iterable[str] = (), trusted: bool = False
+) -> Source:
+    """Plan the reading of a file of torch.save. Of tensors, only those inside of tuples and other objects are read.
+
+    Raises:
+        MetadataError: the file is not an archive, or is damaged.
+        UnsafeDataError: the pickle names something outside the allow-list.
+        MismatchError: the file does not contain a dictionary, or contains tensors that are not plain.
+    """
+    archive = open_archive(source, key, 0, source.look(key).size)
+    if archive is None:
+        not_ours = MetadataError(
+            "The file is not an archive of torch.save",
+            url=url,
+            remedy="If the file is older than torch 1.6, load it with torch.load and save it again",
+        )
+        head = bytes(source.take(key, 0, min(HEAD_BYTES, source.look(key).size)))
+        raise explain(head, source.store.url, key, not_ours)
+    skeleton = Skeleton(archive, trusted=trusted)
+    metadata, tensors, objects = describe(_as_state(skeleton.root, url))
+    excluded = excluded_keys(exclude, metadata.state_dict_metadata, url=url)
+    loaded = _storages_in([value for index, value in objects.items() if index.fqn not in excluded], skeleton)
+    if loaded:
+        nbytes = sum(archive.storages[name].nbytes for name in loaded)
+        if nbytes > MAX_LOADED_BYTES:
+            raise MismatchError(
+                f"{nbytes} bytes of tensors are inside tuples and objects, which DCP does not search",
+                url=url,
+                remedy="Put the tensors into dictionaries or lists",
+            )
+        skeleton = Skeleton(archive, loaded=loaded, trusted=trusted)
+        metadata, tensors, objects = describe(_as_state(skeleton.root, url))
+    payloads: dict[MetadataIndex, Payload] = {
+        index: skeleton.payload(tensor, index.fqn) for index, tensor in tensors.items() if index.fqn not in excluded
+    }
+    payloads.update((index, Held(_saved(value))) for index, value in objects.items() if index.fqn not in excluded)
+    return Source(
+        TORCH,
+        url,
+        source,
+        without(metadata, excluded),
+        payloads,
+        source.fingerprint(),
+        excluded=excluded,
+        int_keys=int_keys_of(skeleton.root),
+    )
+
+
+def _parts(value: Any) -> Collection[Any] | None:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else None
+
+
+def _as_state(root: Any, url: str) -> dict[str, Any]:
+    if not isinstance(root, Mapping):
+        raise MismatchError(
+            f"The file holds a {type(root).__name__}, but a checkpoint must be a dictionary",
+            url=url,
+            remedy="Save it in a dictionary: torch.save({'model': ...}, path)",
+        )
+    # DCP would find too many values in dictionaries and lists that nest very deeply, or that repeat each other.
+    try:
+        fits = all(depth <= _MOST_DEPTH or _parts(value) is None for value, depth in nested_values(root, _parts))
+    except RepetitionError:
+        fits = False
+    if not fits:
+        raise MismatchError(
+            "The file holds dictionaries or lists that nest very deeply, or that occur in very many places", url=url
+        )
+    return dict(root)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _storages_in(values: Iterable[Any], skeleton: Skeleton) -> set[str]:
+    """Return the keys of the storages of tensors inside of `values`."""
+    finder = _Finder(skeleton)
+    for value in values:
+        finder.dump(value)
+    return finder.storages
+
+
+class _Finder(pickle.Pickler):
+    """Pickler that is run only to find tensors inside of values; the output is discarded."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        super().__init__(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+        self._skeleton = skeleton
+        self.storages: set[str] = set()
+
+    def reducer_override(self, value: Any, /) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        key = self._skeleton.storage_of(value)
+        if key is not None:
+            self.storages.add(key)
+        return int, ()
+
+
+# Archives
 
 
 @dataclass(frozen=True)
@@ -237,13 +366,6 @@ def _unfit(name: str, what: str) -> MismatchError:
     )
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Stand-in for the class of a typed storage, of which only the dtype matters."""
-
-    dtype: torch.dtype
-
-
 class _Unpickler(pickle.Unpickler):
     """Unpickler for a trusted pickle, which resolves persistent ids to storages of the archive."""
 
@@ -252,16 +374,11 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(body), encoding="utf-8")
         self._storage = storage
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        if module in ("torch", "torch.storage") and name in _DTYPE_OF:
-            return _Kind(_DTYPE_OF[name])
-        return super().find_class(module, name)
-
     def persistent_load(self, pid: Any, /) -> Any:
         if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[2]) is not str:
             raise MetadataError("The pickle has a persistent reference that torch.save does not write")
-        kind = pid[1]
-        dtype = kind.dtype if isinstance(kind, _Kind) else torch.uint8
+        # The class of a typed storage has a dtype; that of an untyped storage has none.
+        dtype = pid[1]._dtype if issubclass(pid[1], torch.storage._LegacyStorage) else torch.uint8
         storage = self._storage(pid[2])
         return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
             wrap_storage=storage, dtype=dtype, _internal=True

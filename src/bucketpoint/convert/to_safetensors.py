@@ -9,10 +9,9 @@ from dataclasses import replace
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
-from bucketpoint.convert.occupied import DIGEST
 from bucketpoint.convert.payload_reader import Filling, WholeTensor, whole_tensors
 from bucketpoint.convert.source import Source, exclude_option
-from bucketpoint.convert.target import TargetLayout, TargetPlace, file_name, held, with_checksums
+from bucketpoint.convert.target import DIGEST, TargetLayout, TargetPlace, file_name, held, with_checksums
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError, first_of
 from bucketpoint.format.safetensors_header import TensorEntry, encode_header, nameable, writable

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.checkpoint.objects import damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.convert.readers.archive import Skeleton, open_archive
+from bucketpoint.convert.from_torch import Skeleton, open_archive
 from bucketpoint.convert.source import (
     BLOCK_BYTES,
     BUCKETPOINT,

@@ -1,1 +1,0 @@
-"""Readers of the formats that a checkpoint can be converted from."""

@@ -1,1 +1,0 @@
-"""Writers of the formats that a checkpoint can be converted to."""
