@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.checkpoint.hash_tables import read_digests, table_nbytes, table_tail
+from bucketpoint.checkpoint.checksums import read_digests, table_nbytes, table_tail
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.stores import open_store
 from bucketpoint.transfer.checksum import DIGEST_BYTES

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.checkpoint.checksums import ObjectCheck, Region
 from bucketpoint.checkpoint.open import SavedCheckpoint, open_checkpoint
-from bucketpoint.checkpoint.regions import ObjectCheck, Region
 from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store

@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bucketpoint.checkpoint.hash_tables import read_digests, table_nbytes, table_tail
+from bucketpoint.checkpoint.checksums import read_digests, table_nbytes, table_tail
 from bucketpoint.stores import Store, open_store
 from bucketpoint.transfer import BufferPool, ObjectSource, Segment, TransferOptions, Uploaded, upload_objects
 from bucketpoint.transfer.checksum import BLOCK_BYTES, digest

@@ -1,14 +1,14 @@
 """Metadata for a folder of safetensors in Hugging Face's layout, as a save of the same tensors would have.
 
 The metadata is made from the headers of the files, so that readers do not depend on the format of the files. The
-module also makes the errors for missing files and files of other kinds (Git LFS pointers, web pages).
+module also makes the errors for files of other kinds (Git LFS pointers, web pages).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Size, bfloat16
@@ -66,17 +66,6 @@ def explain(head: bytes, url: str, key: str, error: BucketpointError) -> Bucketp
     if not head:
         return MetadataError("The file is empty", url=url, key=key, remedy=f"{_DOWNLOAD} again")
     return error
-
-
-def missing_files(gone: Collection[str], url: str) -> CorruptDataError:
-    """Return the error for missing files that a safetensors index names."""
-    named = first_of(sorted(gone), _NAMED_AT_MOST)
-    return CorruptDataError(
-        f"Files that the safetensors index names are missing: {named}",
-        url=url,
-        key=min(gone),
-        remedy="Put the missing files beside the index; an interrupted download leaves such a folder",
-    )
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -153,7 +142,12 @@ class SafetensorsFolder:
 
         for_each(dict.fromkeys(named.values()), read, TransferOptions())
         if gone:
-            raise missing_files(gone, self._url)
+            raise CorruptDataError(
+                f"Files that the safetensors index names are missing: {first_of(sorted(gone), _NAMED_AT_MOST)}",
+                url=self._url,
+                key=min(gone),
+                remedy="Put the missing files beside the index; an interrupted download leaves such a folder",
+            )
         self._compare(named, files)
         return self._metadata(dict(sorted(files.items()))), info
 

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.catalog.run import record_above
-from bucketpoint.checkpoint.hash_tables import read_tables
+from bucketpoint.checkpoint.checksums import ObjectCheck, Region, item_regions, read_tables, table_regions
 from bucketpoint.checkpoint.objects import faults
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.checkpoint.regions import ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,

@@ -21,10 +21,9 @@ from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.records import named
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.checkpoint.hash_tables import read_tables
+from bucketpoint.checkpoint.checksums import ObjectCheck, Region, item_regions, read_tables, table_regions
 from bucketpoint.checkpoint.objects import copy_target, damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
-from bucketpoint.checkpoint.regions import ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.dcp.saving.commit import commit_copy
 from bucketpoint.dcp.saving.commit_put import Commit

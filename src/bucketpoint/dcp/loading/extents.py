@@ -97,7 +97,7 @@ def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
 
 def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memoryview], Complete]]:
     """Read the block checksums that verify parts of an item. The tables of an object are adjacent."""
-    from bucketpoint.checkpoint.hash_tables import with_blocks
+    from bucketpoint.checkpoint.checksums import with_blocks
 
     def understand(view: memoryview) -> Complete:
         info = with_blocks(item.info, view)

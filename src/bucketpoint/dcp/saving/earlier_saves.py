@@ -265,7 +265,7 @@ def read_earlier_save(
 
     Sends one or two small requests for the metadata, and one for each object that holds such items.
     """
-    from bucketpoint.checkpoint.hash_tables import read_digests
+    from bucketpoint.checkpoint.checksums import read_digests
     from bucketpoint.checkpoint.metadata_source import MetadataSource
 
     url = str(said.url)

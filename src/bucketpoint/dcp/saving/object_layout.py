@@ -211,7 +211,7 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
         segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
     digested = [item for item in placed if item.entry.body.digest_seed is not None]
     if digested:
-        from bucketpoint.checkpoint.hash_tables import table_nbytes, table_tail
+        from bucketpoint.checkpoint.checksums import table_nbytes, table_tail
 
         tail = memoryview(table_tail([item.offset for item in digested]))
         of = [item.payload for item in digested]
