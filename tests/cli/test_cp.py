@@ -131,7 +131,7 @@ def test_copies_a_checkpoint_that_loads_and_is_pinned_where_it_lies(
     assert copied.facts["copied_from"] == source
     assert set(contents(target)) == set(contents(source))
     if copied.store.capabilities.pinned_reads:
-        assert all(copied.etag_of(path) for path in copied.by_object)
+        assert copied.etags.keys() >= copied.by_object.keys()
 
 
 def test_copies_from_file_to_s3_in_parts_within_the_budget(

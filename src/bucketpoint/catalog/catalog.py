@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import shlex
 import time
@@ -23,7 +24,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.index.ref import HEAD_BYTES
-from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES, may_be_metadata
+from bucketpoint.format.metadata.facts import MAX_METADATA_BYTES
 from bucketpoint.format.record import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.location import Location, Place
 from bucketpoint.retention.rows import FULL
@@ -334,7 +335,8 @@ def get_metadata(store: Store, key: str, *, max_bytes: int = MAX_METADATA_BYTES)
         ObjectNotFoundError: there is no object.
     """
     head, info = store.get(key, first=HEAD_BYTES)
-    if info.size <= len(head) or info.size > max_bytes or not (is_marker(head) or may_be_metadata(head)):
+    # Every writer's pickle begins with the opcode PROTO, of protocol 2 or later.
+    if info.size <= len(head) or info.size > max_bytes or not (is_marker(head) or head.startswith(pickle.PROTO)):
         return head, info
     return store.get(key, max_bytes=max_bytes)
 

@@ -53,7 +53,7 @@ def look_at_objects(
 
 def faults(saved: SavedCheckpoint, path: str, info: ObjectInfo) -> Iterator[tuple[str, str]]:
     """Yield the kind and the text of each difference between an object and the metadata."""
-    size, pinned = saved.size_of(path), saved.etag_of(path)
+    size, pinned = saved.size_of(path), saved.etags.get(path)
     needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
     if info.size < needed or size not in (None, info.size):
         wanted = f"{size}" if size is not None else f"at least {needed}"

@@ -76,7 +76,8 @@ class SavedCheckpoint:
         return record_of(self.metadata, self.data, metadata_etag=self.info.etag)
 
     @cached_property
-    def _etags(self) -> dict[str, str]:
+    def etags(self) -> dict[str, str]:
+        """The ETags that a load requires of the objects, by path."""
         return committed_etags(self.metadata, self.store, self.url)
 
     @cached_property
@@ -97,10 +98,6 @@ class SavedCheckpoint:
         """Return the size that was committed for an object, or None if its writer did not record it."""
         recorded = self.facts.get("objects", {}).get(path)
         return None if recorded is None else int(recorded["size"])
-
-    def etag_of(self, path: str) -> str | None:
-        """Return the ETag that a load requires of an object, or None."""
-        return self._etags.get(path)
 
 
 def open_checkpoint(

@@ -58,19 +58,12 @@ def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bo
     "model" or "weights". If no segment is in a rule, a tensor counts as a weight, because torchtitan and plain
     `model.state_dict()` saves have their weights at the top level; other values belong to the group "other".
     """
-    group, _ = deciding(fqn, rules)
-    return group or (MODEL if tensor else OTHER)
-
-
-def deciding(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES) -> tuple[str | None, str]:
-    """Return the group of the first segment in a rule, and the name up to its end; if none is, None and `fqn`."""
     groups = _groups_by_segment(tuple(rules))
-    segments = fqn.split(".")
-    for number, segment in enumerate(segments, 1):
+    for segment in fqn.split("."):
         group = groups.get(segment) or groups.get(_NUMBERED.sub("", segment))
         if group is not None:
-            return group, ".".join(segments[:number])
-    return None, fqn
+            return group
+    return MODEL if tensor else OTHER
 
 
 @functools.lru_cache(maxsize=16)

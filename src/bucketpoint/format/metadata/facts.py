@@ -219,11 +219,6 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, mo
     return metadata
 
 
-def may_be_metadata(head: bytes) -> bool:
-    """Return True if an object that begins with `head` may be a pickle of protocol 2 or newer, as all writers make."""
-    return head[:1] == b"\x80"
-
-
 def refuse_marker(data: bytes, url: str | None) -> None:
     """Raise CheckpointDeletedError if a deletion has replaced the metadata by a deletion marker."""
     marker = parse_marker(data)
