@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from bucketpoint.retention import RetentionPolicy
     from bucketpoint.staging.pool import StagingOptions
     from bucketpoint.staging.stager import Stager
-    from bucketpoint.stores.node_copy import NodeCopy
-    from bucketpoint.transfer.options import TransferOptions
+    from bucketpoint.transfer.options import NodeCopy, TransferOptions
 
 __all__ = [
     "AccessDeniedError",
@@ -92,8 +91,8 @@ _MODULES = {name: module for module, *names in map(str.split, (
     "dcp.planning.save_planner SavePlanner", "dcp.reader BucketReader", "dcp.stats CommitInfo LoadStats SaveStats",
     "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer",
     "dcp.writer BucketWriter", "manager CheckpointManager", "retention RetentionPolicy",
-    "stores.node_copy NodeCopy", "staging.pool StagingOptions", "staging.stager Stager",
-    "transfer.options TransferOptions",
+    "staging.pool StagingOptions", "staging.stager Stager",
+    "transfer.options NodeCopy TransferOptions",
 )) for name in names}  # fmt: skip
 """Modules of the names that are imported on first use."""
 

@@ -18,8 +18,8 @@ import pytest
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
 from bucketpoint.stores import node_copy
 from bucketpoint.stores.base import ObjectInfo
-from bucketpoint.stores.node_copy import CopiedObject, NodeCopy, NodeFolder
-from bucketpoint.transfer import TransferOptions
+from bucketpoint.stores.node_copy import CopiedObject, NodeFolder
+from bucketpoint.transfer.options import VARIABLE, NodeCopy, TransferOptions
 
 CONTENT = os.urandom(3 << 20)
 SIZE, SMALL = 1_100_000, 1_500_000
@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(path: Path) -> NodeFolder:
-    return NodeFolder(NodeCopy(str(path), 10_000_000))
+    return NodeFolder(str(path), 10_000_000)
 
 
 def put(folder: NodeFolder, start: int, stop: int, obj: CopiedObject | None = None) -> None:
@@ -91,7 +91,7 @@ class Failing:
 
 def everything(path: Path) -> None:
     """One of each operation, the second object evicting the first."""
-    folder = NodeFolder(NodeCopy(str(path), SMALL))
+    folder = NodeFolder(str(path), SMALL)
     with folder.claim(of(1), 0, SIZE, 0.0):
         put(folder, 0, SIZE, of(1))
     put(folder, 5, SIZE + 5, of(2))
@@ -130,7 +130,7 @@ def test_reads_what_several_files_have_and_names_the_gaps(folder: NodeFolder) ->
 
 
 def test_keeps_to_its_limit_and_deletes_the_oldest_checkpoint_first(path: Path) -> None:
-    folder = NodeFolder(NodeCopy(str(path), 1_000_000))
+    folder = NodeFolder(str(path), 1_000_000)
     for step in range(6):
         for number in range(2):
             put(folder, 0, 200_000, of(step, number))
@@ -141,7 +141,7 @@ def test_keeps_to_its_limit_and_deletes_the_oldest_checkpoint_first(path: Path) 
 
 
 def test_writes_a_new_file_over_the_one_that_it_replaces_unless_that_is_linked(path: Path) -> None:
-    folder, backup = NodeFolder(NodeCopy(str(path), SMALL)), path.with_name("backup")
+    folder, backup = NodeFolder(str(path), SMALL), path.with_name("backup")
     put(folder, 0, SIZE, of(0))
     with (path / of(0).folder / f"0-{SIZE}").open("rb") as replaced:
         put(folder, 5, SIZE + 5, of(1))
@@ -159,7 +159,7 @@ def test_writes_a_new_file_over_the_one_that_it_replaces_unless_that_is_linked(p
     [(SMALL, 1, (0, SIZE, 0)), (SMALL, 0, (SIZE, 0, 0)), (2 * SMALL, 0, (SIZE, SIZE, 0))],
 )
 def test_counts_and_never_takes_a_file_that_another_writes(path: Path, limit: int, step: int, expected: Any) -> None:
-    folder, others = NodeFolder(NodeCopy(str(path), limit)), (of(step, 1), of(step, 2))
+    folder, others = NodeFolder(str(path), limit), (of(step, 1), of(step, 2))
 
     def views() -> Any:
         yield memoryview(CONTENT)[5:1_060_005]
@@ -187,14 +187,14 @@ def test_frees_a_claim_though_a_process_that_was_forked_meanwhile_lives(folder: 
 
 
 def test_deletes_nothing_for_an_object_above_its_limit(path: Path) -> None:
-    folder = NodeFolder(NodeCopy(str(path), SMALL))
+    folder = NodeFolder(str(path), SMALL)
     put(folder, 0, SIZE, of(0))
     put(folder, 0, SMALL, of(1))
     assert held(folder, 0, SIZE, of(0)) == SIZE
 
 
 def test_deletes_nothing_of_the_checkpoint_that_it_copies(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = NodeFolder(NodeCopy(str(path), 500_000))
+    folder = NodeFolder(str(path), 500_000)
     for number in range(4):
         put(folder, 0, 200_000, of(0, number))
     assert [held(folder, 0, 200_000, of(0, number)) for number in range(4)] == [200_000, 200_000, 0, 0]
@@ -239,7 +239,7 @@ def test_serves_whole_files_only_after_its_writer_was_killed_at_any_call(path: P
         if os.waitpid(child, 0)[1] == 0:
             break
         calls = number
-        folder = NodeFolder(NodeCopy(str(where), SMALL))
+        folder = NodeFolder(str(where), SMALL)
         assert held(folder, 0, SIZE, of(1)) in (0, SIZE)
         assert held(folder, 5, SIZE + 5, of(2)) in (0, SIZE)
         everything(where)
@@ -263,7 +263,7 @@ def test_leaves_a_folder_alone_that_is_not_the_jobs_alone(
         path.mkdir(mode=0o755 if why == "mode" else 0o700)
     if why == "owner":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    folder = NodeFolder(NodeCopy(str(path), 10_000_000))
+    folder = NodeFolder(str(path), 10_000_000)
     with folder.claim(of(), 0, 10) as claimed:
         assert not claimed
     put(folder, 0, 10)
@@ -283,7 +283,7 @@ def test_follows_no_link_in_the_folder(folder: NodeFolder, path: Path, tmp_path:
     assert folder.cover(of(), 0, 20) == [(0, 20, None)]
     assert not (elsewhere / "10-20").exists()
     (path / of().folder).unlink()
-    put(NodeFolder(NodeCopy(str(path), 10_000_000)), 10, 20)
+    put(NodeFolder(str(path), 10_000_000), 10, 20)
     (path / of().folder / "0-10").symlink_to(elsewhere / "0-10")
     with pytest.raises(OSError, match="link"):
         folder.read(of(), "0-10", 0, [memoryview(bytearray(10))])
@@ -326,9 +326,9 @@ def test_deletes_what_the_bucket_no_longer_has_once_a_minute(folder: NodeFolder,
 def test_takes_folder_and_limit_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TransferOptions().node_copy is None
     for text, limit in (("/a:b:12", 12), ("/a:b:3KB", 3000), ("/a:b:2T", 2 * 10**12)):
-        monkeypatch.setenv(node_copy.VARIABLE, text)
+        monkeypatch.setenv(VARIABLE, text)
         assert TransferOptions().node_copy == NodeCopy("/a:b", limit)
     for text in ("/a", "a:1G", "/a:0", "/a:1X", "/a:-1"):
-        monkeypatch.setenv(node_copy.VARIABLE, text)
+        monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(BucketpointError):
             TransferOptions()

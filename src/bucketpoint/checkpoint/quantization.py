@@ -17,9 +17,6 @@ from bucketpoint.format.safetensors_header import TensorEntry
 
 FP8, MXFP4 = "fp8", "mxfp4"
 
-QUANTIZATION = "quantization"
-"""Name of the fact that lists the quantized tensors in the metadata of a folder of safetensors."""
-
 _REMEDY = "Download config.json and the files again, or pass dequantize=False to the reader for what is stored"
 
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
@@ -42,11 +39,8 @@ class Quantization:
     scales: Mapping[str, str]
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Quantization | None:
-        """Return the quantization in the facts of untrusted metadata; None without one. Raises MetadataError."""
-        fact = facts.get(QUANTIZATION)
-        if fact is None:
-            return None
+    def of(cls, fact: Any) -> Quantization:
+        """Return the quantization in a fact of untrusted metadata. Raises MetadataError."""
         if type(fact) is dict and fact.keys() == {"method", "block", "scales"}:
             scales, known = fact["scales"], fact["method"] in (FP8, MXFP4)
             if known and _is_block(fact["block"]) and type(scales) is dict and {*map(type, scales.values())} <= {str}:

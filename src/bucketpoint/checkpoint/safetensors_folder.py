@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.checkpoint.quantization import QUANTIZATION, Quantization, declared, may_be_quantized
+from bucketpoint.checkpoint.quantization import Quantization, declared, may_be_quantized
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
@@ -32,7 +32,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import encode_metadata
-from bucketpoint.format.metadata.facts import FILES, MAX_METADATA_BYTES, SAFETENSORS
+from bucketpoint.format.metadata.facts import FILES, MAX_METADATA_BYTES, QUANTIZATION, SAFETENSORS
 from bucketpoint.format.safetensors_header import (
     LENGTH_BYTES,
     TensorEntry,

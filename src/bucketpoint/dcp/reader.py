@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.checkpoint.quantization import Quantization
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
@@ -42,7 +41,7 @@ from bucketpoint.format.index.ref import is_index
 from bucketpoint.format.index.view import ChunkShapes, decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.format.metadata.facts import extra, token_of
+from bucketpoint.format.metadata.facts import QUANTIZATION, extra, token_of
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, retry
 from bucketpoint.transfer import (
@@ -354,6 +353,11 @@ class BucketReader(Located, StorageReader):
         self, plan: LoadPlan, planner: LoadPlanner, store: Store, prefix: str, pool: BufferPool, meter: Meter
     ) -> list[Request]:
         assert self._metadata is not None
+        quantization = None
+        if (fact := extra(self._metadata).get(QUANTIZATION)) is not None:
+            from bucketpoint.checkpoint.quantization import Quantization
+
+            quantization = Quantization.of(fact)
         reads = ReadPlan(
             self._metadata,
             planner,
@@ -363,7 +367,7 @@ class BucketReader(Located, StorageReader):
             transforms=self._registry,
             trusted=self.trusted,
             shapes=ChunkShapes(self._metadata),
-            quantization=Quantization.of(extra(self._metadata)),
+            quantization=quantization,
         )
 
         def read_now(extents: Iterable[Extent]) -> None:

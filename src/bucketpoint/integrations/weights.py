@@ -25,8 +25,8 @@ from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.promised import Promised, Promises, with_real
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.stores.node_copy import NodeCopy
 from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.options import NodeCopy
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Segments that torch.compile, FSDP and activation checkpointing add to names. DDP adds `module` as the first."""

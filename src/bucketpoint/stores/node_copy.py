@@ -28,7 +28,6 @@ import secrets
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
@@ -38,8 +37,6 @@ from bucketpoint.stores.cancellation import current_cut
 from bucketpoint.stores.local_folders import TEMPORARY, open_file, remove
 
 logger = logging.getLogger(__name__)
-
-VARIABLE = "BUCKETPOINT_NODE_COPY"
 
 CLAIM_S = 60.0
 """Longest wait for a process that reads the same bytes from the bucket: it may be suspended."""
@@ -61,51 +58,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
 _RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
-_SETTING = re.compile(r"(/.*):([0-9]+)([KMGT]?)B?")
 
 _logged: set[tuple[str, str]] = set()
-
-
-@dataclass(frozen=True)
-class NodeCopy:
-    """Folder on a node for copies of the data objects that saves send and loads read, for later loads.
-
-    All processes of the job on the node share the folder. It is made with mode 0700, and not used if it is a link, has
-    another owner, or grants rights to others.
-
-    Attributes:
-        path: absolute path: on a disk of the node, or in memory (below /dev/shm).
-        max_bytes: limit on the bytes of its files. Objects of the oldest checkpoint are deleted first, but none of the
-            checkpoint that is being copied: so two checkpoints should fit.
-
-    Raises:
-        BucketpointError: the path is not absolute, or the limit is not positive.
-    """
-
-    path: str
-    max_bytes: int
-
-    def __post_init__(self) -> None:
-        if not os.path.isabs(self.path) or self.max_bytes < 1:
-            raise BucketpointError(f"NodeCopy needs an absolute path and a limit, not {self.path!r}, {self.max_bytes}")
-
-    @classmethod
-    def parse(cls, text: str) -> NodeCopy:
-        """Parse a text such as `/local_nvme/ckpt:200GB`.
-
-        Raises:
-            BucketpointError: the text has another form.
-        """
-        match = _SETTING.fullmatch(text)
-        if match is None:
-            raise BucketpointError(f"{text!r} is no folder with a limit", remedy="Write it as /local_nvme/ckpt:200GB")
-        return cls(match[1], int(match[2]) * 1000 ** " KMGT".index(match[3] or " "))
-
-    @classmethod
-    def of_environment(cls) -> NodeCopy | None:
-        """Return the copy that `BUCKETPOINT_NODE_COPY` describes; None if the variable is not set."""
-        text = os.environ.get(VARIABLE)
-        return cls.parse(text) if text else None
 
 
 class CopiedObject(NamedTuple):
@@ -125,9 +79,9 @@ class CopiedObject(NamedTuple):
 class NodeFolder:
     """The folder of a `NodeCopy`. Any thread and process may use it; nothing stays open between calls."""
 
-    def __init__(self, copy: NodeCopy) -> None:
-        self._path = copy.path
-        self._max_bytes = copy.max_bytes
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
 
     def cover(self, of: CopiedObject, start: int, stop: int) -> list[tuple[int, int, str | None]]:
         """Split bytes `[start, stop)` into ranges, each with the name of the file that has its bytes, or None."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import Store
-from bucketpoint.stores.node_copy import CopiedObject, NodeCopy, NodeFolder
+from bucketpoint.stores.node_copy import CopiedObject, NodeFolder
 from bucketpoint.transfer.download import Request, cut, deliver
-from bucketpoint.transfer.options import MIB, Meter, TransferOptions
+from bucketpoint.transfer.options import MIB, Meter, NodeCopy, TransferOptions
 from bucketpoint.transfer.tasks import TaskGroup
 from bucketpoint.transfer.upload import ObjectSource, Uploaded
 
@@ -29,7 +29,7 @@ class NodeBytes:
     """Access of one load to the node's copy."""
 
     def __init__(self, copy: NodeCopy, store: Store, options: TransferOptions, meter: Meter) -> None:
-        self._folder = NodeFolder(copy)
+        self._folder = NodeFolder(copy.path, copy.max_bytes)
         self._store = store
         self._options = options
         self._meter = meter
@@ -114,7 +114,7 @@ def keep_uploaded(
     """Store the bytes of uploaded objects in the node's copy, on a thread of the lowest priority."""
     if options.node_copy is None:
         return
-    folder = NodeFolder(options.node_copy)
+    folder = NodeFolder(options.node_copy.path, options.node_copy.max_bytes)
     with TaskGroup(1, name="bucketpoint-node-copy", nice=NICE) as group:
         for source, done in zip(sources, uploaded, strict=True):
             if done.info.etag is not None:

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.stores.node_copy import NodeCopy
 from bucketpoint.stores.retry import READ_ATTEMPTS
 
 MIB = 1 << 20
 
 Background = Literal["auto", "process", "thread"]
+
+VARIABLE = "BUCKETPOINT_NODE_COPY"
+
+_SETTING = re.compile(r"(/.*):([0-9]+)([KMGT]?)B?")
+
+
+@dataclass(frozen=True)
+class NodeCopy:
+    """Folder on a node for copies of the data objects that saves send and loads read, for later loads.
+
+    All processes of the job on the node share the folder. It is made with mode 0700, and not used if it is a link, has
+    another owner, or grants rights to others.
+
+    Attributes:
+        path: absolute path: on a disk of the node, or in memory (below /dev/shm).
+        max_bytes: limit on the bytes of its files. Objects of the oldest checkpoint are deleted first, but none of the
+            checkpoint that is being copied: so two checkpoints should fit.
+
+    Raises:
+        BucketpointError: the path is not absolute, or the limit is not positive.
+    """
+
+    path: str
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        if not os.path.isabs(self.path) or self.max_bytes < 1:
+            raise BucketpointError(f"NodeCopy needs an absolute path and a limit, not {self.path!r}, {self.max_bytes}")
+
+    @classmethod
+    def parse(cls, text: str) -> NodeCopy:
+        """Parse a text such as `/local_nvme/ckpt:200GB`.
+
+        Raises:
+            BucketpointError: the text has another form.
+        """
+        match = _SETTING.fullmatch(text)
+        if match is None:
+            raise BucketpointError(f"{text!r} is no folder with a limit", remedy="Write it as /local_nvme/ckpt:200GB")
+        return cls(match[1], int(match[2]) * 1000 ** " KMGT".index(match[3] or " "))
+
+    @classmethod
+    def of_environment(cls) -> NodeCopy | None:
+        """Return the copy that `BUCKETPOINT_NODE_COPY` describes; None if the variable is not set."""
+        text = os.environ.get(VARIABLE)
+        return cls.parse(text) if text else None
 
 
 @dataclass(frozen=True)

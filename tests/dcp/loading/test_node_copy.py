@@ -23,6 +23,7 @@ from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.stores import LocalStore, node_copy
 from bucketpoint.transfer import Block, BufferPool, Extent, Meter, fetch, plan_requests
 from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.options import VARIABLE
 from dcp import scenarios
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 from dcp.ranks import Ranks
@@ -101,7 +102,7 @@ def test_loads_what_was_saved_here_without_a_byte_from_the_bucket(
     read, held = load(url, copy)
     assert (read > 6_000_000, held) == (True, 0)
     assert load(url, copy) == (0, read)
-    monkeypatch.setenv(node_copy.VARIABLE, f"{copy.path}:100MB")
+    monkeypatch.setenv(VARIABLE, f"{copy.path}:100MB")
     monkeypatch.setattr("bucketpoint.dcp.reader.TransferOptions", lambda: TransferOptions(part_bytes=1 << 20))
     reader = BucketReader(url)
     dcp.load(state(fill=False), storage_reader=reader, no_dist=True)

@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from bucketpoint.checkpoint.quantization import FP8, Quantization
 from bucketpoint.dcp.loading.decode import Fp4Chunk, SavedChunk, decode_item, fill_tensor, load_bytes, multiply
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
@@ -24,6 +23,9 @@ from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, is_viewable, tensor_bytes
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
+
+if TYPE_CHECKING:
+    from bucketpoint.checkpoint.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class ReadPlan:
         return PlannedItem(read, info, key, target, etag, chunk_of(info))
 
     def _quantized(self, read: ReadItem, target: torch.Tensor | None) -> PlannedItem:
+        from bucketpoint.checkpoint.quantization import FP8
+
         quantization, shape = self.quantization, self.shapes.of(read.storage_index) or ()
         assert quantization is not None
         kind, stored = (SavedChunk, torch.float8_e4m3fn) if quantization.method == FP8 else (Fp4Chunk, torch.uint8)

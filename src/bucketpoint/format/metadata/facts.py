@@ -63,6 +63,9 @@ MAX_METADATA_BYTES = MOST_BYTES >> 4
 FILES, SAFETENSORS = "files", "safetensors"
 """Name and value that mark metadata made from the headers of safetensors files, without a `.metadata`."""
 
+QUANTIZATION = "quantization"
+"""Name of the fact that lists the quantized tensors in such metadata."""
+
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
