@@ -152,7 +152,7 @@ def test_keeps_a_checkpoint_whole_that_cannot_be_thinned_and_says_so(groups: dic
     assert "stays whole" in entry.miss.why
 
 
-def test_writes_a_plan_as_json_of_its_documented_shape_and_reads_it_back() -> None:
+def test_writes_a_plan_as_json_of_its_documented_shape() -> None:
     data = json.loads(json.dumps(plan(EXAMPLE, example()).to_dict(), allow_nan=False))
     assert set(data) == {"version", "rules", "summary", "checkpoints"}
     assert set(data["summary"]) == {"keep", "thin", "delete", "freed_bytes"}
@@ -163,15 +163,6 @@ def test_writes_a_plan_as_json_of_its_documented_shape_and_reads_it_back() -> No
     }  # fmt: skip
     assert set(one["miss"]) == {"rule", "why"}
     assert data["checkpoints"][20]["metrics"] == {"loss": "nan"}
-    assert Plan.from_dict(data).to_dict() == data
-
-
-@pytest.mark.parametrize(
-    "data", [{}, {"version": 2}, {"version": 1, "rules": []}, {"version": 1, "rules": [], "checkpoints": [{}]}]
-)
-def test_refuses_what_is_no_plan(data: dict[str, Any]) -> None:
-    with pytest.raises(BucketpointError):
-        Plan.from_dict(data)
 
 
 def test_pickles_a_plan() -> None:
@@ -327,10 +318,3 @@ def test_imports_a_match_only_when_there_is_something_to_ask() -> None:
     assert plan(policy, []).entries == ()
     with pytest.raises(PolicyError, match="cannot be imported"):
         plan(policy, rows_at(1))
-
-
-def test_refuses_a_plan_with_a_metric_that_no_float_reaches() -> None:
-    data = plan(EXAMPLE, example()).to_dict()
-    data["checkpoints"][0]["metrics"] = {"loss": 10**400}
-    with pytest.raises(BucketpointError, match="The plan is malformed"):
-        Plan.from_dict(data)

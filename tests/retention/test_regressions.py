@@ -118,20 +118,11 @@ def test_refuses_an_empty_policy_unlike_restic() -> None:
         Keep()  # type: ignore[call-arg]
 
 
-def test_takes_nothing_that_was_committed_after_a_plan_unlike_megatron_bridge() -> None:
-    """It pruned before the new checkpoint was durable. A plan names only what it was made of."""
-    before = plan(policy(2), rows_at(1, 2, 3))
-    after = plan(policy(2), rows_at(1, 2, 3, 4))
-    assert [entry.row.step for entry in before.agreed(after)] == [1]
-
-
 def test_keeps_a_leased_checkpoint_until_its_reader_is_done_unlike_openpipe() -> None:
     """Evaluators and trainers race there."""
     rows = rows_at(1, 2, 3)
     leased = [replace(rows[0], leased=True), *rows[1:]]
     assert steps(left(policy(1), leased)) == [1, 3]
-    # A lease that came after the plan stops it too.
-    assert [entry.row.step for entry in plan(policy(1), rows).agreed(plan(policy(1), leased))] == [2]
 
 
 def test_changes_the_grid_where_until_says_unlike_levanter() -> None:

@@ -13,7 +13,6 @@ from itertools import repeat
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from bucketpoint.errors import BucketpointError
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.rows import FULL, CheckpointSet, Row, RuleDecision
 
@@ -93,14 +92,6 @@ class Entry:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        """Return the entry from `data`, made by `to_dict`."""
-        row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
-        row["metrics"] = {name: float(value) for name, value in row["metrics"].items()}
-        reasons = tuple(Reason(**reason) for reason in data["reasons"])
-        return cls.told(Row(**row), data["action"], reasons, Reason(**data["miss"]) if data["miss"] else None)
-
-    @classmethod
     def told(cls, row: Row, action: Action, reasons: tuple[Reason, ...], miss: Reason | None = None) -> Entry:
         """Make an entry with the given attributes `row`, `action`, `reasons` and `miss`."""
         return cls(row, action, lambda position: (reasons, miss))
@@ -163,18 +154,6 @@ class Plan:
             if entry.action != "delete"
         )
 
-    def agreed(self, later: Plan) -> Iterator[Entry]:
-        """Yield the deletions and thinnings that the plan `later`, of the same run, contains too.
-
-        To carry out a plan some time after it was made, make another plan and carry out only these entries: checkpoints
-        that were pinned, leased or replaced meanwhile, or got a metric, are spared. New commits by themselves turn no
-        deletion into a keep.
-        """
-        again = {(entry.row.step, entry.row.id): entry.action for entry in later.entries}
-        for entry in self.entries:
-            if entry.action != "keep" and again.get((entry.row.step, entry.row.id)) == entry.action:
-                yield entry
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data. NaN and the infinities become the texts "nan", "inf" and "-inf".
 
@@ -193,23 +172,6 @@ class Plan:
             },
             "checkpoints": [entry.to_dict() for entry in self.entries],
         }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan from `data`, made by `to_dict`.
-
-        Raises:
-            BucketpointError: `data` is malformed, or its version is not `PLAN_VERSION`.
-        """
-        if data.get("version") != PLAN_VERSION:
-            raise BucketpointError(
-                f"The plan has version {data.get('version')!r}, and this bucketpoint reads version {PLAN_VERSION}",
-                remedy="Make the plan again",
-            )
-        try:
-            return cls(tuple(data["rules"]), tuple(map(Entry.from_dict, data["checkpoints"])))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise BucketpointError(f"The plan is malformed: {error!r}", remedy="Make the plan again") from error
 
 
 @dataclass(frozen=True)
