@@ -1,7 +1,7 @@
 """Staged states, the leases on their memory, and the order of their saves.
 
 The lease of a staged state ends when the state is dropped, when the thread that saves it has ended, or when that thread
-begins another save, whichever comes first. Saves run in the order in which one thread staged their states. All ranks
+begins another save, whichever comes first. Each thread's staged states are saved in the order of staging. All ranks
 run the same program, so they have the same order, and the collectives of two saves cannot interleave.
 """
 

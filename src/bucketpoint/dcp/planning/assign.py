@@ -112,7 +112,7 @@ class _NameTable:
     is_sharded: torch.Tensor
     itemsizes: torch.Tensor
     strides: torch.Tensor
-    """Increase of an item's key for each step of the item's offset, by dimension."""
+    """Increase of a key (`_Held.keys`) for each step of an offset, by dimension."""
 
     bases: torch.Tensor
     """The first key of each name."""

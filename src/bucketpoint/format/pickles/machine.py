@@ -432,7 +432,7 @@ def _global(machine: Machine) -> Any:
     module = machine.line().decode("utf-8", "replace")
     ahead = machine.data[machine.position : machine.position + _LONGEST_NAME]
     if b"\n" not in ahead:
-        # A name that is too long, or that the end of the data cuts off, is refused as a name.
+        # A name too long, or cut off by the end of the data, is refused like an unknown name.
         raise RefusedError(f"{module}.{ahead.decode('utf-8', 'replace')}"[:MOST_TEXT])
     return machine.find(module, machine.line().decode("utf-8", "replace"))
 

@@ -295,7 +295,7 @@ class BucketStorage(Storage):
         raise self._missing_error(path)
 
     def _enter(self, parts: Parts, file: File) -> None:
-        """Make an object the content of the file at a path, in place of an earlier object."""
+        """Record an object as the content of the file at a path, replacing an earlier one."""
         body = memoryview(encode({(): file}))
         self.store.put(self.where.key(parts, names.ENTRY), [body], crc32c=crc32c(body))
         self.trees.forget()
