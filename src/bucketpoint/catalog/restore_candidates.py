@@ -112,7 +112,7 @@ def _spoken(catalog: Catalog, text: str) -> Best:
 
 
 def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-    """Return at most `TRIED_AT_MOST` checkpoints, with those that were given up last."""
+    """Return at most `TRIED_AT_MOST` checkpoints, the given-up ones at the end."""
     last: list[Checkpoint] = []
 
     def kept() -> Iterable[Checkpoint]:

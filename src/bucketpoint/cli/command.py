@@ -188,7 +188,7 @@ class Access:
 
 
 def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[str, Any]:
-    """Parse storage options from `name=value`: booleans, numbers and JSON as such, all others as text.
+    """Parse `name=value` options: booleans, null, integers, JSON in brackets or quotes; else text.
 
     Raises BadParameter for a text that is no such pair. The message omits the value, which may be a secret.
     """

@@ -133,7 +133,7 @@ class SaveSession:
             raise RanksDisagreeError(
                 f"The call was made by {self.ranks.together} ranks, but {count} of them save",
                 url=self.url,
-                remedy="Keep the process group until the save has ended, and use one group for one checkpoint process",
+                remedy="Keep the group until the save has ended; DCP's checkpoint process saves for one group only",
             )
         self.ranks = replace(self.ranks, together=count)
 

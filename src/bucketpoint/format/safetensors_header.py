@@ -139,7 +139,7 @@ def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntr
             raise _malformed(f"{entry.name[:200]} does not begin where the tensor before it ends", key)
         position += entry.nbytes
     if position != data_nbytes:
-        raise _malformed(f"its tensors have {position} bytes, but the file has {data_nbytes}", key)
+        raise _malformed(f"its tensors have {position} bytes, but its data has {data_nbytes}", key)
     return entries
 
 

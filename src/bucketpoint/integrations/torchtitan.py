@@ -166,7 +166,7 @@ class BucketpointManager(CheckpointManager):
         self._triggers.saved()
         if async_mode == AsyncMode.DISABLED:
             made = self._ranks.together(call, lambda: with_states(state_dict))
-            # torchtitan ends a run by `except Exception`, which does not catch DCP's CheckpointException.
+            # torchtitan cleans up in `except Exception`, which does not catch DCP's CheckpointException.
             with self._ranks.calling_dcp(call, checkpoint_id):
                 dcp.save(made, checkpoint_id=checkpoint_id, process_group=self._ranks.group, **saving)
             if exported:

@@ -55,7 +55,7 @@ def checkpoint_at(url: str, storage_options: Mapping[str, Any] | None) -> str | 
 
 
 class Saves:
-    """Successive background saves. The default `writer` keeps its plans and its staging memory between them."""
+    """Successive background saves. A given `writer` keeps its plans and its staging memory between them."""
 
     def __init__(self, writer: BucketWriter | None = None) -> None:
         self._writer = writer

@@ -117,7 +117,7 @@ class StreamUpload(io.RawIOBase):
         self._copied += len(piece)
 
     def _cut(self) -> list[memoryview]:
-        """Return the held pieces, and release them."""
+        """Return the held pieces, and forget them."""
         self._seal()
         pieces, self._pieces, self._pending = self._pieces, [], 0
         return pieces

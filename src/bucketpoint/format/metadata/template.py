@@ -50,7 +50,7 @@ _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
 @dataclass(frozen=True)
 class MetadataTemplate:
-    """A pickle with gaps for names and checksums, complete except for its last attributes.
+    """A `Metadata` pickle without its last attributes, with gaps for names and checksums.
 
     Attributes:
         body: opcodes without frames.

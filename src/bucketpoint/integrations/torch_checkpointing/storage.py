@@ -86,7 +86,7 @@ class BucketStorageConfig(StorageConfig):
 
     @classmethod
     def for_this_run(cls, root: str, storage_options: dict[str, Any] | None = None, **more: Any) -> BucketStorageConfig:
-        """Return settings with a random `attempt` from rank 0. All ranks of the default process group."""
+        """Return settings with a random `attempt` from rank 0. All ranks of the default group call it."""
         drawn = [secrets.token_hex(8)]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(drawn, src=0)

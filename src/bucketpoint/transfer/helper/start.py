@@ -45,8 +45,8 @@ class HelperProcess:
     """A helper that was started, and the channel to it.
 
     Attributes:
-        alive: descriptor of the process, or None. The channel does not always show the helper's end: a process that
-            native code has forked may hold the other end of the channel.
+        alive: descriptor of the process, or None. The channel does not always show the helper's death: a process
+            forked by native code may keep the channel's other end open.
     """
 
     channel: Channel
