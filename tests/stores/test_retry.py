@@ -140,7 +140,7 @@ def test_waits_for_a_dead_endpoint_only_if_it_has_answered_before(
     with scripted(lambda request, number: OK) as server:
         seen, unseen = store_at(server), store_at(server, connections=7)
         put(seen)
-        seen.close()
+        seen.client.api.close()
     with pytest.raises(EndpointError, match="Could not connect"):
         put(unseen)
     assert not quick

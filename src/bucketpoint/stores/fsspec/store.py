@@ -170,7 +170,7 @@ class FsspecStore:
             return creates, replaces, self.driver.checks and self._checks(f"{key}-sum")
         finally:
             with contextlib.suppress(StoreError):
-                # Without the permission to delete, two tiny objects remain, like everything else that such a job saves.
+                # Without the permission to delete, one or two tiny objects remain, like all that such a job saves.
                 self.delete([key, f"{key}-sum"])
 
     def _create_twice(self, key: str) -> None:
