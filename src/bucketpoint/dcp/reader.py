@@ -159,8 +159,12 @@ class BucketReader(Located, StorageReader):
             self._begin()
         self._wait_for_saves()
         self._failure = None
+
+        def read() -> bytes:
+            # Opens the store, so it is called after the ranks have met: a rank that fails here keeps no other waiting.
+            return self._source().read(indexed=not self.trusted)
+
         try:
-            read = functools.partial(self._source().read, indexed=not self.trusted)
             if self._cooperation is None:
                 return self._decode(read())
             self._cooperation.connect(self._url)

@@ -251,7 +251,7 @@ def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: 
 
 def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str]) -> Any:
     """Each rank a checkpoint and a mode of its own."""
-    return failed_load(BucketReader(urls[rank], cooperative=modes[rank]), shape)
+    return failed_load(BucketReader(cooperative=modes[rank]), shape, urls[rank])
 
 
 def load_nothing(rank: int, world: int, url: str) -> list[tuple[str, int]]:

@@ -177,15 +177,18 @@ def test_names_a_rank_outside_the_group_on_every_rank(four_ranks: Ranks, url: st
         assert all("not in the process group" in text for _, text in found.values())
 
 
-@pytest.mark.parametrize("difference", ["checkpoint", "mode"])
+@pytest.mark.parametrize("difference", ["checkpoint", "mode", "scheme"])
 def test_refuses_on_every_rank_if_ranks_do_not_load_the_same(two_ranks: Ranks, url: str, difference: str) -> None:
     urls, modes = [url, url], ["group", "group"]
     if difference == "checkpoint":
         urls[1] = f"{url}-other"
-    else:
+    elif difference == "mode":
         modes[1] = "node"
     for each in set(urls):
         save_alone(each, {"w": expected_tensor((8, 8))})
+    if difference == "scheme":
+        # Opening this URL fails, which must not keep the rank from meeting the other.
+        urls[1] = "nothing-reads-this://bucket/step-1"
     for found in two_ranks.run(scenarios.load_from, urls, (8, 8), modes):
         assert set(found) == {0, 1}
         assert all("different calls" in text for _, text in found.values())

@@ -58,7 +58,7 @@ from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.http_body import scatter
 from bucketpoint.stores.retry import process_budget
 
-# The name by which a program may have configured the warning: see docs/fsspec.md.
+# The name by which a program may have configured the warning: see docs/stores.md.
 logger = logging.getLogger("bucketpoint.stores.fsspec.drivers")
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
