@@ -132,7 +132,7 @@ def live(rank: int, world: int, folder: str, life: Life) -> None:
 
     with (
         mock.patch.object(LocalStore, "put", slow),
-        mock.patch.object(managing, "_COLLECTIVE_TIMEOUT", timedelta(seconds=LOST_S)),
+        mock.patch.object(managing, "COLLECTIVE_TIMEOUT", timedelta(seconds=LOST_S)),
         CheckpointManager(f"{folder}/run", policy=policy(rng.choice((2, 5)), save=save), staging=staging) as manager,
     ):
         target = state(0, rank)
