@@ -359,7 +359,7 @@ class BucketReader(Located, StorageReader):
         assert self._metadata is not None
         quantization = None
         if (fact := extra(self._metadata).get(QUANTIZATION)) is not None:
-            from bucketpoint.checkpoint.quantization import Quantization
+            from bucketpoint.checkpoint.safetensors_folder import Quantization
 
             quantization = Quantization.of(fact)
         reads = ReadPlan(

@@ -25,7 +25,7 @@ from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, is_viewable, t
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
 if TYPE_CHECKING:
-    from bucketpoint.checkpoint.quantization import Quantization
+    from bucketpoint.checkpoint.safetensors_folder import Quantization
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ReadPlan:
         return PlannedItem(read, info, key, target, etag, chunk_of(info))
 
     def _quantized(self, read: ReadItem, target: torch.Tensor | None) -> PlannedItem:
-        from bucketpoint.checkpoint.quantization import FP8
+        from bucketpoint.checkpoint.safetensors_folder import FP8
 
         quantization, shape = self.quantization, self.shapes.of(read.storage_index) or ()
         assert quantization is not None
