@@ -19,7 +19,7 @@ from bucketpoint.catalog.deletion.worker import PruneWorker
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.restore_candidates import restore_candidates, roll_back
-from bucketpoint.catalog.survey import survey
+from bucketpoint.catalog.run import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
 from bucketpoint.format.record import DeletionMarker, parse_marker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row

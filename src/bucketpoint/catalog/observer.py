@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.listing import read_notes, read_steps
 from bucketpoint.catalog.records import read_record
+from bucketpoint.catalog.run import size_of
 from bucketpoint.catalog.snapshot import BY_STEP, Attempt, Checkpoint, Notes, Snapshot
-from bucketpoint.catalog.survey import size_of
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import OTHER

@@ -14,8 +14,8 @@ from bucketpoint.catalog.deletion.remove import Discarded, bury_discards, rolled
 from bucketpoint.catalog.deletion.state import look_for_damage
 from bucketpoint.catalog.notes import lease, release
 from bucketpoint.catalog.records import adopt, reconcile
+from bucketpoint.catalog.run import at_checkpoint
 from bucketpoint.catalog.snapshot import Checkpoint
-from bucketpoint.catalog.survey import at_checkpoint
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointNotFoundError,

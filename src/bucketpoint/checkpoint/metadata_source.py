@@ -150,7 +150,7 @@ class MetadataSource:
 
         Without permission to list, the error is that for an empty folder.
         """
-        from bucketpoint.catalog.survey import LOOKED_AT, other_files
+        from bucketpoint.catalog.run import LOOKED_AT, other_files
 
         names = self._names()
         if keys.rank_metadata(0) in names:
@@ -191,7 +191,7 @@ class MetadataSource:
 
     def _names(self) -> list[str]:
         """Return the names of the first 1,000 objects; none without permission to list."""
-        from bucketpoint.catalog.survey import names_below
+        from bucketpoint.catalog.run import names_below
 
         try:
             return names_below(self.store, self.prefix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bucketpoint.catalog.survey import names_below
+from bucketpoint.catalog.run import names_below
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.errors import (
     AccessDeniedError,

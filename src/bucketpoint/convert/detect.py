@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 
-from bucketpoint.catalog.survey import names_below, other_files
+from bucketpoint.catalog.run import names_below, other_files
 from bucketpoint.checkpoint.open import open_checkpoint, open_safetensors
 from bucketpoint.checkpoint.safetensors_folder import HEAD_BYTES, explain
 from bucketpoint.convert.from_dcp import read_dcp

@@ -17,9 +17,8 @@ from bucketpoint.catalog.deletion.lock import Lock, require_deletes, under_lock
 from bucketpoint.catalog.deletion.prune import carry_out
 from bucketpoint.catalog.deletion.state import Pruned, look_for_damage, schedule_deletion
 from bucketpoint.catalog.records import metadata_record, reconcile, write_missing
-from bucketpoint.catalog.run import run_of
+from bucketpoint.catalog.run import names_below, other_files, run_of, size_of
 from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot, Tombstone
-from bucketpoint.catalog.survey import names_below, other_files, size_of
 from bucketpoint.errors import CheckpointNotFoundError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.record import parse_marker

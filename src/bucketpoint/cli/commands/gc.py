@@ -96,7 +96,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 
 def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
     from bucketpoint.catalog.records import adopt
-    from bucketpoint.catalog.survey import survey
+    from bucketpoint.catalog.run import survey
 
     folders = adopt(catalog, dry_run=dry_run)
     if not folders:
@@ -108,8 +108,8 @@ def _adopted(catalog: Catalog, *, dry_run: bool) -> CommandResult:
 
 
 def _named(catalog: Catalog, name: str, *, dry_run: bool) -> CommandResult:
+    from bucketpoint.catalog.run import survey
     from bucketpoint.catalog.save_log import claimed_by, name_run, unname
-    from bucketpoint.catalog.survey import survey
     from bucketpoint.retention import Keep, RetentionPolicy
 
     # A mistyped URL is an error, so that no claim is written there.

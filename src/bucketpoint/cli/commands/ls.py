@@ -51,7 +51,7 @@ def ls(catalog: Catalog, everything: bool) -> CommandResult:
 def observed(catalog: Catalog) -> Observation:
     """Look at a run once. If there is no run, the error names what is at the URL instead."""
     from bucketpoint.catalog.observer import Observer
-    from bucketpoint.catalog.survey import survey
+    from bucketpoint.catalog.run import survey
 
     observation = Observer(catalog).look()
     if observation.is_empty:

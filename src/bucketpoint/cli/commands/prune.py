@@ -52,7 +52,7 @@ def prune(
     """
     from bucketpoint.catalog.deletion.prune import prune_by
     from bucketpoint.catalog.records import process_name
-    from bucketpoint.catalog.survey import survey
+    from bucketpoint.catalog.run import survey
 
     if picture is not None and not (dry_run and picture.endswith(".svg")):
         raise click.BadParameter("pass --dry-run, and a file that ends in .svg, the only format", param_hint="--plot")

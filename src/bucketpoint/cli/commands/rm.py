@@ -62,7 +62,7 @@ def _run(place: Location, *, dry_run: bool, yes: bool, force: bool) -> CommandRe
     """Delete the checkpoints of a run one after the other, the oldest first. Its catalog stays, with a few notes."""
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
     from bucketpoint.catalog.records import process_name
-    from bucketpoint.catalog.survey import names_below, other_files
+    from bucketpoint.catalog.run import names_below, other_files
 
     catalog, snapshot = whole_run(place)
     if not snapshot.checkpoints:

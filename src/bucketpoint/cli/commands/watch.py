@@ -215,7 +215,7 @@ def picture(
 
 def _document(observer: Observer, policy: RetentionPolicy | None) -> dict[str, Any]:
     """Look at the run. Before the run begins, a problem in the document names what is at the URL instead."""
-    from bucketpoint.catalog.survey import survey
+    from bucketpoint.catalog.run import survey
 
     observation = observer.look()
     document = document_of(observer.catalog, policy, observation)
