@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.catalog.run import record_above
 from bucketpoint.checkpoint.checksums import ObjectCheck, Region, item_regions, read_tables, table_regions
-from bucketpoint.checkpoint.objects import faults
-from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.checkpoint.open import SavedCheckpoint, faults
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.checkpoint.objects import damaged, look_at_objects
-from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.checkpoint.open import SavedCheckpoint, damaged, look_at_objects
 from bucketpoint.convert.from_torch import Skeleton, open_archive
 from bucketpoint.convert.source import (
     BLOCK_BYTES,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.checkpoint.objects import REMEDY
+from bucketpoint.checkpoint.open import REMEDY
 from bucketpoint.checkpoint.safetensors_folder import HEAD_BYTES, explain
 from bucketpoint.convert.source import (
     TORCH,

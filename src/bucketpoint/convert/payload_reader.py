@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.checkpoint.objects import REMEDY
+from bucketpoint.checkpoint.open import REMEDY
 from bucketpoint.convert.source import Decoded, Held, Payload, Source, SourceBytes, Stretch, exclude_option
 from bucketpoint.errors import CorruptDataError, MismatchError
 from bucketpoint.format.metadata.coverage import uncovered

@@ -22,8 +22,7 @@ from bucketpoint.catalog.records import named
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.checksums import ObjectCheck, Region, item_regions, read_tables, table_regions
-from bucketpoint.checkpoint.objects import copy_target, damaged, look_at_objects
-from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.checkpoint.open import SavedCheckpoint, copy_target, damaged, look_at_objects
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.dcp.saving.commit import commit_copy
 from bucketpoint.dcp.saving.commit_put import Commit
