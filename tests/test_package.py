@@ -19,7 +19,7 @@ HEAVY = ("torch", "boto3", "botocore", "fsspec", "awscrt", "accelerate", "torcht
 OFF = (
     *("boto3", "fsspec", "google.cloud.storage", "bucketpoint.stores.s3", "bucketpoint.stores.gcs"),
     *("bucketpoint.stores.fsspec", "bucketpoint.catalog.catalog", "bucketpoint.retention", "bucketpoint.dcp.meshes"),
-    *("bucketpoint.dcp.cooperative", "bucketpoint.dcp.deadline", "bucketpoint.transfer.helper"),
+    *("bucketpoint.dcp.cooperative", "bucketpoint.dcp.collective_call", "bucketpoint.transfer.helper"),
 )
 """Libraries and modules of features that a save into a folder by one rank does not use."""
 

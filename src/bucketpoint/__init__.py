@@ -27,8 +27,8 @@ from bucketpoint.version import __version__
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import latest_checkpoint
+    from bucketpoint.dcp.api import load, save
     from bucketpoint.dcp.async_save import SaveHandle, async_save
-    from bucketpoint.dcp.deadline.api import load, save
     from bucketpoint.dcp.planning.load_planner import LoadPlanner
     from bucketpoint.dcp.planning.rank_state import rank_state, saved_ranks
     from bucketpoint.dcp.planning.save_planner import SavePlanner
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 _MODULES = {name: module for module, *names in map(str.split, (
-    "catalog.catalog latest_checkpoint", "dcp.async_save SaveHandle async_save", "dcp.deadline.api load save",
+    "catalog.catalog latest_checkpoint", "dcp.async_save SaveHandle async_save", "dcp.api load save",
     "dcp.planning.load_planner LoadPlanner", "dcp.planning.rank_state rank_state saved_ranks",
     "dcp.planning.save_planner SavePlanner", "dcp.reader BucketReader", "dcp.stats CommitInfo LoadStats SaveStats",
     "dcp.s3_and_gcs GCSReader GCSWriter S3Reader S3Writer",

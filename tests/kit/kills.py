@@ -27,7 +27,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.utils.serialization.config",
     "bucketpoint.dcp.async_save",
-    "bucketpoint.dcp.deadline.api",
+    "bucketpoint.dcp.api",
     "bucketpoint.dcp.reader",
     "bucketpoint.catalog.save_log",
 )

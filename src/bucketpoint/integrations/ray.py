@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bucketpoint.catalog.catalog import latest_checkpoint
+from bucketpoint.dcp.api import load
 from bucketpoint.dcp.async_save import SaveHandle
-from bucketpoint.dcp.deadline.api import load
 from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import LoadPlan, Metadata
 
 from bucketpoint.catalog.run import checkpoint_at_or_below
+from bucketpoint.dcp.api import load
 from bucketpoint.dcp.async_save import SaveHandle
-from bucketpoint.dcp.deadline.api import load
 from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
 from bucketpoint.dcp.planning.nested_state import put
 from bucketpoint.dcp.planning.rank_state import saved_ranks

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bucketpoint.convert.export import export_safetensors, refuse_export
-from bucketpoint.dcp.deadline.api import load
+from bucketpoint.dcp.api import load
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
 from bucketpoint.format import keys
 from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerState, RandomState

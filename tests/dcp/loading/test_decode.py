@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem
 
 from bucketpoint import BucketReader, LoadPlanner
-from bucketpoint.dcp.deadline.api import KeysPlanner
+from bucketpoint.dcp.api import KeysPlanner
 from bucketpoint.dcp.loading import decode
 from bucketpoint.dcp.loading.decode import FRAME_BYTES, decode_item, load_bytes
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bucketpoint.dcp.deadline.collective_call import DEADLINE_S, CollectiveCall, collective_call
+from bucketpoint.dcp.collective_call import DEADLINE_S, CollectiveCall, collective_call
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader

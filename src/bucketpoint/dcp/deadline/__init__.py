@@ -1,1 +1,0 @@
-"""`save` and `load` as collective calls that end on all ranks by a deadline."""
