@@ -37,9 +37,8 @@ from bucketpoint.convert.source import (
 from bucketpoint.dcp.planning.nested_state import int_keys_of
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.metadata.facts import RepetitionError, nested_values
-from bucketpoint.format.pickles.items import DAMAGED, LOCAL_HEADER, MAGIC, interpreter
+from bucketpoint.format.pickles.items import DAMAGED, LOCAL_HEADER, MAGIC, interpreter, settled
 from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
-from bucketpoint.format.pickles.writing import settled
 from bucketpoint.transfer.pieces import for_each
 
 MAX_LOADED_BYTES = 64 << 20

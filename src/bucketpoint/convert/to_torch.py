@@ -20,9 +20,8 @@ from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import TargetLayout, held, with_checksums
 from bucketpoint.dcp.planning.nested_state import nested
 from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
-from bucketpoint.format.pickles.items import read_item
+from bucketpoint.format.pickles.items import read_item, settled
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
-from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.tensor_bytes import contiguous_strides, tensor_bytes
 from bucketpoint.format.torch_zip import STORAGE_NAMES, VERSION_RECORD, ArchiveWriter, frameable
 from bucketpoint.transfer import ObjectSource, Segment

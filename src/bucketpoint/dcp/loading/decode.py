@@ -17,9 +17,8 @@ from torch.distributed.checkpoint import LoadPlanner
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.pickles.items import may_be_archive, read_item
+from bucketpoint.format.pickles.items import may_be_archive, read_item, rewritten, settled
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
-from bucketpoint.format.pickles.writing import rewritten, settled
 from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, contiguous_strides, slice_runs
 from bucketpoint.format.torch_zip import PROBE_BYTES, probe_frame
 
