@@ -26,9 +26,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.boxes import SavedBox
+from bucketpoint.integrations.boxes import Regions, SavedBox, box_of, in_rounds, is_plain_view, overlap
 from bucketpoint.integrations.other_threads import before_other_threads
-from bucketpoint.integrations.strided_views import Regions, box_of, in_rounds, is_plain_view, overlap
 from bucketpoint.integrations.torch_calls import (
     SHARE_MEMORY,
     OrderedDispatchMode,
