@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.other_threads import before_other_threads
+from bucketpoint.integrations.promised_calls import before_other_threads
 from integrations.test_promised import Memory, counting
 
 

@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.boxes import Regions, SavedBox, box_of, in_rounds, is_plain_view, overlap
-from bucketpoint.integrations.other_threads import before_other_threads
-from bucketpoint.integrations.torch_calls import (
+from bucketpoint.integrations.promised_calls import (
     SHARE_MEMORY,
     OrderedDispatchMode,
     OrderedFunctionMode,
+    before_other_threads,
     has_own_dispatch,
     has_own_function,
     is_composite,
