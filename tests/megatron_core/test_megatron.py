@@ -35,7 +35,7 @@ from bucketpoint.errors import (
     RanksDisagreeError,
     UnsafeDataError,
 )
-from bucketpoint.integrations.megatron import BucketLoadStrategy, BucketSaveStrategy, let_stand_for, load, loading, save
+from bucketpoint.integrations.megatron import BucketLoadStrategy, BucketSaveStrategy, let_stand_for, load, save
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.stores import open_store
 from kit.servers import S3Server, free_port
@@ -328,7 +328,7 @@ def test_refuses_a_load_where_another_rank_has_read_another_commit(
 ) -> None:
     url = f"{tmp_path}/latest"
     save(state(7), url)
-    monkeypatch.setattr(loading, "job_ranks", SecondOfTwo)
+    monkeypatch.setattr("bucketpoint.integrations.megatron.strategies.job_ranks", SecondOfTwo)
     with pytest.raises(RanksDisagreeError, match="rank 0: 'latest' "):
         load(state(0), url)
 

@@ -13,8 +13,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
         "bucketpoint.integrations.megatron needs megatron-core: pip install 'megatron-core>=0.19'", name=error.name
     ) from error
 
-from bucketpoint.integrations.megatron.loading import BucketLoadStrategy
-from bucketpoint.integrations.megatron.saving import BucketSaveStrategy
+from bucketpoint.integrations.megatron.strategies import BucketLoadStrategy, BucketSaveStrategy
 from bucketpoint.integrations.megatron.training import let_stand_for, load, save
 
 __all__ = ["BucketLoadStrategy", "BucketSaveStrategy", "let_stand_for", "load", "save"]

@@ -17,8 +17,14 @@ from megatron.core import dist_checkpointing
 from bucketpoint.catalog.catalog import latest_checkpoint
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.megatron.loading import COMMON, BucketLoadStrategy
-from bucketpoint.integrations.megatron.saving import BucketSaveStrategy, let_stand, stand_in, write_side_files
+from bucketpoint.integrations.megatron.strategies import (
+    COMMON,
+    BucketLoadStrategy,
+    BucketSaveStrategy,
+    let_stand,
+    stand_in,
+    write_side_files,
+)
 from bucketpoint.integrations.training_state import job_ranks
 
 logger = logging.getLogger(__name__)
