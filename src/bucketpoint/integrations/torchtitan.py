@@ -40,7 +40,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.location import Location
 from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
 from bucketpoint.manager.restoring import LoadOutcome, attempt, restored, with_states
-from bucketpoint.manager.running import begin_together, may_be_warned
+from bucketpoint.manager.saving import begin_together, may_be_warned
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.retention.rows import FULL, WEIGHTS

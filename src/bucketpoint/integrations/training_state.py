@@ -25,7 +25,7 @@ from bucketpoint.integrations.parts import ModelState, OfThisRank, OptimizerStat
 from bucketpoint.location import Location
 from bucketpoint.manager import CheckpointManager, Restored
 from bucketpoint.manager.ranks import Ranks
-from bucketpoint.manager.running import begin_together
+from bucketpoint.manager.saving import begin_together
 
 logger = logging.getLogger(__name__)
 

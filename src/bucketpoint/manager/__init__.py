@@ -2,6 +2,6 @@
 
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.restoring import Restored
-from bucketpoint.manager.running import ManagerStatus
+from bucketpoint.manager.saving import ManagerStatus
 
 __all__ = ["CheckpointManager", "ManagerStatus", "Restored"]

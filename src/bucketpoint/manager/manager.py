@@ -36,9 +36,17 @@ from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.location import Location
 from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
-from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, attempt, restored
-from bucketpoint.manager.running import ManagerStatus, Running, Standing, begin_together, may_be_warned, note_end
+from bucketpoint.manager.saving import (
+    ManagerStatus,
+    Newer,
+    Replacing,
+    Running,
+    Standing,
+    begin_together,
+    may_be_warned,
+    note_end,
+)
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.rows import FULL

@@ -41,7 +41,7 @@ from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, CommitConflictError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.integrations.training_state import job_ranks
-from bucketpoint.manager.running import begin_together
+from bucketpoint.manager.saving import begin_together
 from bucketpoint.stores import open_store
 
 _urls: dict[str, str] = {}
