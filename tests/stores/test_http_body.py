@@ -6,8 +6,8 @@ import socket
 import threading
 import time
 
+from bucketpoint.stores.cutoff import Limits, Throughput
 from bucketpoint.stores.http_body import _fill_in_turns
-from bucketpoint.stores.pace import Limits, Throughput
 
 
 def test_takes_bytes_that_have_arrived_out_of_tls_on_three_threads_at_a_time() -> None:

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 import pytest
 
 from bucketpoint.errors import StoreError
-from bucketpoint.stores import pace
+from bucketpoint.stores import cutoff
 from bucketpoint.stores.retry import retry_transient
 from stores.engines import Make, gcs_at, s3_at
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "WINDOW_S", 0.3)
-    monkeypatch.setattr(pace, "LATE_S", 0.15)
+    monkeypatch.setattr(cutoff, "WINDOW_S", 0.3)
+    monkeypatch.setattr(cutoff, "LATE_S", 0.15)
 
 
 @contextmanager
@@ -92,12 +92,12 @@ def test_cuts_off_a_read_that_drips_and_sends_it_again(make: Make) -> None:
 
 
 def test_counts_only_the_time_of_waiting_and_lets_pass_what_computes() -> None:
-    slow = pace.Throughput(pace.Limits(time.monotonic() + 60))
+    slow = cutoff.Throughput(cutoff.Limits(time.monotonic() + 60))
     for _ in range(100):
-        slow.moved(int(pace.FLOOR_BYTES_PER_S * 0.2) + 1, 0.2)
-    with pytest.raises(pace.TooSlowError):
+        slow.moved(int(cutoff.FLOOR_BYTES_PER_S * 0.2) + 1, 0.2)
+    with pytest.raises(cutoff.TooSlowError):
         slow.moved(1, 0.4)
-    pace.Throughput(pace.Limits(time.monotonic() - 60, computes=True)).moved(1, 100)
+    cutoff.Throughput(cutoff.Limits(time.monotonic() - 60, computes=True)).moved(1, 100)
 
 
 def test_cuts_off_an_upload_that_drips() -> None:

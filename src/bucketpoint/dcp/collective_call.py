@@ -26,7 +26,7 @@ from bucketpoint.dcp.session import checked_seconds
 from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry
-from bucketpoint.stores.cancellation import RequestCanceller
+from bucketpoint.stores.cutoff import RequestCanceller
 
 ANSWER_S = 5.0
 """Seconds reserved before the deadline to find the missing ranks. A live rank answers in a fraction of this time."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from bucketpoint.forks import ProcessLock
-from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.stores.cutoff import give_up_when_cut
 from bucketpoint.version import __version__
 
 _PROXIES_AND_AUTHORITIES = (

@@ -17,7 +17,7 @@ from typing import Any
 
 from bucketpoint.forks import ProcessLock
 from bucketpoint.stores.base import Buffers
-from bucketpoint.stores.pace import Throughput, pace_of
+from bucketpoint.stores.cutoff import Throughput, pace_of
 
 PIECE_BYTES = 256 * 1024
 """Bytes given to the connection in one call."""

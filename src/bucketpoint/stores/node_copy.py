@@ -33,7 +33,7 @@ from typing import NamedTuple
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, Store
-from bucketpoint.stores.cancellation import current_cut
+from bucketpoint.stores.cutoff import current_cut
 from bucketpoint.stores.local_folders import TEMPORARY, open_file, remove
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 from bucketpoint.errors import INSTALL_GCS, BucketpointError, InvalidURLError
 from bucketpoint.forks import occupy_standard_descriptors
 from bucketpoint.stores.base import Store
-from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.stores.cutoff import give_up_when_cut
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.redact import clean, hide, holds_password, without_password
 

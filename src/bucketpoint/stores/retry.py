@@ -21,9 +21,8 @@ from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, ThrottledError
 from bucketpoint.forks import ProcessLock, renew_in_child
-from bucketpoint.stores.cancellation import current_cut
+from bucketpoint.stores.cutoff import current_cut, current_end, until
 from bucketpoint.stores.outage import Outage, store_of
-from bucketpoint.stores.pace import current_end, until
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ MOST_REFRESHES = 2
 
 UNSEEN_S = 25.0
 """Deadline, in seconds, for a store that has never answered this process: its name is probably wrong. With the last
-attempt (`pace.LATE_S`), a request takes 30 s at most."""
+attempt (`cutoff.LATE_S`), a request takes 30 s at most."""
 
 READ_ATTEMPTS = 5
 """Attempts to read a range or a small object whose body breaks off, including the first."""
@@ -67,7 +66,7 @@ KINDS = (
 """Kinds of requests, named after the methods of `Store`. A ranged read is a `"get"`."""
 
 COMPUTED = frozenset({"copy", "complete_multipart"})
-"""Kinds of requests for which a service may compute for minutes: see `pace.Limits`."""
+"""Kinds of requests for which a service may compute for minutes: see `cutoff.Limits`."""
 
 _POLL_S = 0.2
 
@@ -82,7 +81,7 @@ class RetryPolicy:
     Attributes:
         attempts: limit on the attempts of a request, including the first.
         deadline_s: seconds for all attempts of one request. After them, an attempt in progress is interrupted only if
-            it is slow: see `pace`.
+            it is slow: see `cutoff`.
         counts_throttled: count throttled and unanswered attempts, too. Otherwise these are limited only by the
             deadline, because a store that throttles or does not answer will probably accept the request later.
     """

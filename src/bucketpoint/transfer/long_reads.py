@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import cast
 
 from bucketpoint.stores import OpensRanges, RangeReply, Store
-from bucketpoint.stores.pace import silent_for
+from bucketpoint.stores.cutoff import silent_for
 from bucketpoint.stores.retry import RetryPolicy, run
 from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
 from bucketpoint.transfer.node_bytes import NodeBytes

@@ -42,7 +42,7 @@ from bucketpoint.stores.base import (
     crc_of,
     scratch_key,
 )
-from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.stores.cutoff import give_up_when_cut
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
     WriteReply,

@@ -17,8 +17,8 @@ from urllib.parse import urlencode, urlsplit
 
 from bucketpoint.errors import INSTALL_GCS, CredentialsError, EndpointError
 from bucketpoint.stores import retry
-from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent
+from bucketpoint.stores.cutoff import give_up_when_cut, make_cuttable
 from bucketpoint.stores.gcs.errors import OPERATIONS, failure_of, failures, translate, translated
 from bucketpoint.stores.gcs.messages import GCSReply, received
 from bucketpoint.stores.gcs.options import GCSOptions

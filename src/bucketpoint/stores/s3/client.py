@@ -20,8 +20,8 @@ from botocore.exceptions import CredentialRetrievalError
 from botocore.parsers import ResponseParserError
 
 from bucketpoint.errors import BucketpointError, EndpointError
-from bucketpoint.stores.cancellation import give_up_when_cut, make_cuttable
 from bucketpoint.stores.client_cache import ClientCache, is_loopback, user_agent
+from bucketpoint.stores.cutoff import give_up_when_cut, make_cuttable
 from bucketpoint.stores.http_store import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import options as s3_services

@@ -31,6 +31,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
+from bucketpoint.stores.cutoff import TooSlowError
 from bucketpoint.stores.foreign import (
     ARCHIVED,
     Asked,
@@ -47,7 +48,6 @@ from bucketpoint.stores.foreign import (
     speaks_plainly,
 )
 from bucketpoint.stores.http_body import BrokenBody
-from bucketpoint.stores.pace import TooSlowError
 from bucketpoint.stores.redact import describe
 
 T = TypeVar("T")

@@ -38,7 +38,7 @@ from bucketpoint.stores.base import (
     encoded_crc,
     scratch_key,
 )
-from bucketpoint.stores.cancellation import give_up_when_cut
+from bucketpoint.stores.cutoff import give_up_when_cut
 from bucketpoint.stores.foreign import follow
 from bucketpoint.stores.http_store import ContentRange, HttpStore, Reply, http_seconds
 from bucketpoint.stores.s3.client import S3Client, clients, http_session, renewed_client

@@ -23,7 +23,7 @@ from collections import Counter
 
 from bucketpoint.errors import BucketpointError, HelperUnavailableError
 from bucketpoint.stores import Store, open_store
-from bucketpoint.stores.cancellation import RequestCanceller
+from bucketpoint.stores.cutoff import RequestCanceller
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer.helper.messages import (
