@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bucketpoint.doctor.policies import role_policies
+from bucketpoint.cli.commands.doctor import role_policies
 
 POLICIES = Path(__file__).resolve().parent.parent / "policies"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from bucketpoint.doctor.policies import role_policies
+from bucketpoint.cli.commands.doctor import role_policies
 from bucketpoint.errors import AccessDeniedError, BucketpointError, StoreError
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
