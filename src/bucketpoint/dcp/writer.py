@@ -55,8 +55,7 @@ from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.deletion.worker import PruneWorker
-    from bucketpoint.catalog.run_retention import RunRetention
-    from bucketpoint.catalog.save_log import SaveLog
+    from bucketpoint.catalog.save_log import RunRetention, SaveLog
     from bucketpoint.retention import RetentionPolicy
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:
-            from bucketpoint.catalog.run_retention import RunRetention
+            from bucketpoint.catalog.save_log import RunRetention
 
             self._keeping = RunRetention(retention, storage_options=self._storage_options, fs=fs)
             if self._keeping.policy.root is not None:
