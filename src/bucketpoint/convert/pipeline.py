@@ -33,8 +33,7 @@ from bucketpoint.convert.target import (
     will_replace,
 )
 from bucketpoint.convert.to_bucketpoint import plan_bucketpoint
-from bucketpoint.convert.to_safetensors import plan_safetensors
-from bucketpoint.convert.to_torch import plan_torch
+from bucketpoint.convert.to_files import plan_safetensors, plan_torch
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, CommitConflictError
 from bucketpoint.format.item_names import renaming
 from bucketpoint.format.keys import METADATA
