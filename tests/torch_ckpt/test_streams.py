@@ -20,7 +20,7 @@ from torch_checkpointing.storage.torch_serialization import load_torch_serialize
 
 from bucketpoint import CorruptDataError
 from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig
-from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, file_bytes, object_bytes
+from bucketpoint.integrations.torch_checkpointing.names import BLOCK_BYTES, file_bytes, object_bytes
 from bucketpoint.transfer import TransferOptions
 from kit.servers import S3Server
 

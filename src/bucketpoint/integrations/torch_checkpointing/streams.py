@@ -15,9 +15,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bucketpoint.errors import BucketpointError, CorruptDataError
-from bucketpoint.integrations.torch_checkpointing import sums
-from bucketpoint.integrations.torch_checkpointing.names import File
-from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, Sums, block_sums, file_bytes
+from bucketpoint.integrations.torch_checkpointing.names import (
+    BLOCK_BYTES,
+    File,
+    Sums,
+    block_sums,
+    encode_sums,
+    file_bytes,
+    joined,
+)
 from bucketpoint.stores import ObjectInfo, Store, pinned
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
@@ -94,7 +100,7 @@ class WriteStream(StreamUpload):
             if limits.copies_bodies:
                 size = min(size, options.copied_part_bytes)
             size = max(size, limits.min_part_bytes, -(-largest // limits.max_parts))
-            self._part_bytes = max(size - size % sums.BLOCK_BYTES, sums.BLOCK_BYTES)
+            self._part_bytes = max(size - size % BLOCK_BYTES, BLOCK_BYTES)
         self._most_copied = max(options.max_inflight_bytes, 2 * self._part_bytes)
         self._done, self._owners = done, owners
         self._process = os.getpid()
@@ -159,21 +165,21 @@ class WriteStream(StreamUpload):
             self._pieces.append(kept)
 
     def _checksum(self, number: int, body: Sequence[memoryview]) -> int:
-        found = sums.block_sums(body)
+        found = block_sums(body)
         with self._state:
             self._sums[number] = found
             self._state.notify_all()
-        return sums.joined(found, sum(map(len, body)))
+        return joined(found, sum(map(len, body)))
 
     def _write_sums(self) -> None:
         self._seal()
-        last = sums.block_sums(self._pieces)
+        last = block_sums(self._pieces)
         with self._state:
             while len(self._sums) < self._sent:
                 self._state.wait(0.2)
                 self._raise_failure()
         table = [crc for _, crcs in sorted(self._sums.items()) for crc in crcs]
-        super().write(sums.encode([*table, *last], self._position))
+        super().write(encode_sums([*table, *last], self._position))
 
 
 WHOLE_BYTES = 4 << 20
