@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 import bucketpoint
-from bucketpoint.cli import terminal
+from bucketpoint.cli import text
 from bucketpoint.cli.app import app
 from bucketpoint.stores.gcs import GCSOptions
 from bucketpoint.stores.s3 import S3Options
@@ -66,7 +66,7 @@ def _program() -> Iterator[str]:
         command = app.get_command(context, name)
         for parameter in command.params if command is not None else ():
             yield from (f"bucketpoint {name} {flag}" for flag in parameter.opts if flag.startswith("-"))
-    yield from (f"exit code {code}" for code in vars(terminal).values() if isinstance(code, int))
+    yield from (f"exit code {code}" for code in vars(text).values() if isinstance(code, int))
 
 
 def faults() -> list[str]:

@@ -19,7 +19,7 @@ from bucketpoint.cli import text
 from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
 from bucketpoint.cli.commands import show
-from bucketpoint.cli.terminal import exit_code
+from bucketpoint.cli.text import exit_code
 from cli.conftest import Program, save
 from cli.test_retention import save_run, write
 from cli.test_seen import save_with_torch

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
 from bucketpoint.cli.app import run
-from bucketpoint.cli.terminal import NOT_FOUND, OUTPUT_FAILED
+from bucketpoint.cli.text import NOT_FOUND, OUTPUT_FAILED
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import LocalStore

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-from bucketpoint.cli.terminal import INTERRUPTED, OUTPUT_FAILED, OutputError, printed_safely
+from bucketpoint.cli.text import INTERRUPTED, OUTPUT_FAILED, OutputError, printed_safely
 from bucketpoint.version import __version__
 
 GROUPS = {

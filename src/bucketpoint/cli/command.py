@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.terminal import FINE, FOUND, INTERNAL, exit_code
+from bucketpoint.cli.text import FINE, FOUND, INTERNAL, exit_code
 from bucketpoint.errors import BucketpointError, PolicyError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.options import Age, progress_option, run_argument
-from bucketpoint.cli.terminal import watched
+from bucketpoint.cli.text import watched
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog

@@ -12,7 +12,7 @@ from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command, write_file
 from bucketpoint.cli.commands.ls import unrecorded_lines
 from bucketpoint.cli.options import policy_argument, progress_option, run_arguments
-from bucketpoint.cli.terminal import watched
+from bucketpoint.cli.text import watched
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
