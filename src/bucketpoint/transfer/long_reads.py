@@ -8,26 +8,32 @@ each request in turn, once those of the previous request are verified and delive
 
 If a store cannot stream replies, each request is read in one call, or in several within the budget if the store's
 client copies what it receives.
+
+With a copy on the node (`NodeCopy`), a load reads the copy before the bucket. Only verified bytes are copied, so the
+copy is not a wrapper of a store: a store does not have the checksums of a request. Ranges without a checksum, such as
+those of other writers' objects, are always read from the bucket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import cast
 
+from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import OpensRanges, RangeReply, Store
 from bucketpoint.stores.cutoff import silent_for
+from bucketpoint.stores.node_copy import CopiedObject, NodeFolder
 from bucketpoint.stores.retry import RetryPolicy, run
 from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
-from bucketpoint.transfer.node_bytes import NodeBytes
-from bucketpoint.transfer.options import Meter, TransferOptions
+from bucketpoint.transfer.options import Meter, NodeCopy, TransferOptions
 from bucketpoint.transfer.pieces import SMALLEST_USEFUL_PART
 from bucketpoint.transfer.tasks import BufferPool, TaskGroup
 
@@ -224,3 +230,91 @@ class _Reception:
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.drop()
+
+
+# -- the copy on the node ----------------------------------------------------------------------------------------------
+
+Stretches = list[tuple[int, int, str | None]]
+
+
+class NodeBytes:
+    """Access of one load to the node's copy."""
+
+    def __init__(self, copy: NodeCopy, store: Store, options: TransferOptions, meter: Meter) -> None:
+        self._folder = NodeFolder(copy.path, copy.max_bytes)
+        self._store = store
+        self._options = options
+        self._meter = meter
+
+    def deliver_or(
+        self, receive: Callable[[list[Request]], None], requests: Sequence[Request], lease: memoryview
+    ) -> None:
+        """Deliver neighbouring requests of one object from the node's copy, and `receive` the others from the bucket.
+
+        Waits for bytes that another process is receiving.
+        """
+        for left in self._left(requests, lease, partly=False):
+            of = next(filter(None, map(self._of, left)), None)
+            with self._folder.claim(of, left[0].start, left[-1].stop) if of else contextlib.nullcontext():
+                for missing in self._left(left, lease, partly=True):
+                    receive(missing)
+
+    def keep(self, request: Request, buffers: Sequence[memoryview]) -> None:
+        """Store the bytes of a request in the node's copy, if they have been verified."""
+        self._keep(self._of(request), [(request.start, request.stop, None)], buffers)
+
+    def look(self) -> None:
+        """Delete copies of objects that are no longer in the bucket."""
+        self._folder.look(self._store)
+
+    def _left(self, requests: Sequence[Request], lease: memoryview, *, partly: bool) -> list[list[Request]]:
+        """Deliver the requests whose bytes are in the copy. Return the others, grouped by neighbours.
+
+        With `partly`, a part in the copy is enough: the rest of the request is read from the bucket.
+        """
+        runs = itertools.groupby(requests, lambda request: self._delivered(request, lease, partly=partly))
+        return [list(run) for delivered, run in runs if not delivered]
+
+    def _delivered(self, request: Request, lease: memoryview, *, partly: bool) -> bool:
+        of = self._of(request)
+        if of is None:
+            return False
+        stretches = self._folder.cover(of, request.start, request.stop)
+        held = sum(stop - start for start, stop, name in stretches if name is not None)
+        if held < (1 if partly else request.nbytes):
+            return False
+        read = functools.partial(self._read, of, stretches)
+        try:
+            deliver(self._store.url, request, lease, read, self._options, functools.partial(self._keep, of, stretches))
+        except CorruptDataError:
+            self._folder.drop(of, {name for *_, name in stretches if name is not None})
+            return False
+        self._meter.add(request.nbytes, requests=0, from_node=held)
+        return True
+
+    def _read(self, of: CopiedObject, stretches: Stretches, buffers: list[memoryview]) -> None:
+        for start, name, piece in _pieces(stretches, buffers):
+            if name is None:
+                self._meter.add(0)
+                self._store.read_into(of.key, start, piece, if_match=of.etag)
+                continue
+            try:
+                self._folder.read(of, name, start, piece)
+            except OSError as error:
+                raise CorruptDataError(f"the node's copy cannot be read: {error.strerror}", key=of.key) from error
+
+    def _keep(self, of: CopiedObject | None, stretches: Stretches, buffers: Sequence[memoryview]) -> None:
+        for start, name, piece in _pieces(stretches, buffers):
+            if of is not None and name is None:
+                self._folder.put(of, start, piece, sum(map(len, piece)))
+
+    def _of(self, request: Request) -> CopiedObject | None:
+        """Return the object of a request; None if its bytes cannot be verified without those of other requests."""
+        alone = all(extent.blocks or extent.check is not None or not extent.nbytes for extent in request.extents)
+        return CopiedObject(self._store.identity, request.key, request.etag) if request.etag and alone else None
+
+
+def _pieces(stretches: Stretches, buffers: Sequence[memoryview]) -> Iterator[tuple[int, str | None, list[memoryview]]]:
+    """Yield start and file of each stretch, and its memory in `buffers`."""
+    pieces = cut(buffers, [stop - start for start, stop, _ in stretches])
+    return ((start, name, piece) for (start, _, name), piece in zip(stretches, pieces, strict=True))

@@ -1,4 +1,7 @@
-"""Uploads of objects of known size. Parts are sent from the caller's memory and checksummed once."""
+"""Uploads of objects of known size. Parts are sent from the caller's memory and checksummed once.
+
+The node's copy (`NodeCopy`) gets the bytes after the upload.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from itertools import accumulate
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
+from bucketpoint.stores.node_copy import CopiedObject, NodeFolder
 from bucketpoint.transfer.checksum import BLOCK_BYTES, DIGEST_BYTES, CrcAccumulator, block_digest, combine, crc32c, fold
-from bucketpoint.transfer.options import Meter, TransferOptions
+from bucketpoint.transfer.options import MIB, Meter, TransferOptions
 from bucketpoint.transfer.pieces import PartPlan, abort, common_part_bytes, complete, plan_parts
 from bucketpoint.transfer.tasks import BufferPool, TaskGroup
 
@@ -302,3 +306,36 @@ class _ObjectUpload:
         nbytes, block = self.source.segments[index].nbytes, self.source.segments[index].block_nbytes
         starts = range(0, nbytes, block) if block else ()
         return [self._crcs[index].between(start, min(start + block, nbytes)) for start in starts]
+
+
+_NODE_COPY_NICE = 19
+
+
+def keep_uploaded(
+    store: Store, sources: Sequence[ObjectSource], uploaded: Sequence[Uploaded], options: TransferOptions
+) -> None:
+    """Store the bytes of uploaded objects in the node's copy, on a thread of the lowest priority."""
+    if options.node_copy is None:
+        return
+    folder = NodeFolder(options.node_copy.path, options.node_copy.max_bytes)
+    with TaskGroup(1, name="bucketpoint-node-copy", nice=_NODE_COPY_NICE) as group:
+        for source, done in zip(sources, uploaded, strict=True):
+            if done.info.etag is not None:
+                of = CopiedObject(store.identity, source.key, done.info.etag)
+                group.start(functools.partial(folder.put, of, 0, _bytes_of(source, done), source.nbytes))
+
+
+def _bytes_of(source: ObjectSource, uploaded: Uploaded) -> Iterator[memoryview]:
+    for segment in source.segments:
+        if segment.fill is not None:
+            for start in range(0, segment.nbytes, MIB):
+                piece = memoryview(bytearray(min(MIB, segment.nbytes - start)))
+                segment.fill(start, piece)
+                yield piece
+        elif segment.table_of:
+            crcs = [crc for index in segment.table_of for crc in uploaded.block_crcs[index]]
+            yield memoryview(struct.pack(f"<{len(crcs)}I", *crcs))
+        else:
+            for index in segment.digests_of:
+                yield memoryview(uploaded.digests[index] or b"")
+            yield segment.data or memoryview(b"")

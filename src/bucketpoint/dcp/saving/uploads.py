@@ -64,7 +64,7 @@ from bucketpoint.transfer import (
     Uploaded,
     upload_objects,
 )
-from bucketpoint.transfer.node_bytes import keep_uploaded
+from bucketpoint.transfer.upload import keep_uploaded
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.save_log import SaveLog

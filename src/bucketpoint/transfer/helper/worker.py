@@ -45,11 +45,10 @@ from bucketpoint.transfer.helper.messages import (
     descriptor_of,
 )
 from bucketpoint.transfer.helper.start import LEFT_TO_TRAINER
-from bucketpoint.transfer.node_bytes import keep_uploaded
 from bucketpoint.transfer.options import Meter
 from bucketpoint.transfer.pieces import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.tasks import BufferPool
-from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
+from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, keep_uploaded, upload_objects
 
 _POLL_S = 0.1
 
