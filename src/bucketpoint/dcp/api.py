@@ -5,6 +5,7 @@ A `load` without a state uses `KeysPlanner`, which creates the state from the ke
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,33 +16,26 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from bucketpoint.dcp.collective_call import DEADLINE_S, CollectiveCall, collective_call
-from bucketpoint.dcp.planning.load_planner import LoadPlanner
+from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
+from bucketpoint.dcp.planning.nested_state import nested, noted_int_keys
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.dcp.session import as_url, check_types, whole_step
 from bucketpoint.dcp.writer import BucketWriter
-from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, BucketpointError, CheckpointNotFoundError
+from bucketpoint.errors import DAMAGE, NOT_UNDERSTOOD, BucketpointError, CheckpointNotFoundError, MismatchError
+from bucketpoint.format.item_names import matching
 from bucketpoint.location import Location
 from bucketpoint.staging import SavingRanks
 from bucketpoint.transfer import ProgressCallback, TransferOptions
 
 if TYPE_CHECKING:
     from bucketpoint.retention import RetentionPolicy
-import io
-
-from torch.distributed.checkpoint import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-
-from bucketpoint.dcp.planning.load_planner import url_of
-from bucketpoint.dcp.planning.nested_state import nested, noted_int_keys
-from bucketpoint.errors import MismatchError
-from bucketpoint.format.item_names import matching
 
 logger = logging.getLogger(__name__)
 
