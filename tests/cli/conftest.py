@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from azurite import AzureServer
 from bucketpoint import BucketWriter
 from bucketpoint.cli.app import run
 from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.transfer import BufferPool
 from fsspec_backends import SERVED
+from kit.servers import S3Server
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,20 @@ def program(capsys: pytest.CaptureFixture[str]) -> Program:
     return call
 
 
-# Of the libraries' filesystems the one whose URLs no engine of ours serves.
-@pytest.fixture(params=["moto", "minio", "gcs", "file", "memory", *(name for name in SERVED if name == "adlfs")])
+def enter(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def reached(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """MinIO, whose endpoint and credentials the environment names."""
+    enter(monkeypatch, minio.env)
+    return minio
+
+
+# Of the services that speak S3 one, and of the libraries' filesystems the one whose URLs no engine of ours serves.
+@pytest.fixture(params=["minio", "gcs", "file", "memory", *(name for name in SERVED if name == "adlfs")])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The URL of an empty place on each kind of store, reached as a person would: by the environment."""
     if request.param == "file":
@@ -64,13 +79,23 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
         return f"memory://cli/{tmp_path.name}-{id(tmp_path)}"
     if request.param == "adlfs":
         azure: AzureServer = request.getfixturevalue("azure")
-        for name, value in azure.env.items():
-            monkeypatch.setenv(name, value)
+        enter(monkeypatch, azure.env)
         return f"az://{azure.make_container()}/runs"
     server = request.getfixturevalue(request.param)
-    for name, value in server.env.items():
-        monkeypatch.setenv(name, value)
+    enter(monkeypatch, server.env)
     return f"{'gs' if request.param == 'gcs' else 's3'}://{server.make_bucket()}/runs"
+
+
+def budgets(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[BufferPool]:
+    """The pools of memory that a module makes from now on."""
+    pools: list[BufferPool] = []
+
+    def pool(limit: int) -> BufferPool:
+        pools.append(BufferPool(limit))
+        return pools[-1]
+
+    monkeypatch.setattr(module, "BufferPool", pool)
+    return pools
 
 
 def state(value: float = 1.0) -> dict[str, Any]:

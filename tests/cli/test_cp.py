@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import bucketpoint.dcp.copy as copying
+import bucketpoint.transfer.copy as transfer
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.checkpoint.open import open_checkpoint
@@ -28,7 +27,8 @@ from bucketpoint.stores import open_store
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
-from cli.conftest import Program, save, state
+from cli.conftest import Program, budgets, save, state
+from cli.test_frame import shell
 from cli.test_verify import flip, place, replaced
 from dcp.states import assert_same, blank
 from kit.servers import S3Server
@@ -48,6 +48,30 @@ def contents(url: str) -> dict[str, int]:
     store, prefix = open_store(url)
     above = f"{prefix}/" if prefix else ""
     return {info.key.removeprefix(above): info.size for info in store.list(above)}
+
+
+def failing(plan: CopyPlan, call: str, number: int) -> FailingStore:
+    """Let one request of a copy fail."""
+    store = FailingStore(plan.store, lambda name, n: (name, n) == (call, number), lambda: StoreError("killed"))
+    object.__setattr__(plan, "store", store)
+    return store
+
+
+def counting(plan: CopyPlan) -> CountingStore:
+    store = CountingStore(plan.store)
+    object.__setattr__(plan, "store", store)
+    return store
+
+
+def killed(source: str, target: str) -> CopyPlan:
+    """Copy until two of three objects are there. Return the plan to continue."""
+    plan = plan_copy(open_checkpoint(source), target)
+    failing(plan, "put", 3)
+    with pytest.raises(StoreError, match="killed"):
+        copy_checkpoint(plan, TransferOptions(connections=1))
+    again = plan_copy(open_checkpoint(source), target)
+    assert len(again.there) == 2
+    return again
 
 
 def test_refuses_to_copy_another_writers_object_that_ends_too_early(program: Program, tmp_path: Path) -> None:
@@ -134,16 +158,11 @@ def test_copies_a_checkpoint_that_loads_and_is_pinned_where_it_lies(
         assert copied.etags.keys() >= copied.by_object.keys()
 
 
-def test_copies_from_file_to_s3_in_parts_within_the_budget(
-    minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in minio.env.items():
-        monkeypatch.setenv(name, value)
+def test_copies_from_file_to_s3_in_parts_within_the_budget(reached: S3Server, tmp_path: Path) -> None:
     save(str(tmp_path))
     saved = open_checkpoint(tmp_path)
-    plan = plan_copy(saved, f"s3://{minio.make_bucket()}/x")
-    store = CountingStore(plan.store)
-    object.__setattr__(plan, "store", store)
+    plan = plan_copy(saved, f"s3://{reached.make_bucket()}/x")
+    store = counting(plan)
     done = copy_checkpoint(plan, SMALL)
     assert (store.calls["create_multipart"], store.calls["put_part"]) == (1, 3)
     assert done.checked_bytes == done.nbytes
@@ -151,34 +170,26 @@ def test_copies_from_file_to_s3_in_parts_within_the_budget(
 
 
 def test_copies_between_buckets_of_one_service_without_receiving_a_byte(
-    minio: S3Server, monkeypatch: pytest.MonkeyPatch
+    reached: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in minio.env.items():
-        monkeypatch.setenv(name, value)
-    a, b = (f"s3://{minio.make_bucket()}/x" for _ in range(2))
+    a, b = (f"s3://{reached.make_bucket()}/x" for _ in range(2))
     save(a)
     saved = open_checkpoint(a)
     moved: list[str] = []
-    for name in ("read_into", "put_part"):
-        monkeypatch.setattr(S3Store, name, lambda *_, name=name, **__: moved.append(name))
-    done = copy_checkpoint(plan_copy(saved, b))
-    monkeypatch.undo()
-    for name, value in minio.env.items():
-        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        for name in ("read_into", "put_part"):
+            patch.setattr(S3Store, name, lambda *_, name=name, **__: moved.append(name))
+        done = copy_checkpoint(plan_copy(saved, b))
     assert done.inside
     assert moved == []
     loads(b)
 
 
-def test_sends_the_bytes_through_where_the_service_may_not_copy(
-    minio: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sends_the_bytes_through_where_the_service_may_not_copy(reached: S3Server) -> None:
     """The destination's credentials cannot read the source."""
-    for name, value in minio.env.items():
-        monkeypatch.setenv(name, value)
-    a, b = minio.make_bucket(), minio.make_bucket()
+    a, b = reached.make_bucket(), reached.make_bucket()
     save(f"s3://{a}/x")
-    options = minio.limited_options(
+    options = reached.limited_options(
         {"Effect": "Allow", "Action": "s3:*", "Resource": [f"arn:aws:s3:::{b}", f"arn:aws:s3:::{b}/*"]}
     )
     plan = plan_copy(open_checkpoint(f"s3://{a}/x"), Location.of(f"s3://{b}/x", options))
@@ -189,29 +200,25 @@ def test_sends_the_bytes_through_where_the_service_may_not_copy(
     loads(f"s3://{b}/x")
 
 
-def test_refuses_what_is_there_and_overwrites_when_told(root: str, program: Program) -> None:
-    save(f"{root}/a", 1.0)
-    save(f"{root}/b", 2.0)
-    refused = program("cp", f"{root}/a", f"{root}/b", "--json")
-    assert refused.code == 5
-    assert refused.json["error"]["kind"] == "CheckpointExistsError"
-    loads(f"{root}/b", 2.0)
-    assert program("cp", f"{root}/a", f"{root}/b", "--overwrite").code == 0
-    loads(f"{root}/b", 1.0)
-    # The data of the one that was replaced is gone.
-    assert set(contents(f"{root}/b")) == set(contents(f"{root}/a"))
-
-
-def test_says_in_a_dry_run_what_would_happen_and_writes_nothing(root: str, program: Program) -> None:
-    save(f"{root}/a")
-    save(f"{root}/b", 2.0)
-    before = contents(f"{root}/b")
-    done = program("cp", f"{root}/a", f"{root}/b", "--overwrite", "--dry-run", "--json")
+def test_refuses_what_is_there_and_overwrites_when_told_but_in_no_dry_run(root: str, program: Program) -> None:
+    a, b = f"{root}/a", f"{root}/b"
+    save(a, 1.0)
+    save(b, 2.0)
+    refused = program("cp", a, b, "--json")
+    assert (refused.code, refused.json["error"]["kind"]) == (5, "CheckpointExistsError")
+    before = contents(b)
+    done = program("cp", a, b, "--overwrite", "--dry-run", "--json")
     assert done.code == 0
     assert (done.json["dry_run"], done.json["replaces"], done.json["objects"]) == (True, True, 3)
-    assert contents(f"{root}/b") == before
-    assert program("cp", f"{root}/a", f"{root}/new", "--dry-run").code == 0
-    assert contents(f"{root}/new") == {}
+    assert program("cp", a, f"{root}/new", "--dry-run").code == 0
+    assert (contents(b), contents(f"{root}/new")) == (before, {})
+    loads(b, 2.0)
+    assert program("cp", a, b, "--overwrite").code == 0
+    loads(b, 1.0)
+    # The data of the one that was replaced is gone.
+    assert set(contents(b)) == set(contents(a))
+    assert program("cp", a, f"{a}/", "--overwrite").code == 2
+    loads(a)
 
 
 def test_repairs_a_damaged_copy_and_leaves_its_objects_until_then(root: str, program: Program) -> None:
@@ -249,12 +256,6 @@ def test_copies_into_a_run_a_folder_and_behind_a_slash_by_the_name_of_the_source
     refused = program("cp", f"{root}/a/step-1", f"{root}/d")
     assert (refused.code, "a folder with other content: notes.txt" in refused.err) == (5, True)
     assert set(contents(f"{root}/d")) == {"notes.txt"}
-
-
-def test_refuses_a_copy_onto_itself_as_a_usage_error(root: str, program: Program) -> None:
-    save(f"{root}/a")
-    assert program("cp", f"{root}/a", f"{root}/a/", "--overwrite").code == 2
-    loads(f"{root}/a")
 
 
 @pytest.mark.parametrize("how", ["flipped", "table", "missing", "truncated"])
@@ -295,9 +296,7 @@ def test_leaves_what_was_there_after_a_failure_and_finishes_when_repeated(
         if old is not None:
             save(target, old)
         plan = plan_copy(open_checkpoint(source), target, overwrite=True)
-        wanted = (call, number)
-        store = FailingStore(plan.store, lambda name, n, wanted=wanted: (name, n) == wanted, lambda: StoreError("no"))
-        object.__setattr__(plan, "store", store)
+        store = failing(plan, call, number)
         try:
             copy_checkpoint(plan, SMALL)
         except StoreError:
@@ -317,15 +316,8 @@ def test_leaves_what_was_there_after_a_failure_and_finishes_when_repeated(
 def test_continues_a_copy_that_was_killed_where_it_stopped(tmp_path: Path) -> None:
     source, target = str(tmp_path / "a"), str(tmp_path / "b")
     save(source)
-    plan = plan_copy(open_checkpoint(source), target)
-    store = FailingStore(plan.store, lambda name, n: name == "put" and n == 3, lambda: StoreError("killed"))
-    object.__setattr__(plan, "store", store)
-    with pytest.raises(StoreError, match="killed"):
-        copy_checkpoint(plan, TransferOptions(connections=1))
-    again = plan_copy(open_checkpoint(source), target)
-    assert len(again.there) == 2
-    store = CountingStore(again.store)
-    object.__setattr__(again, "store", store)
+    again = killed(source, target)
+    store = counting(again)
     assert copy_checkpoint(again).skipped == 2
     # One object, the fence that keeps sweeps away from what was there, the metadata and its record.
     assert store.calls["put"] == 4
@@ -339,16 +331,14 @@ def test_continues_a_copy_that_was_killed_where_it_stopped(tmp_path: Path) -> No
     ids=["over nothing", "told to overwrite nothing", "over an older one"],
 )
 def test_leaves_a_save_whole_that_commits_during_a_copy(
-    minio: S3Server,
+    reached: S3Server,
     tmp_path: Path,
     program: Program,
     monkeypatch: pytest.MonkeyPatch,
     there: float | None,
     overwrite: list[str],
 ) -> None:
-    for name, value in minio.env.items():
-        monkeypatch.setenv(name, value)
-    source, target = str(tmp_path / "a"), f"s3://{minio.make_bucket()}/b"
+    source, target = str(tmp_path / "a"), f"s3://{reached.make_bucket()}/b"
     save(source, 1.0)
     if there is not None:
         save(target, there)
@@ -370,11 +360,7 @@ def test_leaves_nothing_torn_by_a_sweep_beside_a_resumed_copy(tmp_path: Path, pr
     source, root = str(tmp_path / "a"), tmp_path / "run"
     target = str(root / "step-5")
     save(source)
-    plan = plan_copy(open_checkpoint(source), target)
-    store = FailingStore(plan.store, lambda name, n: name == "put" and n == 3, lambda: StoreError("killed"))
-    object.__setattr__(plan, "store", store)
-    with pytest.raises(StoreError, match="killed"):
-        copy_checkpoint(plan, TransferOptions(connections=1))
+    killed(source, target)
     for path in root.rglob("*.distcp"):
         os.utime(path, (1_700_000_000, 1_700_000_000))
     again = plan_copy(open_checkpoint(source), target)
@@ -388,7 +374,7 @@ def test_leaves_nothing_torn_by_a_sweep_beside_a_resumed_copy(tmp_path: Path, pr
 
 
 @pytest.mark.contract
-def test_copies_the_checkpoint_of_another_writer_to_the_byte(tmp_path: Path, program: Program) -> None:
+def test_copies_the_checkpoint_of_another_writer_to_the_byte_and_into_a_run(tmp_path: Path, program: Program) -> None:
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--verify")
     assert done.code == 0, done.err
@@ -398,6 +384,11 @@ def test_copies_the_checkpoint_of_another_writer_to_the_byte(tmp_path: Path, pro
     dcp.load(target, storage_reader=FileSystemReader(tmp_path / "b"), no_dist=True)
     assert_same(target, state())
     loads(str(tmp_path / "b"))
+    run = str(tmp_path / "run")
+    in_run(run, 5)
+    assert program("cp", str(tmp_path / "a"), f"{run}/step-00000007", "--verify").code == 0
+    assert [one["step"] for one in program("ls", run, "--json").json["checkpoints"]] == [5, 7]
+    loads(f"{run}/step-00000007")
 
 
 def test_overwrites_no_fixed_names_of_another_writer_under_a_checkpoint(tmp_path: Path, program: Program) -> None:
@@ -417,13 +408,7 @@ def test_takes_options_for_each_side(minio: S3Server, moto: S3Server, tmp_path: 
     for flag, server in (("--from-option", minio), ("--to-option", moto)):
         for name, value in (("key", server.key), ("secret", server.secret), ("endpoint_url", server.endpoint)):
             sides += [flag, f"{name}={value}"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bucketpoint", "cp", f"s3://{here}/a", f"s3://{there}/a", *sides],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = shell("cp", f"s3://{here}/a", f"s3://{there}/a", *sides)
     assert done.returncode == 0, done.stderr
     assert "compared with checksums" in done.stdout
     target: Any = blank(state())
@@ -434,28 +419,12 @@ def test_takes_options_for_each_side(minio: S3Server, moto: S3Server, tmp_path: 
 
 
 def test_holds_the_budget_for_what_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bucketpoint.transfer.copy as copying
-    from bucketpoint.transfer import BufferPool
-
-    pools: list[BufferPool] = []
-
-    def pool(limit: int) -> BufferPool:
-        pools.append(BufferPool(limit))
-        return pools[-1]
-
-    monkeypatch.setattr(copying, "BufferPool", pool)
+    pools = budgets(monkeypatch, transfer)
     save(str(tmp_path / "a"))
     tight = TransferOptions(part_bytes=1 << 20, single_put_bytes=1 << 20, max_inflight_bytes=4 << 20, connections=4)
     copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), tmp_path / "b"), tight)
     assert 0 < pools[0].peak_bytes <= tight.max_inflight_bytes
     assert COPY_OPTIONS.max_inflight_bytes == 256 << 20
-
-
-def test_copies_an_object_without_a_byte(tmp_path: Path) -> None:
-    dcp.save({"w": torch.zeros(0)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
-    saved = open_checkpoint(tmp_path / "a")
-    copy_checkpoint(plan_copy(saved, tmp_path / "b"))
-    assert verify(open_checkpoint(tmp_path / "b")).ok
 
 
 def test_decides_by_the_commit_where_the_destination_cannot_be_read(minio: S3Server, tmp_path: Path) -> None:
@@ -501,16 +470,20 @@ def in_run(root: str, *steps: int, **more: Any) -> None:
     writer.pruning.drain()
 
 
-def test_records_a_copy_into_a_run_and_no_other(root: str, program: Program) -> None:
+def latest(root: str) -> str:
+    return next(open_catalog(root).candidates()).folder
+
+
+def test_records_a_copy_into_a_run_where_it_may_replace_a_step(root: str, program: Program) -> None:
     in_run(f"{root}/a", 10, 20)
-    in_run(f"{root}/b", 5)
+    in_run(f"{root}/b", 5, 10)
     assert program("report", f"{root}/b", "20", "eval/loss=0.5").code == 0
     done = program("cp", f"{root}/a/step-20", f"{root}/b/step-20", "--verify", "--json")
     assert done.code == 0, done.err
     assert done.json["recorded_in"] == f"{root}/b"
     assert done.json["verification"]["notes"] == []
     listed = program("ls", f"{root}/b", "--json").json["checkpoints"]
-    assert [(one["step"], one["metrics"]) for one in listed] == [(5, {}), (20, {"eval/loss": 0.5})]
+    assert [(one["step"], one["metrics"]) for one in listed] == [(5, {}), (10, {}), (20, {"eval/loss": 0.5})]
     assert program("ls", f"{root}/b", "--all", "--json").json["attempts"] == []
     assert latest(f"{root}/b") == "step-20"
     # A folder that is no step, and a place without a catalog: one record alone would hide its neighbours.
@@ -519,6 +492,15 @@ def test_records_a_copy_into_a_run_and_no_other(root: str, program: Program) -> 
         assert "is recorded in the catalog" not in program("cp", f"{root}/a/step-20", there).out
         assert contents(there)[".bucketpoint.json"]
     assert latest(f"{root}/c") == "step-99"
+    there = f"{root}/b/step-10"
+    told = ("cp", f"{root}/a/step-10", there, "--overwrite")
+    assert program(*told[:-1]).code == 5
+    assert "gets a record of the copy" in program(*told, "--dry-run").out
+    done = program(*told, "--verify")
+    assert done.code == 0, done.out + done.err
+    now = program("ls", f"{root}/b", "--json").json["checkpoints"]
+    assert [new["step"] for old, new in zip(listed, now, strict=True) if new["token"] != old["token"]] == [10]
+    loads(there, 10.0)
 
 
 def test_copies_all_checkpoints_of_a_run_and_goes_on_where_it_stopped(
@@ -536,11 +518,8 @@ def test_copies_all_checkpoints_of_a_run_and_goes_on_where_it_stopped(
     assert contents(other) == {}
     assert program("cp", run, "20", f"{other}/step-20").code == 0
     done = program("cp", run, other, "--yes", "--verify")
-    assert (done.code, done.out.count("is whole"), done.out.splitlines()[-1]) == (
-        0,
-        2,
-        "1 checkpoint had been copied before",
-    )
+    assert (done.code, done.out.count("is whole")) == (0, 2)
+    assert done.out.endswith("\n1 checkpoint had been copied before\n")
     assert program("cp", run, other, "--yes", "--json").json["checkpoints"] == []
     for step in (10, 20, 30):
         loads(f"{other}/step-{step}", step)
@@ -568,31 +547,3 @@ def test_copies_the_others_of_a_run_if_one_is_deleted_meanwhile(
     assert (done.code, done.json["deleted"], len(done.json["checkpoints"])) == (0, [f"{run}/step-20"], 2)
     for step in (10, 30):
         loads(f"{other}/step-{step}", step)
-
-
-def latest(root: str) -> str:
-    return next(open_catalog(root).candidates()).folder
-
-
-def test_replaces_a_step_of_a_run_in_the_catalog_by_its_copy(root: str, program: Program) -> None:
-    in_run(f"{root}/a", 10)
-    in_run(f"{root}/b", 10)
-    before = program("ls", f"{root}/b", "--json").json["checkpoints"][0]["token"]
-    assert program("cp", f"{root}/a/step-10", f"{root}/b/step-10").code == 5
-    assert (
-        "gets a record of the copy"
-        in program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--dry-run").out
-    )
-    done = program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--verify")
-    assert done.code == 0, done.out + done.err
-    (now,) = program("ls", f"{root}/b", "--json").json["checkpoints"]
-    assert now["token"] != before
-    loads(f"{root}/b/step-10", 10.0)
-
-
-def test_records_a_copy_of_the_checkpoint_of_another_writer(tmp_path: Path, program: Program) -> None:
-    dcp.save(state(7), storage_writer=FileSystemWriter(tmp_path / "theirs"), no_dist=True)
-    in_run(f"{tmp_path}/run", 5)
-    assert program("cp", str(tmp_path / "theirs"), f"{tmp_path}/run/step-00000007", "--verify").code == 0
-    assert [one["step"] for one in program("ls", f"{tmp_path}/run", "--json").json["checkpoints"]] == [5, 7]
-    loads(f"{tmp_path}/run/step-00000007", 7.0)
