@@ -11,20 +11,21 @@ import pytest
 import bucketpoint.doctor.examine as examine_module
 from bucketpoint.doctor.bucket import bucket_findings
 from bucketpoint.doctor.examine import Diagnosis, examine
-from bucketpoint.doctor.report import Finding
 from bucketpoint.stores.gcs import GCSOptions, GCSStore
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
+from cli.test_doctor import finding_of
 from kit.servers import S3Server
-from stores.scripted import Answer, Seen, error, scripted
+from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
 
 def store_of(server: S3Server, **changes: Any) -> S3Store:
     return S3Store(server.make_bucket(), S3Options.from_storage_options({**server.options, **changes}))
 
 
-def service(found: Diagnosis) -> Finding:
-    return next(one for one in found.findings if one.check == "service")
+def examined(server: ScriptedServer, **more: Any) -> Diagnosis:
+    options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush", **more}
+    return examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
 
 
 @pytest.fixture
@@ -47,15 +48,27 @@ def ignoring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return headers
 
 
-@pytest.mark.parametrize("said", [{}, {"service": "minio"}], ids=["nothing said", "named"])
-def test_recognises_and_passes_minio(minio: S3Server, said: dict[str, Any]) -> None:
-    store = store_of(minio, **said)
-    finding = service(examine(store, "runs", probe_bytes=0))
-    assert finding.status == "ok"
-    assert finding.message.startswith("minio by its Server header: conditional puts are honoured")
-    assert "by their whole key only" in finding.message
-    assert minio.keys(store.bucket) == []
-    assert minio.open_uploads(store.bucket) == []
+LEAVE_OUT = 'Leave {"conditional_puts": false} out of storage_options'
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "remedy"),
+    [
+        ({"service": "minio"}, "ok", None),
+        ({"service": "ceph"}, "warn", 'Set {"service": "minio"} in storage_options'),
+        ({"conditional_puts": False}, "warn", LEAVE_OUT),
+        ({"conditional_puts": False, "service": "minio"}, "warn", LEAVE_OUT),
+    ],
+)
+def test_compares_what_the_options_say_with_the_service_that_it_recognises(
+    minio: S3Server, said: dict[str, Any], status: str, remedy: str | None
+) -> None:
+    found = examine(store_of(minio, **said), "runs", probe_bytes=0)
+    service, create_only = finding_of(found, "service"), finding_of(found, "create-only put")
+    assert service.message.startswith("minio by its Server header: conditional puts are honoured")
+    assert (service.status, service.remedy) == (status, remedy)
+    told = "conditional_puts=false in storage_options"
+    assert create_only.message.startswith(told) == ("conditional_puts" in said)
 
 
 @pytest.mark.contract
@@ -63,21 +76,16 @@ def test_passes_every_check_on_versitygw_as_what_it_is(versitygw: S3Server) -> N
     store = store_of(versitygw, service="versitygw")
     found = examine(store, "runs", probe_bytes=0)
     assert found.ok
-    assert service(found).status == "ok"
-    assert service(found).message.startswith("versitygw by its Server header: conditional puts are honoured")
+    service = finding_of(found, "service")
+    assert service.status == "ok"
+    assert service.message.startswith("versitygw by its Server header: conditional puts are honoured")
     assert versitygw.keys(store.bucket) == []
     assert versitygw.open_uploads(store.bucket) == []
     # The gateway answers 501 to requests about rules, and no right would change that.
-    lifecycle = next(one for one in found.findings if one.check == "lifecycle")
+    lifecycle = finding_of(found, "lifecycle")
     assert (lifecycle.status, lifecycle.remedy) == ("skip", None)
     assert lifecycle.message.startswith("the service does not support this request: ")
     assert "HTTP 501" in lifecycle.message
-
-
-def test_names_the_service_where_options_name_one_that_does_less(minio: S3Server) -> None:
-    finding = service(examine(store_of(minio, service="ceph"), "runs", probe_bytes=0))
-    assert finding.status == "warn"
-    assert finding.remedy == 'Set {"service": "minio"} in storage_options'
 
 
 @pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
@@ -87,24 +95,18 @@ def test_tells_a_store_that_ignores_conditions_from_what_it_calls_itself(
     ignoring.append(header)
     store = store_of(minio)
     found = examine(store, "runs", probe_bytes=0)
-    assert not found.ok
-    assert service(found).status == "warn"
-    assert "conditional puts are ignored" in service(found).message
-    assert service(found).remedy == 'Set {"conditional_puts": false} in storage_options'
+    service = finding_of(found, "service")
+    refused = finding_of(found, "create-only put" if header == "If-None-Match" else "put if match")
+    assert (service.status, refused.status) == ("warn", "fail")
+    assert "conditional puts are ignored" in service.message
+    assert service.remedy == 'Set {"conditional_puts": false} in storage_options'
+    assert '{"conditional_puts": false}' in (refused.remedy or "")
     # With the remedy the place is fit, with a warning: a commit checks, writes and checks again.
     cured = examine(store_of(minio, conditional_puts=False), "runs", probe_bytes=0)
     assert cured.ok or header == "If-Match"
-    assert service(cured).status == "ok"
-    assert next(one for one in cured.findings if one.check == "create-only put").status == "warn"
-
-
-@pytest.mark.parametrize("said", [{}, {"service": "minio"}], ids=["alone", "beside the service"])
-def test_advises_to_leave_out_an_option_that_denies_what_the_store_does(minio: S3Server, said: dict[str, Any]) -> None:
-    found = examine(store_of(minio, conditional_puts=False, **said), "runs", probe_bytes=0)
-    assert service(found).status == "warn"
-    assert service(found).remedy == 'Leave {"conditional_puts": false} out of storage_options'
-    create_only = next(one for one in found.findings if one.check == "create-only put")
-    assert create_only.message.startswith("conditional_puts=false in storage_options")
+    create_only = finding_of(cured, "create-only put")
+    assert (finding_of(cured, "service").status, create_only.status) == ("ok", "warn")
+    assert "Give every job its own URL" in (create_only.remedy or "")
 
 
 def test_recognises_the_service_without_the_right_to_list_uploads(minio: S3Server) -> None:
@@ -112,41 +114,37 @@ def test_recognises_the_service_without_the_right_to_list_uploads(minio: S3Serve
     denied = {"Effect": "Deny", "Action": "s3:ListBucketMultipartUploads", "Resource": "arn:aws:s3:::*"}
     options = S3Options.from_storage_options(minio.limited_options(everything, denied))
     found = examine(S3Store(minio.make_bucket(), options), "runs", probe_bytes=0)
-    assert service(found).status == "ok"
-    assert service(found).message.startswith("minio by its Server header: conditional puts are honoured")
-    assert "uploads" not in service(found).message
-    assert next(one for one in found.findings if one.check == "multipart list").status == "warn"
+    service = finding_of(found, "service")
+    assert service.status == "ok"
+    assert service.message.startswith("minio by its Server header: conditional puts are honoured")
+    assert "uploads" not in service.message
+    assert finding_of(found, "multipart list").status == "warn"
 
 
 ALLOWED = Answer(body=b"<DeleteResult/>")
 """The answer to the trial of the right to delete, which comes before any write."""
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "said"),
-    [(501, "NotImplemented", "by SSEKMSKeyId"), (404, "kms:KeyNotFound", "Check the encryption key")],
-)
-def test_names_a_remedy_of_its_own_for_a_write_that_no_right_would_allow(status: int, code: str, said: str) -> None:
-    def answer(request: Seen, number: int) -> Answer:
-        return error(status, code) if request.method == "PUT" else ALLOWED
+ENCRYPTED = {"request_kwargs": {"SSEKMSKeyId": "the-key"}}
 
-    with scripted(answer) as server:
-        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
-        options |= {"request_kwargs": {"SSEKMSKeyId": "the-key"}}
-        found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
-    put = next(one for one in found.findings if one.check == "put")
+
+@pytest.mark.parametrize(
+    ("status", "code", "options", "said", "lacks_a_right"),
+    [
+        (501, "NotImplemented", ENCRYPTED, "by SSEKMSKeyId", False),
+        (404, "kms:KeyNotFound", ENCRYPTED, "Check the encryption key", False),
+        # Over plain HTTP.
+        (403, "AccessDenied", {}, "try https://", True),
+    ],
+)
+def test_names_a_remedy_for_a_write_that_is_refused_for_another_reason_than_a_right(
+    status: int, code: str, options: dict[str, Any], said: str, lacks_a_right: bool
+) -> None:
+    with scripted(lambda request, number: error(status, code) if request.method == "PUT" else ALLOWED) as server:
+        put = finding_of(examined(server, **options), "put")
     assert put.status == "fail"
     assert said in (put.remedy or "")
-    assert "s3:PutObject" not in (put.remedy or "")
-
-
-def test_advises_tls_for_a_write_that_is_refused_over_plain_http() -> None:
-    with scripted(lambda request, number: error(403, "AccessDenied") if request.method == "PUT" else ALLOWED) as server:
-        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
-        found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
-    put = next(one for one in found.findings if one.check == "put")
-    assert "s3:PutObject" in (put.remedy or "")
-    assert "try https://" in (put.remedy or "")
+    assert ("s3:PutObject" in (put.remedy or "")) == lacks_a_right
 
 
 def test_gives_up_in_time_on_a_server_that_dies_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +157,8 @@ def test_gives_up_in_time_on_a_server_that_dies_meanwhile(monkeypatch: pytest.Mo
         return Answer(headers={"ETag": '"e"', "x-amz-request-id": "1"}) if request.method == "PUT" else ALLOWED
 
     with scripted(answer) as server:
-        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
         started = time.monotonic()
-        found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
+        found = examined(server)
     assert not found.ok
     assert found.left
     assert time.monotonic() - started < 60
