@@ -28,9 +28,9 @@ from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
 from cli.conftest import Program, budgets, save, state
-from cli.test_frame import shell
 from cli.test_verify import flip, place, replaced
 from dcp.states import assert_same, blank
+from kit.programs import run_program
 from kit.servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
@@ -408,8 +408,8 @@ def test_takes_options_for_each_side(minio: S3Server, moto: S3Server, tmp_path: 
     for flag, server in (("--from-option", minio), ("--to-option", moto)):
         for name, value in (("key", server.key), ("secret", server.secret), ("endpoint_url", server.endpoint)):
             sides += [flag, f"{name}={value}"]
-    done = shell("cp", f"s3://{here}/a", f"s3://{there}/a", *sides)
-    assert done.returncode == 0, done.stderr
+    program = "from bucketpoint.cli.app import main\nmain()"
+    done = run_program(program, "cp", f"s3://{here}/a", f"s3://{there}/a", *sides)
     assert "compared with checksums" in done.stdout
     target: Any = blank(state())
     dcp.load(

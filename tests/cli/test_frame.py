@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,26 +13,15 @@ import pytest
 from bucketpoint import errors
 from bucketpoint.catalog.deletion.state import GoneError
 from bucketpoint.cli import text
-from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app
+from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app, run
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
 from bucketpoint.cli.commands import show
 from bucketpoint.cli.text import exit_code
-from cli.conftest import Program, save
+from cli.conftest import Program, enter, save
 from cli.test_retention import save_run, write
 from cli.test_seen import save_with_torch
+from kit.programs import run_program
 from kit.servers import S3Server
-
-
-def shell(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The program as a person starts it."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "bucketpoint", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, **env},
-    )
 
 
 def started(large: Sequence[str], *commands: Sequence[str]) -> list[str]:
@@ -46,8 +32,7 @@ def started(large: Sequence[str], *commands: Sequence[str]) -> list[str]:
         "    code, large = run(command), sorted({*sys.argv[2:]} & sys.modules.keys())\n"
         "    if code or large: print('STARTED', command, code, large, file=sys.stderr)\n"
     )
-    arguments = [sys.executable, "-c", program, json.dumps(commands), *large]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=240)
+    done = run_program(program, json.dumps(commands), *large)
     assert done.stdout
     return [line for line in done.stderr.splitlines() if line.startswith("STARTED")]
 
@@ -133,29 +118,21 @@ def test_says_of_a_place_that_is_not_there_that_it_is_a_local_path(
         assert "at this URL (a local path)" in done.err, arguments
 
 
-def test_prints_nothing_but_one_document_with_json(tmp_path: Path) -> None:
-    save(str(tmp_path / "a"))
-    done = shell("verify", "--progress", str(tmp_path / "a"), "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert (document["schema"], document["command"], document["ok"]) == (2, "verify", True)
-
-
 LISTED = (
     "`bucketpoint ls ROOT` lists a run's checkpoints, bucketpoint.latest_checkpoint(root) names the newest whole one"
 )
 
 
-def test_says_in_an_error_what_where_and_what_to_do_without_a_traceback(tmp_path: Path) -> None:
+def test_says_in_an_error_what_where_and_what_to_do_as_text_and_as_a_document(program: Program, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/none"
-    done = shell("show", url)
-    assert done.returncode == 3
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "Error: There is no checkpoint at this URL (a local path)",
-        f"  url:    {url}",
-        f"  remedy: Check the URL; {LISTED}",
-    ]
+    message, remedy = "There is no checkpoint at this URL (a local path)", f"Check the URL; {LISTED}"
+    done = program("show", url)
+    assert (done.code, done.out) == (3, "")
+    assert done.err.splitlines() == [f"Error: {message}", f"  url:    {url}", f"  remedy: {remedy}"]
+    done = program("show", url, "--debug", "--json")
+    assert (done.code, "Traceback (most recent call last)" in done.err) == (3, True)
+    error = {"kind": "CheckpointNotFoundError", "message": message, "url": url, "key": None, "remedy": remedy}
+    assert done.json == {"schema": 2, "command": "show", "ok": False, "error": {**error, "exit_code": 3}}
 
 
 @pytest.mark.parametrize(
@@ -203,25 +180,6 @@ def test_names_the_command_that_reads_other_files(program: Program, tmp_path: Pa
     done = program(*command.split(), place, *(["out"] if command == "cp" else []))
     assert (done.code, f"`bucketpoint convert {place} TARGET`" in done.err) == (3, True), done.err
     assert name == "model.pt" or "Error: The folder holds no .metadata, but model.safetensors\n" in done.err
-
-
-def test_prints_a_traceback_with_debug_and_a_document_with_json(program: Program, tmp_path: Path) -> None:
-    done = program("show", str(tmp_path / "none"), "--debug", "--json")
-    assert done.code == 3
-    assert "Traceback (most recent call last)" in done.err
-    assert done.json == {
-        "schema": 2,
-        "command": "show",
-        "ok": False,
-        "error": {
-            "kind": "CheckpointNotFoundError",
-            "message": "There is no checkpoint at this URL (a local path)",
-            "url": str(tmp_path / "none"),
-            "key": None,
-            "remedy": f"Check the URL; {LISTED}",
-            "exit_code": 3,
-        },
-    }
 
 
 def test_exits_with_a_code_of_its_own_after_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,17 +233,13 @@ def test_exits_with_the_code_of_each_kind_of_error(kind: type[errors.Bucketpoint
     assert exit_code(kind("x")) == code
 
 
-def test_exits_with_the_codes_of_a_real_server_s_errors(
-    minio: S3Server, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in minio.env.items():
-        monkeypatch.setenv(name, value)
-    bucket = minio.make_bucket()
+def test_exits_with_the_codes_of_a_real_server_s_errors(reached: S3Server, program: Program) -> None:
+    bucket = reached.make_bucket()
     assert program("show", f"s3://{bucket}/none").code == 3
     assert program("show", f"s3://{bucket}-not/none").code == 3
     assert program("show", "s3://").code == 2
     assert program("show", f"s3://{bucket}/x", "--storage-option", "nonsense=1").code == 2
-    wrong = ["--storage-option", f"key={minio.key}", "--storage-option", "secret=wrong"]
+    wrong = ["--storage-option", f"key={reached.key}", "--storage-option", "secret=wrong"]
     denied = program("show", f"s3://{bucket}/x", "--json", *wrong)
     assert denied.code == 4
     assert denied.json["error"]["kind"] == "CredentialsError"
@@ -314,22 +268,25 @@ def test_reads_options_as_what_they_are() -> None:
     }
 
 
-@pytest.mark.parametrize("pair", ["name", "=value", 'client_kwargs={"a"'])
-def test_refuses_an_option_that_is_no_pair_without_repeating_its_value(pair: str) -> None:
-    with pytest.raises(click.BadParameter) as caught:
-        parse_options([pair])
-    assert "value" in caught.value.message
-    assert '{"a"' not in caught.value.message
+NO_PAIR = "An option has no name or no value: write NAME=VALUE"
 
 
 @pytest.mark.parametrize(
-    "arguments", [("cp", "--from-option"), ("convert", "--to-option"), ("diff", "--a-option"), ("diff", "--b-option")]
+    ("command", "option", "pair", "said"),
+    [
+        ("cp", "--from-option", "endpoint_url", NO_PAIR),
+        ("convert", "--to-option", "endpoint_url", NO_PAIR),
+        ("diff", "--a-option", "=endpoint_url", NO_PAIR),
+        ("diff", "--b-option", "endpoint_url", NO_PAIR),
+        ("diff", "--storage-option", 'client_kwargs={"endpoint_url"', "the value of client_kwargs is not JSON"),
+    ],
 )
-def test_names_the_option_that_has_no_pair(program: Program, arguments: tuple[str, str]) -> None:
-    command, option = arguments
-    done = program(command, "a", "b", option, "endpoint_url")
+def test_refuses_an_option_that_is_no_pair_without_repeating_its_value(
+    program: Program, command: str, option: str, pair: str, said: str
+) -> None:
+    done = program(command, "a", "b", option, pair)
     assert done.code == 2
-    assert f"Invalid value for {option}: An option has no name or no value: write NAME=VALUE" in done.err
+    assert f"Invalid value for {option}: {said}" in done.err
     # It may be a secret that was passed without its name.
     assert "endpoint_url" not in done.err
 
@@ -344,14 +301,19 @@ def test_gives_an_endpoint_to_s3_alone_and_no_options_to_a_local_path() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_offers_the_commands_in_a_shell(name: str) -> None:
-    source = shell(_BUCKETPOINT_COMPLETE=f"{name}_source")
-    assert source.returncode == 0
-    assert "_BUCKETPOINT_COMPLETE" in source.stdout
-    words = {"COMP_WORDS": "bucketpoint ver", "COMP_CWORD": "1" if name != "fish" else "ver"}
-    offered = shell(_BUCKETPOINT_COMPLETE=f"{name}_complete", **words)
-    assert "verify" in offered.stdout
-    assert "show" not in offered.stdout
+def test_offers_the_commands_in_a_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    enter(monkeypatch, {"COMP_WORDS": "bucketpoint ver", "COMP_CWORD": "1" if name != "fish" else "ver"})
+    said = {}
+    for asked in ("source", "complete"):
+        monkeypatch.setenv("_BUCKETPOINT_COMPLETE", f"{name}_{asked}")
+        with pytest.raises(SystemExit) as ended:
+            run([])
+        assert ended.value.code == 0
+        said[asked] = capsys.readouterr().out
+    assert "_BUCKETPOINT_COMPLETE" in said["source"]
+    assert ("verify" in said["complete"], "show" in said["complete"]) == (True, False)
 
 
 @pytest.mark.parametrize(
