@@ -12,9 +12,8 @@ import pytest
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.cli import svg
 from bucketpoint.cli.commands.overview import _request_lines, _requests
-from bucketpoint.cli.page import MOST_ROWS, RunReport, page
 from bucketpoint.cli.svg import Chart, SaveMark, curve, saves, storage
-from cli.conftest import Program, save
+from cli.conftest import Program, enter, save
 from cli.test_plot import contrast
 from cli.test_retention import STEPS, save_run, write
 from cli.test_watch import begin
@@ -160,15 +159,19 @@ def test_writes_hostile_names_as_text_on_the_page(program: Program, tmp_path: Pa
     assert not [one for one in shown.attributes if one[1].startswith("on")]
 
 
-def test_loads_nothing_from_elsewhere_and_runs_nothing(program: Program, tmp_path: Path) -> None:
-    root = str(tmp_path / "run")
+def test_lists_the_newest_checkpoints_and_loads_and_runs_nothing_from_elsewhere(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bucketpoint.cli.page.MOST_ROWS", 2)
+    root, file = str(tmp_path / "run"), tmp_path / "page.html"
     save_run(root, *STEPS)
-    shown = made(program, root, tmp_path / "page.html", "--policy", str(write(tmp_path, root)))
+    shown = made(program, root, file, "--policy", str(write(tmp_path, root)))
+    assert [cell for cell in shown.of("td") if cell in map(str, STEPS)] == ["50", "40"]
+    assert "and 3 older checkpoints" in shown.text
     links = {value for _, name, value in shown.attributes if name in ("href", "src", "xlink:href", "action", "data")}
     assert links == {"data:,"}
     assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in shown.attributes
-    assert "url(" not in (tmp_path / "page.html").read_text()
-    assert "@import" not in (tmp_path / "page.html").read_text()
+    assert not [word for word in ("url(", "@import") if word in file.read_text()]
     assert ("meta", "content", "light dark") in shown.attributes
 
 
@@ -177,8 +180,7 @@ def test_leaves_credentials_and_the_user_in_a_url_off_the_page(
 ) -> None:
     bucket = minio.make_bucket()
     with monkeypatch.context() as patch:
-        for name, value in minio.env.items():
-            patch.setenv(name, value)
+        enter(patch, minio.env)
         save_run(f"s3://{bucket}/run", 10)
     options = [f"--storage-option=key={minio.key}", f"--storage-option=secret={minio.secret}"]
     options += ["--endpoint-url", minio.endpoint]
@@ -243,47 +245,6 @@ def test_makes_a_page_of_a_run_without_a_checkpoint(program: Program, tmp_path: 
     assert shown.marks("live") == 1
 
 
-def report(rows: int) -> RunReport:
-    checkpoints = [
-        {
-            "step": step,
-            "url": f"s3://bucket/run/step-{step}",
-            "created": 1e9 + 60 * step,
-            "recorded": True,
-            "kind": "full",
-            "bytes": 10**9,
-            "metrics": {},
-            "held": [],
-            "tombstone": None,
-        }
-        for step in range(rows, 0, -1)
-    ]
-    document = {
-        "root": "s3://bucket/run",
-        "run": None,
-        "taken": 1e9 + 60 * rows + 30,
-        "newest": {**checkpoints[0], "objects": 2},
-        "interval_s": 60.0,
-        "checkpoints": checkpoints,
-        "attempts": [],
-        "waiting": [],
-        "policy": None,
-        "problems": [],
-        "unrecorded": 0,
-    }
-    return RunReport("s3://bucket/run", document, [("now", rows, rows * 10**9, 0.0)], 0.023)
-
-
-def test_lists_the_newest_of_many_checkpoints_and_draws_all() -> None:
-    source = page(report(MOST_ROWS + 500))
-    shown = Page(source)
-    assert len([name for name in shown.names if name == "tr"]) == 2 + 1 + MOST_ROWS + 0
-    assert "and 500 older checkpoints" in shown.text
-    # One path for all of them: a tooltip for each would make the page several times as large.
-    assert shown.marks("kept") == 1
-    assert source.count("74V8.0") == MOST_ROWS + 500
-
-
 def path_of(chart: Chart, kind: str) -> str:
     return next((path for name, path, _ in chart.marks if name == kind), "")
 
@@ -316,6 +277,9 @@ def test_draws_a_save_above_the_line_if_it_committed_and_below_otherwise() -> No
     chart = saves(marks, "label")
     kept, dead, going = (float(path_of(chart, f"save {kind}").partition("V")[2]) for kind in ("kept", "dead", "going"))
     assert kept < going < 74 < dead
+    # One path for many of a kind: a tooltip for each would make the page several times as large.
+    many = saves([SaveMark(60.0 * n, 10, "kept", "") for n in range(svg.TOOLTIPS + 1)], "label")
+    assert path_of(many, "save kept").count("74V8.0") == svg.TOOLTIPS + 1
 
 
 def test_gives_the_axes_of_every_chart_their_units() -> None:

@@ -156,7 +156,7 @@ def test_draws_the_picture_of_the_documentation(tmp_path: Path) -> None:
     assert drawn.read_text() == (ROOT / "docs/retention.svg").read_text()
 
 
-def test_writes_the_picture_and_changes_nothing_else(program: Program, tmp_path: Path) -> None:
+def test_writes_the_picture_and_changes_nothing_else_or_refuses(program: Program, tmp_path: Path) -> None:
     root = f"file://{tmp_path}/runs"
     save_run(root, 10, 20, 30)
     policy, picture = write(tmp_path, root), tmp_path / "plan.svg"
@@ -168,18 +168,12 @@ def test_writes_the_picture_and_changes_nothing_else(program: Program, tmp_path:
     assert f">{root}<" in picture.read_text()
     assert program(*plan, "--plot", str(picture), "--json").json["plot"] == str(picture)
     assert program(*plan, "--json").json["plot"] is None
-    assert sorted(str(path) for path in (tmp_path / "runs").rglob("*")) == before
-
-
-def test_refuses_a_picture_that_cannot_be_drawn(program: Program, tmp_path: Path) -> None:
-    root = f"file://{tmp_path}/runs"
-    save_run(root, 10)
-    policy = write(tmp_path, root)
-    for options in (["--dry-run", "--plot", str(tmp_path / "plan.png")], ["--plot", str(tmp_path / "plan.svg")]):
+    for options in (["--dry-run", "--plot", str(tmp_path / "plan.png")], ["--plot", str(picture)]):
         done = program("prune", str(policy), *options)
         assert done.code == 2
         assert "pass --dry-run, and a file that ends in .svg" in done.err
-    done = program("prune", str(policy), "--dry-run", "--plot", str(tmp_path / "no-folder" / "plan.svg"))
+    done = program(*plan, "--plot", str(tmp_path / "no-folder" / "plan.svg"))
     assert done.code == 2
     assert "The picture cannot be written" in done.err
     assert "remedy" in done.err
+    assert sorted(str(path) for path in (tmp_path / "runs").rglob("*")) == before

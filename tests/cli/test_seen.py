@@ -89,21 +89,17 @@ def test_pins_a_step_without_a_record(program: Program, mixed: str) -> None:
     assert program("ls", mixed, "--json").json["checkpoints"][-1]["held"] == ["pinned"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["ls", "overview", "prune", "gc --adopt", "gc --name x", "show", "verify", "verify --all", "diff", "cp"],
-)
-def test_ends_with_3_and_names_the_url_of_a_run_that_is_not_there(
-    program: Program, root: str, tmp_path: Path, command: str
-) -> None:
+def test_ends_with_3_and_names_the_url_of_a_run_that_is_not_there(program: Program, root: str, tmp_path: Path) -> None:
     url = f"{root}/typo"
-    name, *options = command.split()
-    given = [str(write(tmp_path, url))] if name == "prune" else [url]
-    given += [f"{url}-too"] if name in ("diff", "cp") else []
-    done = program(name, *options, *given)
-    assert done.code == 3, done.out
-    assert url in done.err
-    # And nothing is written there.
+    commands = "ls, overview, prune, gc --adopt, gc --name x, pin, show, verify, verify --all, diff, cp"
+    for command in commands.split(", "):
+        name, *options = command.split()
+        given = [str(write(tmp_path, url))] if name == "prune" else [url]
+        given += {"diff": [f"{url}-too"], "cp": [f"{url}-too"], "pin": ["5"]}.get(name, [])
+        done = program(name, *options, *given)
+        assert done.code == 3, done.out
+        assert url in done.err, command
+    # And nothing was written there.
     assert program("ls", url).code == 3
 
 
