@@ -133,7 +133,7 @@ def test_sees_an_attempt_on_every_store_and_counts_its_own_objects(program: Prog
     said = program("watch", root).out
     assert "no whole object is in the store yet" in said
     # Step 20 is in the table, committed.
-    line = r"\na save of step 20 is not committed: began \d+ s ago, 2 of 3 objects, 300 B of .*%\) in the store, the last"
+    line = r"a save of step 20 is not committed: began \d+ s ago, 2 of 3 objects, 300 B of .*%\) in the store, the last"
     assert re.search(line, said)
 
 

@@ -22,7 +22,7 @@ import bucketpoint.convert.journal as notes
 import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
-from bucketpoint.convert import ConvertOptions, export_safetensors, plan_conversion, run_conversion
+from bucketpoint.convert import ConvertOptions, ConvertPlan, export_safetensors, plan_conversion, run_conversion
 from bucketpoint.convert.export import refuse_export
 from bucketpoint.convert.journal import name_of
 from bucketpoint.convert.target import share_of
@@ -32,14 +32,13 @@ from bucketpoint.errors import (
     CommitConflictError,
     InvalidURLError,
     MismatchError,
-    RanksDisagreeError,
     StoreError,
 )
 from bucketpoint.format.item_names import renaming
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
 from convert.conftest import SMALL, contents, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401
-from dcp.ranks import RankFailedError, Ranks
+from dcp.ranks import Ranks
 from dcp.states import assert_same, filled
 from kit.killed_jobs import run_and_kill
 from kit.plugin import MakeProxy
@@ -191,38 +190,30 @@ def test_balances_files_by_bytes() -> None:
     assert share_of(objects[:1], (2, 3)) == []
 
 
-def _disagree(rank: int, world: int, url: str, target: str) -> None:
-    export_on_rank(rank, world, url, target, shard_bytes=SHARD_BYTES + rank)
-
-
-def _fail_on_one(rank: int, world: int, url: str, target: str) -> str:
+def _failing(rank: int, world: int, url: str, target: str, how: str) -> str:
+    """The error with which an export ends on this rank."""
     try:
-        export_on_rank(rank, world, url if rank == 0 else f"{url}-missing", target)
-    except BucketpointError as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def _fail_before(rank: int, world: int, url: str, target: str) -> str:
-    try:
-        if rank == 0:
+        if how == "before" and rank == 0:
             refuse_export(ValueError("no tokenizer"))
-        export_on_rank(rank, world, url, target)
+        url = f"{url}-missing" if how == "missing" and rank > 0 else url
+        export_on_rank(rank, world, url, target, shard_bytes=SHARD_BYTES + rank * (how == "disagreeing"))
     except BucketpointError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def test_raises_on_all_ranks_why_one_makes_no_export(tmp_path: Path, two_ranks: Ranks) -> None:  # noqa: F811
-    found = two_ranks.run(_fail_before, saved(tmp_path / "ours"), str(tmp_path / "hf"))
-    assert all("no tokenizer" in text for text in found)
-
-
-def test_raises_on_all_ranks_what_one_fails_with(tmp_path: Path, two_ranks: Ranks) -> None:  # noqa: F811
-    ours = saved(tmp_path / "ours")
-    assert two_ranks.run(_fail_on_one, ours, str(tmp_path / "hf")) == ["CheckpointNotFoundError"] * 2
-    with pytest.raises(RankFailedError, match=RanksDisagreeError.__name__):
-        two_ranks.run(_disagree, ours, str(tmp_path / "hf"))
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("before", "no tokenizer"), ("missing", "CheckpointNotFoundError"), ("disagreeing", "RanksDisagreeError")],
+)
+def test_raises_on_all_ranks_what_one_fails_with(
+    tmp_path: Path,
+    two_ranks: Ranks,  # noqa: F811
+    how: str,
+    said: str,
+) -> None:
+    found = two_ranks.run(_failing, saved(tmp_path / "ours"), str(tmp_path / "hf"), how)
+    assert [said in text for text in found] == [True, True], found
     assert not list(tmp_path.glob("hf/*.safetensors*"))
 
 
@@ -324,6 +315,14 @@ def _saved(folder: Path, value: float) -> str:
     return url
 
 
+def _planned(source: str, target: str, shard_bytes: int = 4000, worker: tuple[int, int] | None = None) -> ConvertPlan:
+    options = ConvertOptions(shard_bytes=shard_bytes)
+    return plan_conversion(source, target, to_format="safetensors", options=options, worker=worker)
+
+
+ONES = {name: torch.ones(1000) for name in ("a", "b")}
+
+
 def test_refuses_to_delete_its_own_source(tmp_path: Path) -> None:
     model = str(tmp_path / "model")
     export_safetensors(_saved(tmp_path, 1.0), model, shard_bytes=4000)
@@ -340,19 +339,6 @@ def test_writes_a_lost_file_again(tmp_path: Path) -> None:
         export_safetensors(url, model, shard_bytes=4000)
     export_safetensors(url, model, shard_bytes=4000, overwrite=True)
     assert sorted(bucketpoint.load(str(model))) == ["a", "b"]
-
-
-def test_writes_nothing_over_the_weights_that_another_conversion_has_committed(tmp_path: Path) -> None:
-    model = str(tmp_path / "model")
-    options = ConvertOptions(shard_bytes=4000)
-    plans = [
-        plan_conversion(_saved(tmp_path, value), model, to_format="safetensors", options=options)
-        for value in (1.0, 2.0)
-    ]
-    run_conversion(plans[0])
-    with pytest.raises(CommitConflictError):
-        run_conversion(plans[1])
-    assert bucketpoint.load(model)["a"][0] == 1
 
 
 class _Before:
@@ -375,15 +361,10 @@ class _Before:
 def test_replaces_no_file_of_an_export_that_commits_during_another(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    model, options = f"{root}/model", ConvertOptions(shard_bytes=4000)
-    one, two = _saved(tmp_path, 1.0), _saved(tmp_path, 2.0)
-
-    def planned(source: str, worker: tuple[int, int] | None = None) -> Any:
-        return plan_conversion(source, model, to_format="safetensors", options=options, worker=worker)
-
+    model, two = f"{root}/model", _saved(tmp_path, 2.0)
     if shared:
-        assert not run_conversion(planned(two, (1, 2))).committed
-    first, opened = planned(one), run.open_place
+        assert not run_conversion(_planned(two, model, worker=(1, 2))).committed
+    first, opened = _planned(_saved(tmp_path, 1.0), model), run.open_place
     with monkeypatch.context() as patch:
 
         def behind(place: Any) -> Any:
@@ -391,29 +372,21 @@ def test_replaces_no_file_of_an_export_that_commits_during_another(
             return _Before(store, lambda: run_conversion(first)), prefix
 
         patch.setattr(run, "open_place", behind)
-        second = planned(two, (0, 2) if shared else None)
+        second = _planned(two, model, worker=(0, 2) if shared else None)
     with pytest.raises(CommitConflictError):
         run_conversion(second)
     # Nothing of the second is left: other readers may read all files of a folder.
-    assert names(model) - {name_of((1, 2))} == {
-        INDEX_NAME,
-        *(entry.key for entry in first.layout.objects),
-    }
-    assert_same(loaded(model), {name: torch.full((1000,), 1.0) for name in ("a", "b")})
-    assert_same(bucketpoint.load(model), loaded(model))
+    assert names(model) - {name_of((1, 2))} == {INDEX_NAME, *(entry.key for entry in first.layout.objects)}
+    assert_same(loaded(model), ONES)
+    assert_same(bucketpoint.load(model), ONES)
 
 
-@pytest.mark.parametrize(("one", "two"), [(1 << 20, 1 << 20), (4000, 1 << 20), (1 << 20, 4000)])
+@pytest.mark.parametrize(("one", "two"), [(1 << 20, 1 << 20), (4000, 1 << 20), (1 << 20, 4000), (4000, 4000)])
 def test_leaves_the_weights_of_the_export_that_ends_first(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: int, two: int
 ) -> None:
-    model = f"{root}/model"
-
-    def planned(value: float, shard_bytes: int) -> Any:
-        options = ConvertOptions(shard_bytes=shard_bytes)
-        return plan_conversion(_saved(tmp_path, value), model, to_format="safetensors", options=options)
-
-    first, second, original = planned(1.0, one), planned(2.0, two), run._upload
+    model, original = f"{root}/model", run._upload
+    first, second = _planned(_saved(tmp_path, 1.0), model, one), _planned(_saved(tmp_path, 2.0), model, two)
 
     def upload(*given: Any) -> Any:
         monkeypatch.setattr(run, "_upload", original)
@@ -424,31 +397,26 @@ def test_leaves_the_weights_of_the_export_that_ends_first(
     with pytest.raises(CommitConflictError):
         run_conversion(second)
     assert names(model) - {INDEX_NAME} == {entry.key for entry in first.layout.objects}
-    assert_same(loaded(model), {name: torch.full((1000,), 1.0) for name in ("a", "b")})
+    assert_same(loaded(model), ONES)
 
 
 @pytest.mark.parametrize("shard_bytes", [4000, 1 << 20])
 def test_recognises_an_export_that_was_finished_before(tmp_path: Path, shard_bytes: int) -> None:
     url, model = _saved(tmp_path, 1.0), str(tmp_path / "model")
-
-    def planned(url: str) -> Any:
-        options = ConvertOptions(shard_bytes=shard_bytes)
-        return plan_conversion(url, model, to_format="safetensors", options=options)
-
-    run_conversion(planned(url))
+    run_conversion(_planned(url, model, shard_bytes))
     before = all_files(model)
-    again = planned(url)
+    again = _planned(url, model, shard_bytes)
     assert (again.finished, again.left_nbytes) == (True, 0)
     done = run_conversion(again, verify=True)
     assert (done.committed, list(done.damaged)) == (True, [])
     assert all_files(model) == before
     with pytest.raises(CheckpointExistsError):
-        planned(_saved(tmp_path, 2.0))
+        _planned(_saved(tmp_path, 2.0), model, shard_bytes)
     # Truncated, it is another file.
     path = Path(model, again.layout.objects[0].key)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointExistsError):
-        planned(url)
+        _planned(url, model, shard_bytes)
 
 
 def test_copies_small_files_whose_names_come_after_a_thousand_others(tmp_path: Path) -> None:
