@@ -170,6 +170,8 @@ def test_makes_a_run_checkpoint_without_its_optimizer_not_resumable(tmp_path: Pa
         converted(source, root / f"step-{step}", "bucketpoint", exclude=patterns)
     rows = open_catalog(str(root)).snapshot().rows()
     assert [(row.step, row.kind) for row in rows] == [(5, "full"), (7, "full"), (9, "weights")]
+    # The catalog has the record, and none lies beside the metadata.
+    assert not (root / "step-7/.bucketpoint.json").exists()
 
 
 def test_reports_a_place_without_a_source_first(tmp_path: Path) -> None:

@@ -44,29 +44,13 @@ def test_exports_what_transformers_loads_and_reads_what_it_wrote(tmp_path: Path)
 def test_converts_what_multi_storage_client_wrote(
     minio_root: str, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
 ) -> None:
-    client = pytest.importorskip("multistorageclient", reason="pip install 'multi-storage-client[boto3]'")
+    pytest.importorskip("multistorageclient", reason="pip install 'multi-storage-client[boto3]'")
     writer = pytest.importorskip("multistorageclient.contrib.torch")
     bucket = minio_root.removeprefix("s3://").split("/")[0]
-    (tmp_path / "msc.json").write_text(
-        json.dumps(
-            {
-                "profiles": {
-                    "there": {
-                        "storage_provider": {
-                            "type": "s3",
-                            "options": {
-                                "base_path": bucket,
-                                "region_name": minio.region,
-                                "endpoint_url": minio.endpoint,
-                            },
-                        }
-                    }
-                }
-            }
-        )
-    )
+    options = {"base_path": bucket, "region_name": minio.region, "endpoint_url": minio.endpoint}
+    profiles = {"there": {"storage_provider": {"type": "s3", "options": options}}}
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": profiles}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
-    assert client
     value = state()
     made = writer.MultiStorageFileSystemWriter("msc://there/there/theirs")
     dcp.save(value, storage_writer=made, no_dist=True)

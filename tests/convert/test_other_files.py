@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,6 @@ from bucketpoint.format.safetensors_header import TensorEntry, encode_header
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 12345\n"
 PAGE = b"\n<!DOCTYPE html><html>Sign in</html>"
-
-
-def tensors(path: Path, *names: str) -> None:
-    entries = [TensorEntry(name, torch.uint8, (8,), 8 * at) for at, name in enumerate(names)]
-    path.write_bytes(encode_header(entries) + bytes(8 * len(names)))
 
 
 def index(folder: Path, **files: str) -> None:
@@ -70,34 +64,28 @@ def test_names_the_files_of_a_folder_and_the_url_to_pass(tmp_path: Path, source:
     assert "safetensors with an index" in (refused.value.remedy or "")
 
 
-def _lacks(folder: Path) -> None:
-    tensors(folder / "one.safetensors", "w", "v")
-    index(folder, w="one.safetensors")
-
-
-def _too_many(folder: Path) -> None:
-    tensors(folder / "one.safetensors", "w")
-    index(folder, w="one.safetensors", v="one.safetensors")
-
-
-def _missing(folder: Path) -> None:
-    tensors(folder / "one.safetensors", "w")
-    index(folder, w="one.safetensors", v="two.safetensors", u="three.safetensors")
-
-
 @pytest.mark.parametrize(
-    ("make", "named", "remedy"),
+    ("held", "files", "named", "remedy"),
     [
-        (_lacks, "v of one.safetensors", "from one save"),
-        (_too_many, "names one.safetensors", "from one save"),
-        (_missing, "three.safetensors, two.safetensors", "missing files beside the index"),
+        (["w", "v"], {"w": "one"}, "v of one.safetensors", "from one save"),
+        (["w"], {"w": "one", "v": "one"}, "names one.safetensors", "from one save"),
+        (
+            ["w"],
+            {"w": "one", "v": "two", "u": "three"},
+            "three.safetensors, two.safetensors",
+            "missing files beside the index",
+        ),
     ],
+    ids=["more tensors", "fewer tensors", "fewer files"],
 )
 def test_names_what_an_index_and_its_files_differ_in(
-    tmp_path: Path, make: Callable[[Path], None], named: str, remedy: str
+    tmp_path: Path, held: list[str], files: dict[str, str], named: str, remedy: str
 ) -> None:
-    (tmp_path / "a").mkdir()
-    make(tmp_path / "a")
-    error = refusal(tmp_path / "a")
+    folder = tmp_path / "a"
+    folder.mkdir()
+    entries = [TensorEntry(name, torch.uint8, (8,), 8 * at) for at, name in enumerate(held)]
+    (folder / "one.safetensors").write_bytes(encode_header(entries) + bytes(8 * len(held)))
+    index(folder, **{name: f"{file}.safetensors" for name, file in files.items()})
+    error = refusal(folder)
     assert named in error.message
     assert remedy in (error.remedy or "")
