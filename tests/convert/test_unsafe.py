@@ -22,8 +22,7 @@ from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert import plan_conversion
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from convert.conftest import converted, load
-from security.corpus import P4, Call, global_, repeated, short, text
-from security.corpus import archive as archived
+from security.corpus import ORDERED, P4, Call, archive, global_, repeated, short, text
 
 
 class Own:
@@ -81,7 +80,7 @@ def test_runs_and_writes_nothing_of_an_unsafe_source(tmp_path: Path, where: str)
 def test_checks_a_tensor_that_is_passed_on_as_it_is_against_the_allow_list(tmp_path: Path) -> None:
     """Its pickle ended the interpreter by its work, before that came to the name."""
     copies = P4 + b"]\x94(" + b"K\x01" * 5000 + b"e0" + global_("builtins", "tuple") + b"\x94("
-    frame = archived(copies + b"h\x01h\x00\x85R" * 2000 + b"t" + global_("os", "system") + b".")
+    frame = archive(copies + b"h\x01h\x00\x85R" * 2000 + b"t" + global_("os", "system") + b".")
     source = tmp_path / "a"
     theirs(source, {"w": torch.ones(3)})
     put_in_place_of_the_tensor(source, frame)
@@ -117,7 +116,7 @@ def test_converts_a_file_of_shared_containers_without_delay(tmp_path: Path, make
 def test_names_a_tensor_that_cannot_be_moved_to_its_device(tmp_path: Path) -> None:
     body = P4 + b"}" + short("w") + global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor") + b"("
     body += repeated(1) + global_("torch", "float32") + text("cpu") + b"\x89tRs."
-    (tmp_path / "a.pt").write_bytes(archived(body))
+    (tmp_path / "a.pt").write_bytes(archive(body))
     with pytest.raises(MetadataError, match="NotImplementedError"):
         plan_conversion(tmp_path / "a.pt", tmp_path / "out")
 
@@ -138,7 +137,7 @@ def test_lets_trusted_sources_name_what_they_like(tmp_path: Path) -> None:
 
 def test_names_dtensors_in_a_file(tmp_path: Path) -> None:
     body = b"\x80\x02}X\x01\x00\x00\x00wctorch.distributed.tensor\nDTensor\ns."
-    archive(tmp_path / "x.pt", body)
+    (tmp_path / "x.pt").write_bytes(archive(body))
     with pytest.raises(MismatchError, match="DTensor"):
         plan_conversion(tmp_path / "x.pt", tmp_path / "out")
 
@@ -202,44 +201,21 @@ def test_makes_no_huge_number_of_a_few_bytes(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "out", {"w": torch.zeros(3, 4)})["w"], few["w"])
 
 
-def archive(path: Path, body: bytes, storage: bytes = b"") -> None:
-    writer = torch._C.PyTorchFileWriter(str(path))
-    writer.write_record("data.pkl", body, len(body))
-    writer.write_record("data/0", storage, len(storage))
-    writer.write_end_of_file()
+def tensor_of(offset: int, shape: bytes, stride: bytes) -> bytes:
+    """A file of a tensor that claims this of its storage, which has four elements."""
+    storage = b"(" + text("storage") + global_("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
+    within = b"J" + offset.to_bytes(4, "little") + shape + stride
+    made = global_("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + within + b"\x89" + ORDERED + b")RtR"
+    return archive(b"\x80\x02}" + text("w") + made + b"s.", bytes(16))
 
 
-def tensor_of(size: int, offset: int, shape: bytes, stride: bytes) -> bytes:
-    """A pickle of `{"w": tensor}` whose claims about its storage are these."""
-    return (
-        b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n(("
-        b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuJ"
-        + size.to_bytes(4, "little")
-        + b"tQJ"
-        + offset.to_bytes(4, "little")
-        + shape
-        + stride
-        + b"\x89ccollections\nOrderedDict\n)RtRs."
-    )
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "offset"),
-    [
-        (b"J\x00\x00\x00\x40\x85", b"K\x01\x85", 0),
-        (b"K\x04\x85", b"J\x00\x00\x00\x40\x85", 0),
-        (b"K\x04\x85", b"K\x01\x85", 1 << 30),
-        (b"K\x04\x85", b"K\x01\x85", 1),
-    ],
-)
-def test_refuses_a_tensor_beyond_its_storage(tmp_path: Path, shape: bytes, stride: bytes, offset: int) -> None:
-    archive(tmp_path / "x.pt", tensor_of(4, offset, shape, stride), bytes(16))
-    with pytest.raises(MetadataError):
-        plan_conversion(tmp_path / "x.pt", tmp_path / "out")
-
-
-def test_accepts_the_same_tensor_within_its_storage(tmp_path: Path) -> None:
-    archive(tmp_path / "x.pt", tensor_of(4, 0, b"K\x04\x85", b"K\x01\x85"), bytes(16))
+def test_refuses_a_tensor_beyond_its_storage_and_accepts_one_within(tmp_path: Path) -> None:
+    four, one, billion = b"K\x04\x85", b"K\x01\x85", b"J\x00\x00\x00\x40\x85"
+    for offset, shape, stride in [(0, billion, one), (0, four, billion), (1 << 30, four, one), (1, four, one)]:
+        (tmp_path / "x.pt").write_bytes(tensor_of(offset, shape, stride))
+        with pytest.raises(MetadataError):
+            plan_conversion(tmp_path / "x.pt", tmp_path / "out")
+    (tmp_path / "x.pt").write_bytes(tensor_of(0, four, one))
     converted(tmp_path / "x.pt", tmp_path / "out")
     assert torch.equal(load(tmp_path / "out", {"w": torch.ones(4)})["w"], torch.zeros(4))
 
