@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from azurite import AzureServer
 from bucketpoint import BucketWriter
 from bucketpoint.cli.app import run
+from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.transfer import BufferPool
 from fsspec_backends import SERVED
@@ -42,6 +43,7 @@ Program = Callable[..., Done]
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and a program its environment: tests here change the environment of one process."""
     monkeypatch.setattr(s3_client.clients, "_clients", {})
+    monkeypatch.setattr(gcs_client.clients, "_clients", {})
 
 
 @pytest.fixture

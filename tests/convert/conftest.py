@@ -12,17 +12,11 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import BucketReader
 from bucketpoint.convert import Converted, ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.stores import open_store
-from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.transfer import TransferOptions
+from cli.conftest import enter, fresh_clients  # noqa: F401
 from dcp.states import blank, filled
 
 SMALL = TransferOptions(max_inflight_bytes=32 << 20, part_bytes=5 << 20, connections=4)
-
-
-@pytest.fixture(autouse=True)
-def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process keeps its clients, and tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client.clients, "_clients", {})
 
 
 @pytest.fixture(params=["file", "minio"])
@@ -40,8 +34,7 @@ def minio_root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def in_minio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     server = request.getfixturevalue("minio")
-    for name, value in server.env.items():
-        monkeypatch.setenv(name, value)
+    enter(monkeypatch, server.env)
     return f"s3://{server.make_bucket()}/there"
 
 

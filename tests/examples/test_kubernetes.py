@@ -125,6 +125,7 @@ def test_leads_every_reference_of_the_pods_somewhere() -> None:
         volumes = {one["name"]: one for one in spec["volumes"]}
         mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
         assert set(mounts) == set(volumes)
+        assert env_of(pod)["HOME"] in [one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")]
         assert volumes["policy"]["configMap"]["name"] == policy["name"]
         text = " ".join(container["command"])
         assert f"{mounts['policy']}/{policy['files'][0]}" in text
@@ -144,8 +145,14 @@ def test_leads_every_reference_of_the_pods_somewhere() -> None:
     assert env_of(pod_of(job))["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
+def cron_example() -> Object:
+    with (ROOT / "examples/cron/kubernetes.yaml").open(encoding="utf-8") as file:
+        (cron,) = [one for one in yaml.safe_load_all(file) if one["kind"] == "CronJob"]
+    return cron
+
+
 def test_gives_the_pods_no_more_rights_than_they_must_have() -> None:
-    for pod in pods():
+    for pod in [*pods(), pod_of(cron_example())]:
         spec = pod["spec"]
         (container,) = spec["containers"]
         assert spec["automountServiceAccountToken"] is False
@@ -158,8 +165,6 @@ def test_gives_the_pods_no_more_rights_than_they_must_have() -> None:
         }
         assert "memory" in container["resources"]["limits"]
         assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
-        written = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
-        assert env_of(pod)["HOME"] in written
 
 
 def test_selects_the_pods_by_network_policies_and_lets_training_reach_itself() -> None:
@@ -198,9 +203,7 @@ def test_makes_each_limit_of_time_longer_than_the_one_inside_it() -> None:
 
 
 def test_runs_in_the_pruning_job_the_command_that_is_tested_for_cron() -> None:
-    with (ROOT / "examples/cron/kubernetes.yaml").open(encoding="utf-8") as file:
-        (cron,) = [one for one in yaml.safe_load_all(file) if one["kind"] == "CronJob"]
-    ours = named("CronJob", "bucketpoint-prune")
+    cron, ours = cron_example(), named("CronJob", "bucketpoint-prune")
     assert [pod_of(one)["spec"]["containers"][0]["command"] for one in (cron, ours)] == [
         ["bucketpoint", "prune", "/etc/bucketpoint/policy.yaml"]
     ] * 2

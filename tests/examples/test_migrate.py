@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint
-from kit.servers import S3Server
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 
@@ -38,17 +37,16 @@ def test_compiles_the_lines_and_finds_what_they_import_from_bucketpoint(library:
 
 @pytest.mark.parametrize("library", ["s3torchconnector", "FsspecWriter and FileSystemWriter"])
 def test_loads_what_the_lines_before_saved_and_saves_with_those_after(
-    library: str, minio: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    library: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     before, after = changes()[library]
     names: dict[str, Any] = {"dcp": dcp, "options": {}, "url": f"file://{tmp_path}/run"}
     if library == "s3torchconnector":
         connector = pytest.importorskip("s3torchconnector")
-        names |= {"config": connector.S3ClientConfig(force_path_style=True), "url": f"s3://{minio.make_bucket()}/run"}
+        bucket = request.getfixturevalue("reached").make_bucket()
+        names |= {"config": connector.S3ClientConfig(force_path_style=True), "url": f"s3://{bucket}/run"}
         # The server here has no name for each bucket.
         before = before.replace("path=url)", "path=url, s3client_config=config)")
-        for name, value in minio.env.items():
-            monkeypatch.setenv(name, value)
 
     names["state"] = {"weight": torch.ones(8)}
     exec(before, names)

@@ -14,10 +14,9 @@ import yaml
 from bucketpoint.doctor.bucket import bucket_findings
 from bucketpoint.stores import Capabilities, LocalStore
 from bucketpoint.stores.gcs import GCSStore
-from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.s3 import S3Options, S3Store
-from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import options as s3_services
+from cli.conftest import enter
 from gcs_server import GCSServer
 from kit import servers
 from kit.servers import S3Server
@@ -25,13 +24,6 @@ from kit.servers import S3Server
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BUCKET = "checkpoints"
 COMMIT = "run/step-500/.metadata"
-
-
-@pytest.fixture(autouse=True)
-def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process keeps its clients, and tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client.clients, "_clients", {})
-    monkeypatch.setattr(gcs_client.clients, "_clients", {})
 
 
 def blocks(page: str, language: str, heading: str = "") -> list[str]:
@@ -64,16 +56,14 @@ def test_begins_each_page_with_what_to_install_and_the_same_ten_lines(page: str)
 @pytest.mark.parametrize("region", ["us-east-1", "auto"], ids=["as on AWS", "as on R2"])
 def test_runs_the_start_for_s3(minio: S3Server, monkeypatch: pytest.MonkeyPatch, region: str) -> None:
     bucket = minio.make_bucket()
-    for name, value in {**minio.env, "AWS_REGION": region}.items():
-        monkeypatch.setenv(name, value)
+    enter(monkeypatch, {**minio.env, "AWS_REGION": region})
     exec(start("s3.md").replace(f"s3://{BUCKET}", f"s3://{bucket}"), {})
     assert COMMIT in minio.keys(bucket)
 
 
 def test_runs_the_start_for_gcs(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = gcs.make_bucket()
-    for name, value in gcs.env.items():
-        monkeypatch.setenv(name, value)
+    enter(monkeypatch, gcs.env)
     exec(start("gcs.md").replace(f"gs://{BUCKET}", f"gs://{bucket}"), {})
     assert COMMIT in gcs.keys(bucket)
 
@@ -113,8 +103,7 @@ def test_starts_by_the_compose_file_a_server_on_which_the_start_runs(
         running = S3Server("minio", f"http://127.0.0.1:{port}", key, secret)
         servers._wait_until_served(running)
         running.client().create_bucket(Bucket=BUCKET)
-        for name, value in {**settings, "AWS_ENDPOINT_URL": running.endpoint}.items():
-            monkeypatch.setenv(name, value)
+        enter(monkeypatch, {**settings, "AWS_ENDPOINT_URL": running.endpoint})
         exec(start("s3.md"), {})
         assert COMMIT in running.keys(BUCKET)
 
