@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader
@@ -13,17 +11,15 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from cli.conftest import Program
 from cli.test_verify import flip, replaced
 from dcp import reshard_scenarios as scenarios
+from dcp.conftest import four_ranks  # noqa: F401
 from dcp.ranks import Ranks
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-def test_compares_checks_and_copies_chunks_of_many_ranks(four_ranks: Ranks, tmp_path: Path, program: Program) -> None:
+def test_compares_checks_and_copies_chunks_of_many_ranks(
+    four_ranks: Ranks,  # noqa: F811
+    tmp_path: Path,
+    program: Program,
+) -> None:
     rows, boxes, copied = (str(tmp_path / name) for name in ("rows", "boxes", "copied"))
     four_ranks.run(scenarios.save_model, f"file://{rows}", "fsdp", 3)
     four_ranks.run(scenarios.save_model, f"file://{boxes}", "tp and fsdp", 4)

@@ -136,7 +136,8 @@ def test_takes_the_policy_file_for_a_manager_too(tmp_path: Path) -> None:
         assert (manager.policy.keep.latest, manager.catalog.url) == (2, f"{tmp_path}/run")
 
 
-def test_deletes_a_few_of_too_many_until_somebody_says_yes(program: Program, root: str, tmp_path: Path) -> None:
+def test_deletes_a_few_of_too_many_until_somebody_says_yes(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
     save_run(root, *STEPS)
     careful = str(write(tmp_path, root, count=1))
     for arguments in (("prune", careful, "--dry-run"), ("prune", careful)):
@@ -298,7 +299,8 @@ def test_gives_what_is_newer_than_a_rollback_a_tombstone_and_restores_its_step(
         assert manager.restore(state).step == 20  # type: ignore[union-attr]
 
 
-def test_leaves_what_is_held_in_a_rollback_and_gives_nothing_up_for_damage(program: Program, root: str) -> None:
+def test_leaves_what_is_held_in_a_rollback_and_gives_nothing_up_for_damage(program: Program, tmp_path: Path) -> None:
+    root = str(tmp_path)
     save_run(root, *STEPS)
     assert program("pin", root, "40").code == 0
     run = open_catalog(root)

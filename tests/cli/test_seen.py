@@ -15,7 +15,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
 from bucketpoint.stores import open_store
 from cli.conftest import Program, save
-from cli.test_retention import save_run, write
+from cli.test_retention import save_run, steps_in, write
 
 
 def save_with_torch(path: Path) -> None:
@@ -58,9 +58,9 @@ def test_prints_commands_that_run_as_printed(program: Program, tmp_path: Path) -
     assert program(*shlex.split(printed)).out == f"{root}/epoch=7\n1 checkpoint adopted\n"
 
 
-def test_counts_what_has_no_record_in_the_cost(program: Program, mixed: str, tmp_path: Path) -> None:
-    policy = write(tmp_path, mixed)
-    before = program("overview", mixed, "--policy", str(policy), "--json").json
+def test_counts_pins_and_keeps_what_has_no_record(program: Program, mixed: str, tmp_path: Path) -> None:
+    policy = str(write(tmp_path, mixed))
+    before = program("overview", mixed, "--policy", policy, "--json").json
     assert before["now"]["checkpoints"] == 5
     assert before["no_record"]["checkpoints"] == 2
     # Two of the three that have a record, and all that have none.
@@ -68,24 +68,12 @@ def test_counts_what_has_no_record_in_the_cost(program: Program, mixed: str, tmp
     data = list(Path(mixed).glob("step-[45]/**/*.distcp"))
     assert before["no_record"]["bytes"] == sum(path.stat().st_size for path in data)
     assert "without a record" in program("overview", mixed).out
-
-
-@pytest.mark.parametrize("arguments", [["prune", "--dry-run"], ["prune"]], ids=" ".join)
-def test_deletes_nothing_by_a_policy_that_has_no_record_and_says_so(
-    program: Program, mixed: str, tmp_path: Path, arguments: list[str]
-) -> None:
-    policy = str(write(tmp_path, mixed))
-    said = program(*arguments, policy, "--json")
-    assert said.code == 0
-    assert said.json["unrecorded"] == [f"{mixed}/step-4", f"{mixed}/step-5"]
-    assert "2 checkpoints without a record" in program(*arguments, policy).out
-    left = [one["step"] for one in program("ls", mixed, "--json").json["checkpoints"]]
-    assert left == ([2, 3, 4, 5] if arguments == ["prune"] else [1, 2, 3, 4, 5])
-
-
-def test_pins_a_step_without_a_record(program: Program, mixed: str) -> None:
-    assert program("pin", mixed, "5").code == 0
-    assert program("pin", mixed, "6").code == 3
+    for options, left in ((["--dry-run"], [1, 2, 3, 4, 5]), ([], [2, 3, 4, 5])):
+        said = program("prune", policy, *options, "--json")
+        assert (said.code, said.json["unrecorded"]) == (0, [f"{mixed}/step-4", f"{mixed}/step-5"])
+        assert "2 checkpoints without a record" in program("prune", policy, *options).out
+        assert steps_in(program, mixed) == left
+    assert [program("pin", mixed, step).code for step in ("5", "6")] == [0, 3]
     assert program("ls", mixed, "--json").json["checkpoints"][-1]["held"] == ["pinned"]
 
 
