@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemWriter
 
-from bucketpoint.convert import CONVERT_OPTIONS, pipeline
-from bucketpoint.convert.detect import open_object, open_source
+from bucketpoint.convert import pipeline
+from bucketpoint.convert.detect import open_object
 from bucketpoint.errors import InvalidURLError
 from bucketpoint.location import Location
 from bucketpoint.stores import LocalStore
@@ -114,14 +114,6 @@ def test_exits_with_the_code_of_damage_for_a_damaged_target(
     assert "DAMAGED" in done.out
 
 
-def without_multi_storage_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "multistorageclient"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "multistorageclient", None)
-    # fsspec keeps the classes that it has imported.
-    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "msc", raising=False)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -131,9 +123,11 @@ def without_multi_storage_client(monkeypatch: pytest.MonkeyPatch) -> None:
         (["ours", "theirs", "--to", "bucketpoint"], 5, "CheckpointExistsError"),
         (["theirs", "theirs"], 5, "CheckpointExistsError"),
         (["evil", "out"], 1, "UnsafeDataError"),
-        (["msc://profile/x", "out"], 2, "InvalidURLError"),
+        (["msc://profile/x", "out"], 2, "pip install multi-storage-client"),
         (["rubbish", "out"], 1, "MetadataError"),
-        (["theirs", "out", "--prefix", "model."], 2, "BucketpointError"),
+        (["modell.pt", "out"], 3, "There is no file at this URL (a local path)"),
+        (["model.safetensors", "out"], 3, "There is no file at this URL (a local path)"),
+        (["theirs", "out", "--prefix", "model."], 2, "--prefix is only for safetensors"),
         (["theirs", "out", "--exclude", "modle"], 2, "MismatchError"),
     ],
 )
@@ -141,28 +135,18 @@ def test_exits_with_a_code_for_each_mistake(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    without_multi_storage_client(monkeypatch)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "multistorageclient"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "multistorageclient", None)
+    # fsspec keeps the classes that it has imported.
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "msc", raising=False)
     dcp.save(state(), storage_writer=FileSystemWriter("theirs"), no_dist=True)
     assert program("convert", "theirs", "ours").code == 0
     torch.save({"x": pytest.raises}, "evil")
     Path("rubbish").write_bytes(b"rubbish")
     done = program("convert", *arguments, "--json")
-    assert (done.code, done.json["error"]["kind"]) == (code, said)
+    assert (done.code, said in str(done.json["error"])) == (code, True), done.out
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize("name", ["modell.pt", "model.safetensors"])
-def test_calls_a_file_that_is_not_there_a_file(program: Program, tmp_path: Path, name: str) -> None:
-    done = program("convert", str(tmp_path / name), str(tmp_path / "out"))
-    assert done.code == 3
-    assert "Error: There is no file at this URL (a local path)\n" in done.err
-    assert "bucketpoint.latest_checkpoint" not in done.err
-
-
-def test_names_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_multi_storage_client(monkeypatch)
-    with pytest.raises(InvalidURLError, match="pip install multi-storage-client"):
-        open_source(Location.of("msc://profile/x"), transfer=CONVERT_OPTIONS)
 
 
 def test_splits_a_path_or_url_into_root_and_key(tmp_path: Path) -> None:

@@ -75,25 +75,6 @@ def test_escapes_what_no_picture_may_hold() -> None:
     assert picture.encode("utf-8").decode() == picture
 
 
-def test_draws_what_is_kept_in_the_colour_of_the_first_rule_that_keeps_it() -> None:
-    planned = made(23)
-    colours = dict(zip(planned.rules, COLOURS, strict=False))
-    shown = [bar.get("stroke") for bar in group(plan_picture(planned, "run"), "keep")]
-    first = [next((one.rule for one in entry.reasons if one.rule in colours), None) for entry in planned.kept]
-    assert shown == [colours.get(rule or "", INK) for rule in first]
-    assert INK in shown
-    assert len(set(shown)) >= 4
-
-
-def test_draws_a_row_for_each_rule_with_all_that_it_keeps() -> None:
-    planned = made(23)
-    rows = [one for one in ET.fromstring(plan_picture(planned, "run")).iter(f"{NAME}g") if one.get("class") == "rule"]
-    for row, rule in zip(rows, [*planned.rules, "safety"], strict=True):
-        keeps = sum(any(reason.rule == rule for reason in entry.reasons) for entry in planned.entries)
-        assert row.find(f"{NAME}title").text == f"{rule}: {keeps} checkpoint{'s' * (keeps != 1)}"  # type: ignore[union-attr]
-        assert len(drawn(*row.iter(f"{NAME}path"))) == keeps > 0
-
-
 def test_draws_a_thousand_checkpoints_and_does_not_hide_what_stays() -> None:
     planned = made(1000)
     picture = plan_picture(planned, "run")
