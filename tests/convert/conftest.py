@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader
-from bucketpoint.convert import Converted, ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.convert import Converted, ConvertOptions, pipeline, plan_conversion, run_conversion
+from bucketpoint.errors import StoreError
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import TransferOptions
 from cli.conftest import enter, fresh_clients  # noqa: F401
 from dcp.states import blank, filled
+from transfer.wrappers import FailingStore
 
 SMALL = TransferOptions(max_inflight_bytes=32 << 20, part_bytes=5 << 20, connections=4)
 
@@ -62,6 +66,25 @@ def converted(source: Any, target: Any, to: str = "auto", **options: Any) -> Con
     done = run_conversion(plan, verify=True)
     assert not done.damaged
     return done
+
+
+@contextmanager
+def behind(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Plans of this block write to their targets through a wrapper of the store."""
+    opened = pipeline.open_place
+
+    def wrapped(place: Any) -> Any:
+        store, prefix = opened(place)
+        return wrap(store), prefix
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "open_place", wrapped)
+        yield
+
+
+def killed(when: Callable[[str, int], bool]) -> Callable[[Any], FailingStore]:
+    """A wrapper that fails the requests which this picks by name and number."""
+    return lambda inner: FailingStore(inner, when, lambda: StoreError("killed"))
 
 
 def load(url: Any, like: Any) -> Any:

@@ -10,18 +10,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
+import bucketpoint.convert.journal as notes
 import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.records import adopt
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.detect import open_source
-from bucketpoint.convert.journal import NAME
 from bucketpoint.convert.source import FORMATS, TARGETS
 from bucketpoint.errors import CheckpointNotFoundError, MismatchError, StoreError, UnsafeDataError
 from bucketpoint.location import Location
-from bucketpoint.stores import LocalStore
-from convert.conftest import SMALL, converted, load
+from convert.conftest import SMALL, behind, converted, killed, load
 from dcp.states import assert_same, filled
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -134,23 +133,14 @@ def test_begins_again_after_an_interruption_if_the_exclusions_changed(
 ) -> None:
     source = written(tmp_path / "a", "dcp", WEIGHTS | {"model.x": torch.ones(1), "optim.x": torch.ones(1)})
     monkeypatch.setattr(run, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(notes, "NOTE_BYTES", 1)
 
     def planned(*exclude: str) -> ConvertPlan:
         options = ConvertOptions(object_bytes=1, shard_bytes=1, exclude=exclude)
         return plan_conversion(source, tmp_path / "b", to_format=to, options=options, transfer=SMALL)
 
-    original, sent = LocalStore.put, []
-
-    def put(store: Any, key: str, *rest: Any, **named: Any) -> Any:
-        sent.append(key)
-        if not key.endswith(NAME) and sum(not name.endswith(NAME) for name in sent) > 2:
-            raise StoreError("killed")
-        return original(store, key, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "put", put)
-        with pytest.raises(StoreError):
-            run_conversion(planned("optim.x"))
+    with behind(monkeypatch, killed(lambda name, n: name == "put" and n > 5)), pytest.raises(StoreError):
+        run_conversion(planned("optim.x"))
     assert len(planned("optim.x").there) == 2
     # Other words for the same keys are the same conversion.
     assert len(planned("optim", "*m.x").there) == 2

@@ -36,7 +36,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format.item_names import renaming
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
-from convert.conftest import SMALL, contents, names
+from convert.conftest import SMALL, behind, contents, killed, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401
 from dcp.ranks import Ranks
 from dcp.states import assert_same, filled
@@ -45,7 +45,6 @@ from kit.plugin import MakeProxy
 from kit.servers import S3Server
 from kit.tally import Tally
 from tiers import sampled
-from transfer.wrappers import FailingStore
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -226,19 +225,13 @@ def convert_share(
     source: str, target: Any, worker: tuple[int, int], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> bool:
     """Carry out the share of a worker, whose request `fails_at` fails with all after it. Returns if it committed."""
-    with monkeypatch.context() as patch:
-        opened = run.open_place
-        calls = [0]
+    calls = [0]
 
-        def fails(name: str, _: int) -> bool:
-            calls[0] += name in ("put", "delete")
-            return fails_at > 0 and calls[0] >= fails_at
+    def fails(name: str, _: int) -> bool:
+        calls[0] += name in ("put", "delete")
+        return fails_at > 0 and calls[0] >= fails_at
 
-        def behind(place: Any) -> Any:
-            store, prefix = opened(place)
-            return FailingStore(store, fails, lambda: StoreError("killed")), prefix
-
-        patch.setattr(run, "open_place", behind)
+    with behind(monkeypatch, killed(fails)):
         plan = plan_conversion(
             source,
             target,
@@ -247,7 +240,7 @@ def convert_share(
             transfer=ONE_BY_ONE,
             worker=worker,
         )
-        return run_conversion(plan).committed
+    return run_conversion(plan).committed
 
 
 def test_leaves_no_index_before_all_files_wherever_workers_are_killed(
@@ -289,21 +282,21 @@ def test_names_no_file_that_is_not_whole_after_a_kill_of_all_ranks(
 ) -> None:
     source, proxy = saved(tmp_path / "a"), fault_proxy(minio)
 
-    def killed(name: str, after: int | None) -> tuple[str, bool]:
+    def together(name: str, after: int | None) -> tuple[str, bool]:
         target = f"{minio_root}/{name}"
         return target, run_and_kill(proxy, 2, after, export_alone, minio.at(proxy.url).env, source, target)
 
-    whole, died = killed("undisturbed", None)
+    whole, died = together("undisturbed", None)
     assert not died
     expected, count = all_files(whole), len(proxy.exchanges)
     assert_same(loaded(whole), EXPECTED)
     for number in [*sampled(range(3, count - 3), 2, seed=20261126), count - 2, count - 1]:
-        target, died = killed(f"{number}", number)
+        target, died = together(f"{number}", number)
         assert died, number
         bucketpoint_tally.made("kills of an export by two ranks")
         if INDEX_NAME in names(target):
             assert_same(loaded(target), EXPECTED)
-        again, died = killed(f"{number}", None)
+        again, died = together(f"{number}", None)
         assert not died
         assert all_files(again) == expected, f"{number} of {count}"
 
@@ -364,14 +357,8 @@ def test_replaces_no_file_of_an_export_that_commits_during_another(
     model, two = f"{root}/model", _saved(tmp_path, 2.0)
     if shared:
         assert not run_conversion(_planned(two, model, worker=(1, 2))).committed
-    first, opened = _planned(_saved(tmp_path, 1.0), model), run.open_place
-    with monkeypatch.context() as patch:
-
-        def behind(place: Any) -> Any:
-            store, prefix = opened(place)
-            return _Before(store, lambda: run_conversion(first)), prefix
-
-        patch.setattr(run, "open_place", behind)
+    first = _planned(_saved(tmp_path, 1.0), model)
+    with behind(monkeypatch, lambda store: _Before(store, lambda: run_conversion(first))):
         second = _planned(two, model, worker=(0, 2) if shared else None)
     with pytest.raises(CommitConflictError):
         run_conversion(second)

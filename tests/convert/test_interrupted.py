@@ -31,7 +31,7 @@ from bucketpoint.errors import (
 from bucketpoint.stores import LocalStore
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import SMALL, converted, load
+from convert.conftest import SMALL, behind, converted, killed, load
 from dcp.states import assert_same, filled
 from kit.damage import flip
 from kit.killed_jobs import run_and_kill
@@ -39,7 +39,7 @@ from kit.plugin import MakeProxy
 from kit.servers import S3Server
 from kit.tally import Tally
 from tiers import sampled
-from transfer.wrappers import CountingStore, FailingStore
+from transfer.wrappers import CountingStore
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -65,14 +65,7 @@ def source_of(path: Path, value: float = 1.0) -> Path:
 
 def planned(source: Any, target: Any, to: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A plan whose target is behind a wrapper."""
-    with monkeypatch.context() as patch:
-        original = run.open_place
-
-        def opened(place: Any) -> Any:
-            inner, prefix = original(place)
-            return store(inner), prefix
-
-        patch.setattr(run, "open_place", opened)
+    with behind(monkeypatch, store):
         return plan_conversion(source, target, to_format=to, options=KEPT, transfer=ONE_BY_ONE)
 
 
@@ -98,11 +91,8 @@ def test_leaves_nothing_wherever_it_fails_and_continues_in_the_next_run(
     while True:
         number += 1
         target = tmp_path / f"b{number}"
-
-        def wrapped(inner: Any, number: int = number) -> Any:
-            return FailingStore(inner, lambda name, n: name == "put" and n == number, lambda: StoreError("killed"))
-
-        plan = planned(source, target, to, wrapped, monkeypatch)
+        store = killed(lambda name, n, number=number: name == "put" and n == number)
+        plan = planned(source, target, to, store, monkeypatch)
         try:
             run_conversion(plan)
         except StoreError:
@@ -133,12 +123,8 @@ def test_tidies_only_in_the_next_run_after_a_kill_behind_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     source, target = source_of(tmp_path / "a"), tmp_path / "b"
-
-    def wrapped(inner: Any) -> Any:
-        return FailingStore(inner, lambda name, n: name == "delete", lambda: StoreError("killed"))
-
     # What is committed is committed, whether or not its journal can be removed.
-    run_conversion(planned(source, target, to, wrapped, monkeypatch))
+    run_conversion(planned(source, target, to, killed(lambda name, n: name == "delete"), monkeypatch))
     assert loads(target, to)
     assert (target / NAME).exists()
     again = planned(source, target, to, CountingStore, monkeypatch)
@@ -165,16 +151,16 @@ def test_leaves_nothing_that_loads_after_a_kill_and_continues_in_the_next_run(
     source, proxy = source_of(tmp_path / "a"), fault_proxy(minio)
     commit = "/.metadata" if to == "bucketpoint" else "/model.safetensors.index.json"
 
-    def killed(name: str, after: int | None) -> tuple[str, bool]:
+    def alone(name: str, after: int | None) -> tuple[str, bool]:
         target = f"{minio_root}/{name}"
         return target, run_and_kill(proxy, 1, after, convert_alone, minio.at(proxy.url).env, source, target, to)
 
-    whole, died = killed("undisturbed", None)
+    whole, died = alone("undisturbed", None)
     assert not died
     assert loads(whole, to)
     count, most, committed = len(proxy.exchanges), 0, set()
     for number in [*sampled(range(3, count - 3), 2, seed=20261122), count - 3, count - 2, count - 1]:
-        target, died = killed(f"{number}", number)
+        target, died = alone(f"{number}", number)
         assert died, number
         bucketpoint_tally.made(f"kills of a conversion to {to}")
         sent = [one.request.key for one in proxy.exchanges if one.request.method == "PUT"]
@@ -200,12 +186,10 @@ def test_distinguishes_an_index_of_somebody_else_from_the_end_of_a_conversion(
         planned(source, target, "safetensors", CountingStore, monkeypatch)
 
 
-def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 5) -> None:
-    def wrapped(inner: Any) -> Any:
-        return FailingStore(inner, lambda name, n: name == "put" and n > after, lambda: StoreError("killed"))
-
+def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave two objects of a conversion and their notes."""
     with pytest.raises(StoreError):
-        run_conversion(planned(source, target, to, wrapped, monkeypatch))
+        run_conversion(planned(source, target, to, killed(lambda name, n: name == "put" and n > 5), monkeypatch))
 
 
 @pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])

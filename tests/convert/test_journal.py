@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint.convert.journal as notes
-import bucketpoint.convert.pipeline as run
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.journal import NAME
@@ -19,6 +18,7 @@ from bucketpoint.errors import StoreError
 from bucketpoint.stores.base import DeleteFailure
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.transfer import TransferOptions
+from convert.conftest import behind
 
 pytest.importorskip("safetensors.torch")
 
@@ -68,16 +68,14 @@ def planned(
     allowed: float = float("inf"),
 ) -> tuple[ConvertPlan, Watched]:
     """A plan for objects of so many items each, whose target refuses every PUT after those `allowed`."""
-    original, made = run.open_place, []
+    made: list[Watched] = []
 
-    def opened(place: Any) -> Any:
-        inner, prefix = original(place)
+    def watched(inner: Any) -> Watched:
         made.append(Watched(inner, allowed))
-        return made[0], prefix
+        return made[0]
 
     options = ConvertOptions(object_bytes=items * ITEM + 4096, shard_bytes=items * ITEM)
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "open_place", opened)
+    with behind(monkeypatch, watched):
         return plan_conversion(source, target, to_format=to, options=options, transfer=ONE_BY_ONE), made[0]
 
 

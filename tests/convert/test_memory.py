@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import load
+from convert.conftest import behind, load
 from dcp.states import assert_same, filled
 from transfer.wrappers import CountingStore
 
@@ -55,10 +54,9 @@ def test_converts_into_a_bucket_in_parts_and_within_the_budget(
 ) -> None:
     value = {"w": filled((6 << 20,), torch.float32)}
     torch.save(value, tmp_path / "a.pt")
-    budget, original = 24 << 20, run.open_place
+    budget = 24 << 20
     options = TransferOptions(max_inflight_bytes=budget, connections=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "open_place", lambda place: (CountingStore(original(place)[0]), "there/ours"))
+    with behind(monkeypatch, CountingStore):
         plan: Any = plan_conversion(tmp_path / "a.pt", f"{minio_root}/ours", transfer=options)
     done = run_conversion(plan)
     assert plan.place.store.calls["put_part"] == 5
