@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -22,34 +22,15 @@ from kit.servers import S3Server
 HOSTILE = "<script>alert(1)</script>"
 
 
-class Page(HTMLParser):
-    """A parsed page. Parsing fails if an element is not closed, or by another name."""
+class Page:
+    """A parsed page. Each element must be closed, and by its name."""
 
     def __init__(self, source: str) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.texts: list[tuple[str, str]] = []
-        self._open: list[str] = []
-        self.feed(source)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append((self._open[-1] if self._open else "", data.strip()))
+        elements = [(one.tag.rpartition("}")[2], one) for one in ET.fromstring(source).iter()]
+        self.names = [name for name, _ in elements]
+        self.attributes = [(name, *pair) for name, one in elements for pair in one.items()]
+        pieces = [(name, piece or "") for name, one in elements for piece in (one.text, *(part.tail for part in one))]
+        self.texts = [(name, piece.strip()) for name, piece in pieces if piece.strip()]
 
     @property
     def text(self) -> str:
@@ -68,7 +49,8 @@ def made(program: Program, root: str, file: Path, *arguments: str, code: int = 0
     return Page(file.read_text(encoding="utf-8"))
 
 
-def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Program, tmp_path: Path, root: str) -> None:
+def test_shows_checkpoints_saves_costs_and_the_policy_on_the_page(program: Program, tmp_path: Path) -> None:
+    root = f"file://{tmp_path}/run"
     save_run(root, *STEPS)
     assert program("report", root, "20", "eval/loss=0.5").code == 0
     assert program("pin", root, "10", "--reason", "release 1.0").code == 0
