@@ -1,10 +1,10 @@
-"""A conversion holds no more bytes than it may, whatever the size of what it converts."""
+"""A conversion holds no more bytes than it may, and reads long stretches, whatever the size of what it converts."""
 
 from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
+from bucketpoint.convert.payload_reader import Box, Filling
+from bucketpoint.convert.source import Stretch
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
 from convert.conftest import behind, load
@@ -47,6 +49,25 @@ def test_keeps_memory_within_the_budget_and_holds_no_tensor_whole(tmp_path: Path
     # Leases are anonymous maps, which tracemalloc does not see: this is everything besides.
     assert peak < budget
     assert done.checked_bytes == (0 if source == "x.safetensors" else nbytes)
+
+
+def test_reads_rows_of_several_chunks_without_cutting_them_to_elements() -> None:
+    class Source:
+        def read(self, key: str, start: int, out: memoryview) -> None:
+            reads.append(len(out))
+            out[:] = data[key][start : start + len(out)]
+
+    whole, reads = bytes(range(240)) * 20, list[int]()
+    data = {"a": whole[:1200], "b": whole[1200:]}
+    last, first = Box((10, 0, 0), (30, 30, 4)), Box((0, 0, 0), (10, 30, 4))
+    boxes = [(last, Stretch("b", 0, 3600)), (first, Stretch("a", 0, 1200))]
+    segment = Filling(cast(Any, Source()), 1 << 20).whole((40, 30), 4, boxes)
+    assert segment.fill is not None
+    found = bytearray(len(whole))
+    for start in range(0, len(whole), 777):
+        segment.fill(start, memoryview(found)[start : start + 777])
+    assert bytes(found) == whole
+    assert len(reads) == 8  # One of the seven parts lies in both chunks.
 
 
 def test_converts_into_a_bucket_in_parts_and_within_the_budget(
