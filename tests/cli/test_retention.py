@@ -156,8 +156,6 @@ def test_adopts_checkpoints_of_others_and_removes_debris(program: Program, root:
     for step in (100, 200):
         writer = BucketWriter(f"{root}/step-{step}")
         dcp.save({"w": torch.ones(10)}, storage_writer=writer, no_dist=True)
-    assert [one["recorded"] for one in program("ls", root, "--json").json["checkpoints"]] == [False, False]
-    assert f"`bucketpoint gc {root} --adopt`" in program("ls", root).out
     for options in (["--dry-run"], []):
         adopted = program("gc", root, "--adopt", *options, "--json").json["adopted"]
         assert [url.rsplit("/", 1)[1] for url in adopted] == ["step-100", "step-200"]

@@ -109,26 +109,17 @@ def test_leaves_what_is_pinned_or_about_to_be_deleted_by_another(program: Progra
     assert steps_in(program, str(run)) == [1, 2, 3]
 
 
-def test_distinguishes_the_newest_after_a_rollback_from_those_that_are_due(program: Program, run: Path) -> None:
-    assert program("rollback", str(run), "2").code == 0
-    refused = program("rm", str(run / "step-2"), "--yes", "--json").json["refused"]
-    assert refused == "it is the newest whole checkpoint of its run that is not due for deletion, as step 3 is"
-
-
-def test_begins_nothing_without_the_right_to_delete(
+def test_says_what_a_store_refuses_to_delete_and_begins_nothing_without_the_right(
     program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(run)
-    monkeypatch.setattr(LocalStore, "delete", lambda self, keys: [DeleteFailure(key, "EACCES", "no") for key in keys])
-    refused = program("rm", str(run / "step-1"), "--yes")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "delete", lambda self, keys: [DeleteFailure(key, "EACCES", "no") for key in keys])
+        refused = program("rm", str(run / "step-1"), "--yes")
     assert refused.code == 4
     assert "role pruner" in refused.err
     assert files(run) == before
-
-
-def test_reports_a_checkpoint_whose_data_remains_as_deleted(
-    program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # The data stays, and the checkpoint is gone.
     delete = LocalStore.delete
 
     def kept(self: LocalStore, keys: Sequence[str]) -> list[DeleteFailure]:
@@ -164,6 +155,8 @@ def test_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeypatc
         done = program("rollback", str(run), "2", "--grace", "1h")
         assert (done.code, f"Delete 1 checkpoint newer than step 2 of {run}?" in done.err) == (code, True)
         assert ("step 3 will be deleted" in done.out) == (code == 0)
+    refused = program("rm", str(run / "step-2"), "--yes", "--json").json["refused"]
+    assert refused == "it is the newest whole checkpoint of its run that is not due for deletion, as step 3 is"
 
 
 def test_leaves_a_nested_run_and_what_is_no_checkpoint(program: Program, run: Path) -> None:

@@ -64,12 +64,16 @@ def test_reads_one_object_to_show(tmp_path: Path, program: Program, monkeypatch:
     assert dict(stores[0].calls) == {"get": 1}
 
 
-def test_shows_what_there_is_to_tell_of_another_writer(tmp_path: Path, program: Program) -> None:
-    dcp.save(state(), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    found = program("show", str(tmp_path), "--json").json
+def test_tells_of_another_writer_what_there_is_and_calls_no_values_equal(tmp_path: Path, program: Program) -> None:
+    save(str(tmp_path / "a"))
+    dcp.save(state(2.0), storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
+    found = program("show", str(tmp_path / "b"), "--json").json
     assert (found["writer"], found["world_size"], found["token"]) == ("other", None, None)
     assert (found["objects"], found["tensors"]) == (1, 4)
     assert set(found["groups"]) == {"model", "optim", "other"}
+    done = program("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--values", "--json")
+    assert done.code == 0
+    assert (done.json["values"]["equal"], len(done.json["values"]["unknown"])) == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +98,6 @@ def test_distinguishes_what_is_no_checkpoint(tmp_path: Path, program: Program, l
     assert says in done.err
 
 
-def test_finds_no_difference_of_equal_checkpoints(root: str, program: Program) -> None:
-    save(f"{root}/a")
-    save(f"{root}/b")
-    done = program("diff", f"{root}/a", f"{root}/b", "--values", "--json")
-    assert done.code == 0
-    assert done.json["ok"]
-    values = done.json["values"]
-    assert (values["differ"], values["equal"], values["unknown"]) == ([], 5, [])
-    assert not any(group["differing_keys"] or group["differing_bytes"] for group in values["groups"].values())
-
-
 def test_names_each_kind_of_difference(tmp_path: Path, program: Program) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     alike = {"same": torch.ones(4), "optimizer": {"state": {"exp_avg": torch.ones(60)}}}
@@ -126,15 +119,9 @@ def test_names_each_kind_of_difference(tmp_path: Path, program: Program) -> None
     assert [line[:1] for line in text[3:8]] == ["-", "+", "!", "!", "~"]
     assert text[8:] == ["model: 24 B of 40 B differ, in 1 of 2 keys", "optim: equal, 240 B in 1 key"]
     assert "optim: " not in program("diff", a, b).out
-
-
-def test_calls_no_values_without_checksums_equal(tmp_path: Path, program: Program) -> None:
-    save(str(tmp_path / "a"))
-    dcp.save(state(2.0), storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
-    done = program("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--values", "--json")
-    assert done.code == 0
-    assert done.json["values"]["equal"] == 0
-    assert len(done.json["values"]["unknown"]) == 5
+    same = program("diff", a, a, "--values", "--json")
+    assert (same.code, same.json["ok"]) == (0, True)
+    assert (same.json["values"]["differ"], same.json["values"]["equal"], same.json["values"]["unknown"]) == ([], 6, [])
 
 
 @settings(max_examples=100)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from kit.metadata import chunk_of
 
 
 class GridPlanner(dcp.DefaultSavePlanner):
@@ -46,9 +48,7 @@ class GridPlanner(dcp.DefaultSavePlanner):
             axes.append([(start, min(step, size - start)) for start in range(0, size, step)] or [(0, 0)])
         made = []
         for box in itertools.product(*axes):
-            chunk = ChunkStorageMetadata(
-                torch.Size([offset for offset, _ in box]), torch.Size([size for _, size in box])
-            )
+            chunk = chunk_of(([offset for offset, _ in box], [size for _, size in box]))
             data = TensorWriteData(chunk, TensorProperties(dtype=value.dtype), value.size())
             made.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return made
