@@ -92,6 +92,11 @@ def test_says_what_keeps_each_under_a_policy_and_what_the_next_prune_does(progra
     assert re.search(
         r"^checkpoints with a tombstone:\n  step 10, 30: deleted after 20.* in 59 min \d+ s$", said, re.MULTILINE
     )
+    catalog = open_catalog(root)
+    later = replace(catalog, clock=lambda: catalog.clock() + 3601, now=catalog.clock() + 3601)
+    document = module.document_of(later, read_policy(str(file)), Observer(later).look())
+    size = text.size(2 * document["newest"]["bytes"])
+    assert f"  step 10, 30: deleted, {size}" in [*run_lines.lines(document, later.clock())]
     file.write_text(file.read_text().replace("latest: 2", "latest: 3"))
     assert "step 30: the tombstone is withdrawn" in program("watch", root, "--policy", str(file)).out
     found = program("watch", root, "--policy", str(file), "--json").json
@@ -99,18 +104,6 @@ def test_says_what_keeps_each_under_a_policy_and_what_the_next_prune_does(progra
     kept = {row["step"]: row["kept_by"] for row in found["checkpoints"]}
     assert kept[50] == ["safety", "latest: 3"]
     assert kept[10] == []
-
-
-def test_announces_a_tombstone_that_is_due_for_the_next_prune(program: Program, tmp_path: Path) -> None:
-    root = str(tmp_path / "run")
-    save_run(root, *STEPS)
-    file = str(write(tmp_path, root, grace="1h"))
-    program("prune", file)
-    catalog = open_catalog(root)
-    later = replace(catalog, clock=lambda: catalog.clock() + 3601, now=catalog.clock() + 3601)
-    document = module.document_of(later, read_policy(file), Observer(later).look())
-    size = text.size(3 * document["newest"]["bytes"])
-    assert f"  step 10, 20, 30: deleted, {size}" in [*run_lines.lines(document, later.clock())]
 
 
 def test_names_a_policy_of_another_run_and_a_plan_that_is_refused(program: Program, tmp_path: Path) -> None:

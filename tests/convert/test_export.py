@@ -92,8 +92,8 @@ def all_files(folder: str) -> dict[str, bytes]:
     return {name: contents(folder, name) for name in sorted(names(folder))}
 
 
-def export_on_rank(rank: int, world: int, url: str, target: str, **options: Any) -> tuple[int, int]:
-    done = export_safetensors(url, target, prefix="model", names=RENAMED, transfer=SMALL, **options)
+def export_on_rank(rank: int, world: int, url: str, target: str, shard_bytes: int) -> tuple[int, int]:
+    done = export_safetensors(url, target, prefix="model", names=RENAMED, shard_bytes=shard_bytes, transfer=SMALL)
     return done.objects, done.nbytes
 
 
@@ -124,7 +124,7 @@ def test_exports_a_sharded_checkpoint_on_all_ranks(
     four_ranks.run(in_environment, dict(minio.env), sharded_save, f"{minio_root}/ours")
 
     def exported(target: str) -> list[Any]:
-        return four_ranks.run(_export, f"{minio_root}/ours", target, shard_bytes)
+        return four_ranks.run(export_on_rank, f"{minio_root}/ours", target, shard_bytes)
 
     written = exported(f"{minio_root}/hf")
     assert_same(loaded(f"{minio_root}/hf"), EXPECTED)
@@ -141,10 +141,6 @@ def test_exports_a_sharded_checkpoint_on_all_ranks(
     # The export is whole already, so that a second one has nothing to do.
     exported(f"{minio_root}/hf")
     assert all_files(f"{minio_root}/hf") == before
-
-
-def _export(rank: int, world: int, url: str, target: str, shard_bytes: int) -> tuple[int, int]:
-    return export_on_rank(rank, world, url, target, shard_bytes=shard_bytes)
 
 
 def test_is_read_by_torch_and_carries_the_small_files(tmp_path: Path) -> None:
@@ -195,7 +191,7 @@ def _failing(rank: int, world: int, url: str, target: str, how: str) -> str:
         if how == "before" and rank == 0:
             refuse_export(ValueError("no tokenizer"))
         url = f"{url}-missing" if how == "missing" and rank > 0 else url
-        export_on_rank(rank, world, url, target, shard_bytes=SHARD_BYTES + rank * (how == "disagreeing"))
+        export_on_rank(rank, world, url, target, SHARD_BYTES + rank * (how == "disagreeing"))
     except BucketpointError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -8,28 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.convert import plan_conversion
 from bucketpoint.errors import MetadataError
 from bucketpoint.format.safetensors_header import MAX_HEADER_BYTES, TensorEntry, decode_header, encode_header
+from convert.test_round_trip import NAMED
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2fnuz,
-    torch.uint16,
-]
 TENSORS = st.dictionaries(
     st.text('ab. é中"\\\n', min_size=1, max_size=4),
-    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+    st.tuples(st.sampled_from(NAMED), st.lists(st.integers(0, 4), max_size=3)),
     max_size=5,
 )
 
