@@ -301,23 +301,17 @@ def test_finds_conditions_that_a_store_ignores(tmp_path: Path, ignored: str, sai
 
 
 def test_finds_a_race_that_two_writers_win(tmp_path: Path) -> None:
-    class Racy:
+    class Racy(LocalStore):
         """Looks, waits, and writes: what a condition must not be."""
 
-        def __init__(self, inner: LocalStore) -> None:
-            self._inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
-
         def put(self, key: str, body: Any, *, if_none_match: bool = False, **kwargs: Any) -> Any:
-            if if_none_match and any(True for info in self._inner.list(key) if info.key == key):
-                return self._inner.put(key, body, if_none_match=True)
+            if if_none_match and any(True for info in self.list(key) if info.key == key):
+                return super().put(key, body, if_none_match=True)
             if if_none_match and key.endswith("race"):
                 time.sleep(0.2)
-            return self._inner.put(key, body, **kwargs)
+            return super().put(key, body, **kwargs)
 
-    found = examine(Racy(LocalStore(str(tmp_path))), "", probe_bytes=0)  # type: ignore[arg-type]
+    found = examine(Racy(str(tmp_path)), "", probe_bytes=0)
     finding = finding_of(found, "create-only put")
     assert (finding.status, "concurrent writers" in finding.message) == ("fail", True)
 

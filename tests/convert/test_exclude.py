@@ -18,7 +18,7 @@ from bucketpoint.catalog.records import adopt
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
 from bucketpoint.convert.detect import open_source
 from bucketpoint.convert.source import FORMATS, TARGETS
-from bucketpoint.errors import CheckpointNotFoundError, MismatchError, StoreError, UnsafeDataError
+from bucketpoint.errors import MismatchError, StoreError, UnsafeDataError
 from bucketpoint.location import Location
 from convert.conftest import SMALL, behind, converted, killed, load
 from dcp.states import assert_same, filled
@@ -162,8 +162,3 @@ def test_makes_a_run_checkpoint_without_its_optimizer_not_resumable(tmp_path: Pa
     assert [(row.step, row.kind) for row in rows] == [(5, "full"), (7, "full"), (9, "weights")]
     # The catalog has the record, and none lies beside the metadata.
     assert not (root / "step-7/.bucketpoint.json").exists()
-
-
-def test_reports_a_place_without_a_source_first(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
-        converted(tmp_path / "a", tmp_path / "b", exclude=["x"])
