@@ -48,9 +48,6 @@ def test_says_what_it_does_and_does_it(root: str, program: Program, tmp_path: Pa
 def test_reports_what_is_left_out(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({f"w{n}": torch.ones(3) for n in range(3)} | {"wide": torch.ones(1, dtype=torch.complex128)}, "a.pt")
-    refused = program("convert", "a.pt", "hf", "--to", "safetensors")
-    assert refused.code == 2
-    assert "remedy: Leave such tensors out by a pattern of their keys, such as --exclude wide" in refused.err
     arguments = ["convert", "a.pt", "hf", "--to", "safetensors", "--exclude", "w[12]", "--exclude", "wide"]
     for planned in (["--dry-run", "--json"], ["--json"]):
         document = program(*arguments, *planned).json

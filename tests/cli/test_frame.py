@@ -7,13 +7,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import pytest
 
 from bucketpoint import errors
 from bucketpoint.catalog.deletion.state import GoneError
 from bucketpoint.cli import text
-from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, app, run
+from bucketpoint.cli.app import COMMANDS, GROUPS, REPLACED, run
 from bucketpoint.cli.command import Access, CommandResult, command, parse_options
 from bucketpoint.cli.commands import show
 from bucketpoint.cli.text import exit_code
@@ -72,17 +71,7 @@ def test_imports_no_torch_where_only_metadata_is_looked_at(tmp_path: Path) -> No
     assert started(["torch", "numpy"], *commands) == []
 
 
-def test_gives_every_command_help_and_the_common_options() -> None:
-    context = click.Context(app)
-    for name in app.list_commands(context):
-        found = app.get_command(context, name)
-        assert found is not None
-        assert found.help
-        options = {option for parameter in found.params for option in parameter.opts}
-        assert {"--json", "--debug", "--storage-option", "--endpoint-url"} <= options, name
-
-
-def test_describes_each_command_by_one_whole_sentence(program: Program) -> None:
+def test_describes_each_command_by_one_sentence_and_gives_it_the_common_options(program: Program) -> None:
     lines = program("--help").out.splitlines()
     assert [line for line in lines if line.rstrip().endswith("...")] == [
         "Usage: bucketpoint [OPTIONS] COMMAND [ARGS]..."
@@ -91,9 +80,9 @@ def test_describes_each_command_by_one_whole_sentence(program: Program) -> None:
         described = lines[lines.index(f"{heading}:") + 1 :][: len(names)]
         assert [line.split()[0] for line in described] == [*names]
         assert all(line.endswith(".") and len(line) <= 80 for line in described)
-
-
-def test_lists_the_options_of_a_command_before_those_of_every_command(program: Program) -> None:
+    for name in COMMANDS:
+        told = program(name, "--help").out
+        assert all(option in told for option in ("--json", "--debug", "--storage-option", "--endpoint-url")), name
     own, common = program("pin", "--help").out.partition("Options:")[2].split("Common options:")
     assert re.findall(r"^  (--[\w-]+)", own, re.MULTILINE) == ["--reason", "--expires", "--remove", "--step-dir"]
     assert re.findall(r"(--[\w-]+) ", common) == ["--endpoint-url", "--storage-option", "--json", "--debug", "--help"]
