@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import make_retention_plot
-from bucketpoint.cli.svg import COLOURS, FULL, HALF, INK, LEFT, LINE, RIGHT, plan_picture
+from bucketpoint.cli.svg import COLOURS, INK, LEFT, RIGHT, plan_picture
 from bucketpoint.retention import Best, EverySteps, Keep, Plan, RetentionPolicy, Row, plan
 from cli.conftest import Program
 from cli.test_retention import save_run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "{http://www.w3.org/2000/svg}"
-ACTIONS = ("keep", "thin", "delete")
 
 
 def made(number: int, *, pinned: int = 250) -> Plan:
@@ -52,26 +51,12 @@ def drawn(*paths: ET.Element) -> list[tuple[float, float, float]]:
     return [(float(x), float(y), float(height)) for x, y, height in re.findall(r"M(\S+) (\S+)v([\d.]+)", shapes)]
 
 
-def test_draws_every_checkpoint_as_what_becomes_of_it() -> None:
-    planned = made(23)
-    picture = plan_picture(planned, "s3://bucket/<run>&co")
-    for action, entries in (("keep", planned.kept), ("thin", planned.thinned), ("delete", planned.deleted)):
-        said = [bar.find(f"{NAME}title").text or "" for bar in group(picture, action)]  # type: ignore[union-attr]
-        assert len(said) == len(entries) > 0
-        for words, entry in zip(said, entries, strict=True):
-            assert words.startswith(f"step {entry.row.step}, ")
-            assert all(str(reason) in words for reason in entry.reasons or [entry.miss])
-    assert len(group(picture, "pinned")) == 1
-    # Kept ones are tall, thinned ones short, and deleted ones hang below the line.
-    (kept,), (thinned,), (deleted,) = ({drawn(bar)[0][1:] for bar in group(picture, action)} for action in ACTIONS)
-    assert (kept, thinned, deleted) == ((LINE - FULL, FULL), (LINE - HALF, HALF), (LINE, HALF))
-    assert ET.fromstring(picture).find(f"{NAME}title").text == "s3://bucket/<run>&co"  # type: ignore[union-attr]
-
-
 def test_escapes_what_no_picture_may_hold() -> None:
     # Python's name for a byte that is not UTF-8, and a control character that XML forbids.
-    picture = plan_picture(made(3), "run\udce9\x1b")
-    assert ET.fromstring(picture).find(f"{NAME}title").text == "run\\udce9\\x1b"  # type: ignore[union-attr]
+    picture = plan_picture(made(3), "s3://bucket/<run>&co\udce9\x1b")
+    title = ET.fromstring(picture).find(f"{NAME}title")
+    assert title is not None
+    assert title.text == "s3://bucket/<run>&co\\udce9\\x1b"
     assert picture.encode("utf-8").decode() == picture
 
 
@@ -98,14 +83,9 @@ def test_draws_few_checkpoints_and_none(number: int) -> None:
         assert drawn(*group(picture, "keep"))[0][0] == (LEFT + RIGHT) / 2
 
 
-def test_says_in_words_what_it_shows_and_cuts_long_labels() -> None:
+def test_cuts_long_labels() -> None:
     planned = replace(made(23), rules=("match: " + "long." * 20 + "name:keep", *made(23).rules[1:]))
     tree = ET.fromstring(plan_picture(planned, "run"))
-    assert tree.get("role") == "img"
-    assert tree.get("aria-labelledby") == "title summary"
-    described = tree.find(f"{NAME}desc").text or ""  # type: ignore[union-attr]
-    assert "23 checkpoints" in described
-    assert "Pinned: steps 250" in described
     assert all(len(words.text or "") <= 90 for words in tree.iter(f"{NAME}text"))
     assert all(len(words.text or "") <= 38 for words in tree.iter(f"{NAME}text") if words.get("font-size") == "11")
 

@@ -12,13 +12,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint.convert.journal as notes
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
-from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
-from bucketpoint.convert.journal import NAME
+from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.errors import StoreError
 from bucketpoint.stores.base import DeleteFailure
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.transfer import TransferOptions
-from convert.conftest import behind
+from convert.conftest import behind, killed
 
 pytest.importorskip("safetensors.torch")
 
@@ -34,57 +33,21 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-class Watched:
-    """A store that notes what is put, and refuses every PUT after so many."""
-
-    def __init__(self, inner: Any, allowed: float = float("inf")) -> None:
-        self._inner = inner
-        self._allowed = allowed
-        self.put_keys: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, key: str, *given: Any, **named: Any) -> Any:
-        if len(self.put_keys) >= self._allowed:
-            raise StoreError("killed")
-        self.put_keys.append(key)
-        return self._inner.put(key, *given, **named)
-
-    def notes(self) -> int:
-        return sum(key.endswith(NAME) for key in self.put_keys)
-
-    def objects(self) -> int:
-        return sum(key.endswith((".safetensors", ".distcp")) for key in self.put_keys)
-
-
 def planned(
-    monkeypatch: pytest.MonkeyPatch,
-    source: Path,
-    target: Path,
-    to: str,
-    *,
-    items: int = 1,
-    allowed: float = float("inf"),
-) -> tuple[ConvertPlan, Watched]:
-    """A plan for objects of so many items each, whose target refuses every PUT after those `allowed`."""
-    made: list[Watched] = []
-
-    def watched(inner: Any) -> Watched:
-        made.append(Watched(inner, allowed))
-        return made[0]
-
-    options = ConvertOptions(object_bytes=items * ITEM + 4096, shard_bytes=items * ITEM)
-    with behind(monkeypatch, watched):
-        return plan_conversion(source, target, to_format=to, options=options, transfer=ONE_BY_ONE), made[0]
+    monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, items: int = 1, allowed: float = float("inf")
+) -> Any:
+    """A plan for files of so many items each, whose target refuses every PUT after those `allowed`."""
+    options = ConvertOptions(shard_bytes=items * ITEM)
+    with behind(monkeypatch, killed(lambda name, number: name == "put" and number > allowed)):
+        return plan_conversion(source, target, to_format="safetensors", options=options, transfer=ONE_BY_ONE)
 
 
-def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, allowed: int) -> int:
-    """A conversion to safetensors whose store is gone after so many PUTs. How many objects it wrote."""
-    plan, store = planned(monkeypatch, source, target, "safetensors", allowed=allowed)
+def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, allowed: int, items: int = 1) -> int:
+    """A conversion whose store is gone after so many PUTs. Return how many files of this size it has written."""
+    plan = planned(monkeypatch, source, target, allowed=allowed, items=items)
     with pytest.raises(StoreError, match="killed"):
         run_conversion(plan)
-    return store.objects()
+    return sum((target / entry.key).exists() for entry in plan.layout.objects)
 
 
 def test_notes_small_objects_together_and_repeats_no_more_than_those(
@@ -92,24 +55,24 @@ def test_notes_small_objects_together_and_repeats_no_more_than_those(
 ) -> None:
     monkeypatch.setattr(notes, "NOTE_BYTES", 3 * ITEM)
     monkeypatch.setattr(notes, "NOTE_SECONDS", 1e9)
-    plan, store = planned(monkeypatch, source, tmp_path / "whole", "safetensors")
+    plan = planned(monkeypatch, source, tmp_path / "whole")
     run_conversion(plan)
-    # What is to come, three and three and the last two.
-    assert (store.objects(), store.notes()) == (COUNT, 4)
+    # The index, and notes of what is to come, of three and three and the last two.
+    assert plan.place.store.calls["put"] == COUNT + 1 + 4
     target = tmp_path / "b"
     assert stopped(monkeypatch, source, target, allowed=1 + 3 + 1 + 2) == 5
-    plan, store = planned(monkeypatch, source, target, "safetensors")
+    plan = planned(monkeypatch, source, target)
     assert run_conversion(plan).skipped == 3
-    assert store.objects() == COUNT - 3
+    assert plan.place.store.sent < (COUNT - 3 + 0.5) * ITEM
 
 
 def test_notes_objects_after_a_while_however_small_they_are(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notes, "NOTE_SECONDS", 0.0)
-    plan, store = planned(monkeypatch, source, tmp_path / "b", "safetensors")
+    plan = planned(monkeypatch, source, tmp_path / "b")
     run_conversion(plan)
-    assert store.notes() == 1 + COUNT
+    assert plan.place.store.calls["put"] == COUNT + 1 + 1 + COUNT
 
 
 @pytest.mark.parametrize(("items", "names"), [(2, 4), (COUNT, 1)])
@@ -121,7 +84,7 @@ def test_removes_shards_of_another_size_once_the_new_set_is_complete(
     target.mkdir()
     # Somebody's own: of another name; of one that was to be written, and was there before; and one that came later.
     last = target / f"model-{COUNT:05d}-of-{COUNT:05d}.safetensors"
-    plan, _ = planned(monkeypatch, source, tmp_path / "unused", "safetensors")
+    plan = planned(monkeypatch, source, tmp_path / "unused")
     last.write_bytes(bytes(plan.layout.objects[-1].nbytes))
     (target / "model-00001-of-00099.safetensors").write_bytes(b"somebody's")
     # The last of the four is there and not noted.
@@ -132,12 +95,10 @@ def test_removes_shards_of_another_size_once_the_new_set_is_complete(
 
     # A run of another size that is killed as well: it has done nothing about the first, and the next knows of both.
     if items == 2:
-        plan, _ = planned(monkeypatch, source, target, "safetensors", items=3, allowed=2)
-        with pytest.raises(StoreError, match="killed"):
-            run_conversion(plan)
+        stopped(monkeypatch, source, target, items=3, allowed=2)
     assert len(list(target.glob(f"*-of-{COUNT:05d}.safetensors"))) == 6
 
-    plan, _ = planned(monkeypatch, source, target, "safetensors", items=items)
+    plan = planned(monkeypatch, source, target, items=items)
     run_conversion(plan, verify=True)
     made = {entry.key for entry in plan.layout.objects} | ({INDEX_NAME} if names > 1 else set())
     assert len(plan.layout.objects) == names

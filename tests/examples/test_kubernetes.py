@@ -245,13 +245,6 @@ class Pod:
         """Send SIGTERM to process 1 alone, as kubelet does."""
         self.process.send_signal(signal.SIGTERM)
 
-    def wait_for(self, path: Path, text: str) -> None:
-        limit = time.monotonic() + LIMIT_S
-        while not path.exists() or text not in path.read_text(encoding="utf-8"):
-            assert self.process.poll() is None, self.log.read_text()[-5000:]
-            assert time.monotonic() < limit, self.log.read_text()[-5000:]
-            time.sleep(0.1)
-
     def end(self) -> int:
         return self.process.wait(LIMIT_S)
 
@@ -267,10 +260,10 @@ def started() -> Iterator[list[Pod]]:
             pod.process.wait(LIMIT_S)
 
 
-def until_one_says(pods: list[Pod], line: str) -> None:
-    """Wait for a line of rank 0, which may be in either pod."""
+def until_one_says(pods: list[Pod], words: str, *files: Path) -> None:
+    """Wait for words in a file, or else for those of rank 0, which may be in the log of either pod."""
     limit = time.monotonic() + LIMIT_S
-    while not any(line in pod.log.read_text() for pod in pods):
+    while not any(file.exists() and words in file.read_text() for file in files or [pod.log for pod in pods]):
         said = "\n".join(pod.log.read_text()[-3000:] for pod in pods)
         assert time.monotonic() < limit, said
         assert all(pod.process.poll() is None for pod in pods), said
@@ -294,7 +287,7 @@ def test_ends_a_stopped_pod_with_another_status_than_a_failed_one(
     pod = Pod(1, tmp_path, PATH=stub(tmp_path), SAID=str(said), ENDS=ends)
     started.append(pod)
     if ends == "told":
-        pod.wait_for(said, "policy.yaml")
+        until_one_says([pod], "policy.yaml", said)
         pod.stop()
     assert pod.end() == status, pod.log.read_text()
     args = get_args_parser().parse_args(json.loads(said.read_text()))
@@ -322,7 +315,7 @@ def test_stops_the_pods_together_and_resumes_with_those_left_until_one_joins(
     run |= {"PORT": str(free_port()), "MIN_NODES": "1", "LAST_CALL_S": "1"}
     left = Pod(0, again, **run)
     started.append(left)
-    left.wait_for(left.log, f"1 ranks begin with step {step + 1}\n")
+    until_one_says([left], f"1 ranks begin with step {step + 1}\n")
     # torchrun stops the rank for the pod that joins, and starts it again.
     started.append(Pod(1, again, **run))
     until_one_says(started[-2:], "2 ranks begin with step ")
