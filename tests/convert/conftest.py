@@ -21,6 +21,7 @@ from dcp.states import blank, filled
 from transfer.wrappers import FailingStore
 
 SMALL = TransferOptions(max_inflight_bytes=32 << 20, part_bytes=5 << 20, connections=4)
+ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
 
 
 @pytest.fixture(params=["file", "minio"])

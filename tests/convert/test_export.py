@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.format.item_names import renaming
-from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
-from convert.conftest import SMALL, behind, contents, killed, names
+from bucketpoint.transfer import ObjectSource, Segment
+from convert.conftest import ONE_BY_ONE, SMALL, behind, contents, killed, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401
 from dcp.ranks import Ranks
 from dcp.states import assert_same, filled
@@ -214,9 +213,6 @@ def test_raises_on_all_ranks_what_one_fails_with(
 
 # -- kills ------------------------------------------------------------------------------------------------------------
 
-ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
-
-
 def convert_share(
     source: str, target: Any, worker: tuple[int, int], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> bool:
@@ -324,22 +320,6 @@ def test_writes_a_lost_file_again_and_deletes_no_source_of_its_own(tmp_path: Pat
     assert_same(bucketpoint.load(str(model)), ONES)
 
 
-class _Before:
-    """A store in which something happens right before the first PUT of a file of safetensors: the PUT is under way."""
-
-    def __init__(self, inner: Any, happens: Callable[[], Any]) -> None:
-        self._inner, self._happens = inner, happens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, key: str, *given: Any, **named: Any) -> Any:
-        happens, self._happens = self._happens, (lambda: None) if key.endswith(".safetensors") else self._happens
-        if happens is not self._happens:
-            happens()
-        return self._inner.put(key, *given, **named)
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "one of two workers"])
 def test_replaces_no_file_of_an_export_that_commits_during_another(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
@@ -348,7 +328,14 @@ def test_replaces_no_file_of_an_export_that_commits_during_another(
     if shared:
         assert not run_conversion(_planned(two, model, worker=(1, 2))).committed
     first = _planned(_saved(tmp_path, 1.0), model)
-    with behind(monkeypatch, lambda store: _Before(store, lambda: run_conversion(first))):
+
+    def commits(name: str, number: int) -> bool:
+        # After the journal's first note, while the PUT of a file is under way.
+        if (name, number) == ("put", 2):
+            run_conversion(first)
+        return False
+
+    with behind(monkeypatch, killed(commits)):
         second = _planned(two, model, worker=(0, 2) if shared else None)
     with pytest.raises(CommitConflictError):
         run_conversion(second)

@@ -29,9 +29,8 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.stores import LocalStore
-from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import SMALL, behind, converted, killed, load
+from convert.conftest import ONE_BY_ONE, SMALL, behind, converted, killed, load
 from dcp.states import assert_same, filled
 from kit.damage import flip
 from kit.killed_jobs import run_and_kill
@@ -43,7 +42,6 @@ from transfer.wrappers import CountingStore
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
 KEPT = ConvertOptions(object_bytes=64 << 10, shard_bytes=64 << 10)
 
 

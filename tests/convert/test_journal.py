@@ -16,14 +16,12 @@ from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.errors import StoreError
 from bucketpoint.stores.base import DeleteFailure
 from bucketpoint.stores.local import LocalStore
-from bucketpoint.transfer import TransferOptions
-from convert.conftest import behind, killed
+from convert.conftest import ONE_BY_ONE, behind, killed
 
 pytest.importorskip("safetensors.torch")
 
 COUNT = 8
 ITEM = 64 << 10
-ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
 
 
 @pytest.fixture
