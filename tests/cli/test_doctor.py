@@ -192,18 +192,14 @@ def test_prints_the_policy_of_a_role_for_a_url(program: Program, role: str) -> N
         assert json.loads(printed.out) == json.loads(text.replace("BUCKET", "b").replace("PREFIX", "teams/a"))
 
 
+POINT = "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n"
+
+
 @pytest.mark.parametrize(
     ("url", "region", "resources"),
     [
         ("s3://b", "us-gov-west-1", {"arn:aws-us-gov:s3:::b/*", "arn:aws-us-gov:s3:::b"}),
-        (
-            "s3://arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n/p",
-            "cn-north-1",
-            {
-                "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n/object/p/*",
-                "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint/n",
-            },
-        ),
+        (f"s3://{POINT}/p", "cn-north-1", {f"{POINT}/object/p/*", POINT}),
         ("s3://b--usw2-az1--x-s3/p", "us-west-2", {"arn:aws:s3express:*:*:bucket/b--usw2-az1--x-s3"}),
     ],
 )

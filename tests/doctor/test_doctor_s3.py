@@ -164,22 +164,17 @@ def test_gives_up_in_time_on_a_server_that_dies_meanwhile(monkeypatch: pytest.Mo
     assert time.monotonic() - started < 60
 
 
+VERSIONED = {"versioning": {"enabled": True}}
+RULE = {"action": {"type": "Delete"}, "condition": {"daysSinceNoncurrentTime": 7}}
+
+
 @pytest.mark.parametrize(
     ("bucket", "soft", "versions"),
     [
         ({"softDeletePolicy": {"retentionDurationSeconds": "0"}}, "ok", "ok"),
         ({"softDeletePolicy": {"retentionDurationSeconds": "604800"}}, "warn", "ok"),
-        ({"versioning": {"enabled": True}}, "warn", "warn"),
-        (
-            {
-                "versioning": {"enabled": True},
-                "lifecycle": {
-                    "rule": [{"action": {"type": "Delete"}, "condition": {"daysSinceNoncurrentTime": 7}}],
-                },
-            },
-            "warn",
-            "ok",
-        ),
+        (VERSIONED, "warn", "warn"),
+        (VERSIONED | {"lifecycle": {"rule": [RULE]}}, "warn", "ok"),
         (None, "warn", "warn"),
     ],
     ids=["neither", "soft delete", "versioning", "versioning with a rule", "refused"],

@@ -130,10 +130,9 @@ def test_leads_every_reference_of_the_pods_somewhere() -> None:
         text = " ".join(container["command"])
         assert f"{mounts['policy']}/{policy['files'][0]}" in text
         # JOB_COMPLETION_INDEX is Kubernetes' own, in Indexed Jobs. The other lower-case names are the shell's.
-        used = set(re.findall(r"\$\{?([A-Z_]+)|\b(JOB_COMPLETION_INDEX)\b", text))
-        used_names = {name for pair in used for name in pair if name} - {"JOB_COMPLETION_INDEX"}
+        used = set(re.findall(r"\$\{?([A-Z_]+)", text)) - {"JOB_COMPLETION_INDEX"}
         root = from_yaml((MANIFESTS / "base/policy.yaml").read_text(encoding="utf-8"), environ=env_of(pod)).root
-        assert used_names <= set(env_of(pod))
+        assert used <= set(env_of(pod))
         assert root == f"{env_of(pod)['BUCKETPOINT_ROOT']}/{env_of(pod)['RUN_NAME']}"
         assert spec["serviceAccountName"] in accounts
     job, service = named("Job", "train"), named("Service", "train")
