@@ -456,8 +456,8 @@ def test_shows_checks_and_copies_metadata_that_needs_trust_when_told(tmp_path: P
     assert isinstance(open_checkpoint(b, trusted=True).metadata.planner_data, Planned)
 
 
-def in_run(root: str, *steps: int, **more: Any) -> None:
-    writer = BucketWriter(retention=RetentionPolicy(Keep(100), **more))
+def in_run(root: str, *steps: int) -> None:
+    writer = BucketWriter(retention=RetentionPolicy(Keep(100)))
     for step in steps:
         dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=writer, no_dist=True)
     assert writer.pruning is not None

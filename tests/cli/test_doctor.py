@@ -19,7 +19,7 @@ from bucketpoint.doctor.bucket import bucket_findings, clock_finding
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.report import Finding
 from bucketpoint.doctor.throughput import LEVELS, Level, Speed, probe
-from bucketpoint.errors import AccessDeniedError, StoreError
+from bucketpoint.errors import AccessDeniedError
 from bucketpoint.stores import LocalStore, open_store
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import inspect as s3_bucket
@@ -322,14 +322,22 @@ def test_finds_checksums_that_a_store_does_not_verify(tmp_path: Path) -> None:
     assert by_check(found)["checksum"] == "warn"
 
 
-@pytest.mark.parametrize("step", ["create_multipart", "put_part", "complete_multipart", "list_multipart"])
-def test_names_each_step_of_a_multipart_upload_and_leaves_none_open(tmp_path: Path, step: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "first", "check"),
+    [
+        ("create_multipart", 1, "multipart create"),
+        ("put_part", 1, "multipart upload"),
+        ("complete_multipart", 1, "multipart complete"),
+        ("list_multipart", 1, "multipart list"),
+        ("read_into", 5, "throughput"),
+    ],
+)
+def test_names_the_request_that_fails_and_leaves_nothing(tmp_path: Path, call: str, first: int, check: str) -> None:
     inner = LocalStore(str(tmp_path))
-    store = FailingStore(inner, lambda name, number: name == step, lambda: AccessDeniedError("denied"))
-    found = examine(store, "", probe_bytes=0)
-    check = {"put_part": "multipart upload"}.get(step, f"multipart {step.split('_')[0]}")
+    store = FailingStore(inner, lambda name, number: name == call and number >= first, lambda: AccessDeniedError("no"))
+    found = examine(store, "", probe_bytes=1 << 20)
     assert by_check(found)[check] in ("fail", "warn")
-    assert list(inner.list_multipart("")) == []
+    assert list(inner.list_multipart("")) == list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -434,11 +442,3 @@ def test_derives_the_advice_from_latency_and_bandwidth() -> None:
     assert far.part_bytes == 128 << 20
     scaling = Speed(0.01, (*levels[:2], Level(24, 1900e6, 720e6)), 8 << 20, 0)
     assert scaling.advice().connections == 24
-
-
-def test_reports_a_failure_in_the_probe_and_deletes_its_objects(tmp_path: Path) -> None:
-    inner = LocalStore(str(tmp_path))
-    store = FailingStore(inner, lambda name, number: name == "read_into" and number > 4, lambda: StoreError("broken"))
-    found = examine(store, "", probe_bytes=1 << 20)
-    assert by_check(found)["throughput"] == "fail"
-    assert list(tmp_path.iterdir()) == []

@@ -215,7 +215,7 @@ def test_names_a_chunk_without_data(tmp_path: Path) -> None:
     del saved.metadata.storage_data[lost]
     found = verify(saved)
     assert [(one.kind, one.item) for one in found.damage] == [("missing-item", "model.large")]
-    assert found.unchecked == {"no item uses these bytes": 12583680} or "no item uses these bytes" in found.unchecked
+    assert "no item uses these bytes" in found.unchecked
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

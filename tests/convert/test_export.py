@@ -213,6 +213,7 @@ def test_raises_on_all_ranks_what_one_fails_with(
 
 # -- kills ------------------------------------------------------------------------------------------------------------
 
+
 def convert_share(
     source: str, target: Any, worker: tuple[int, int], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> bool:
