@@ -117,7 +117,7 @@ def test_names_each_kind_of_difference(tmp_path: Path, program: Program) -> None
     text = program("diff", a, b, "--values").out.splitlines()
     assert text[2] == "- 1 only in A, + 1 only in B, ! 2 changed, ~ 1 with different values"
     assert [line[:1] for line in text[3:8]] == ["-", "+", "!", "!", "~"]
-    assert text[8:] == ["model: 24 B of 40 B differ, in 1 of 2 keys", "optim: equal, 240 B in 1 key"]
+    assert text[8:] == ["optim: equal, 240 B in 1 key", "model: 24 B of 40 B differ, in 1 of 2 keys"]
     assert "optim: " not in program("diff", a, b).out
     same = program("diff", a, a, "--values", "--json")
     assert (same.code, same.json["ok"]) == (0, True)
