@@ -142,3 +142,8 @@ def test_computes_one_checksum_of_a_tensor_however_its_rows_were_cut(
     assert _whole_crc((rows, columns), sorted(items, key=lambda item: item[1])) == crc32c(memoryview(data))
     if len(cuts) > 1 and items[0][1][0]:
         assert _whole_crc((rows, columns), items[1:]) is None
+
+
+def test_has_no_checksum_for_a_tensor_cut_by_columns() -> None:
+    info = ItemInfo("p", 0, 9, None, 0, 4, 7)
+    assert _whole_crc((2, 4), [((0, 0), (2, 2), info), ((0, 2), (2, 2), info)]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from pathlib import Path
 from typing import Any, cast
@@ -9,6 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
@@ -51,23 +54,42 @@ def test_keeps_memory_within_the_budget_and_holds_no_tensor_whole(tmp_path: Path
     assert done.checked_bytes == (0 if source == "x.safetensors" else nbytes)
 
 
-def test_reads_rows_of_several_chunks_without_cutting_them_to_elements() -> None:
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, whose last dimension is an element's bytes, and the chunks into which it is cut."""
+    shape = (*draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)), draw(st.sampled_from([1, 4])))
+    axes = []
+    for size in shape[:-1]:
+        borders = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+        axes.append([(low, high - low) for low, high in itertools.pairwise(borders)])
+    boxes = itertools.product(*axes, [(0, shape[-1])])
+    return shape, [Box(tuple(o for o, _ in box), tuple(s for _, s in box)) for box in boxes]
+
+
+@given(grids(), st.data())
+def test_fills_any_stretch_of_a_tensor_from_its_chunks_with_few_reads(
+    grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
     class Source:
         def read(self, key: str, start: int, out: memoryview) -> None:
-            reads.append(len(out))
-            out[:] = data[key][start : start + len(out)]
+            reads.append(key)
+            out[:] = content[int(key)][start : start + len(out)]
 
-    whole, reads = bytes(range(240)) * 20, list[int]()
-    data = {"a": whole[:1200], "b": whole[1200:]}
-    last, first = Box((10, 0, 0), (30, 30, 4)), Box((0, 0, 0), (10, 30, 4))
-    boxes = [(last, Stretch("b", 0, 3600)), (first, Stretch("a", 0, 1200))]
-    segment = Filling(cast(Any, Source()), 1 << 20).whole((40, 30), 4, boxes)
+    shape, boxes = grid
+    whole, reads, content = filled(shape, torch.uint8), list[str](), list[bytes]()
+    for box in boxes:
+        part = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        content.append(bytes(part.flatten().tolist()))
+    chunks = [(box, Stretch(f"{number}", 0, box.nbytes)) for number, box in enumerate(boxes)]
+    segment = Filling(cast(Any, Source()), 1 << 20).whole(shape[:-1], shape[-1], chunks)
     assert segment.fill is not None
-    found = bytearray(len(whole))
-    for start in range(0, len(whole), 777):
-        segment.fill(start, memoryview(found)[start : start + 777])
-    assert bytes(found) == whole
-    assert len(reads) == 8  # One of the seven parts lies in both chunks.
+    start = data.draw(st.integers(0, whole.numel() - 1))
+    found = bytearray(data.draw(st.integers(1, whole.numel() - start)))
+    segment.fill(start, memoryview(found))
+    assert bytes(found) == bytes(whole.flatten()[start : start + len(found)].tolist())
+    # Whole rows are not cut to elements, nor are several rows read one by one.
+    rows = all(box.sizes[1:] == shape[1:] for box in boxes)
+    assert len(reads) <= len(boxes) * (1 if rows else 2 * len(shape))
 
 
 def test_converts_into_a_bucket_in_parts_and_within_the_budget(
