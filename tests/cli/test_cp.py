@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
@@ -418,6 +419,12 @@ def test_holds_the_budget_for_what_comes_through(tmp_path: Path, monkeypatch: py
     copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), tmp_path / "b"), tight)
     assert 0 < pools[0].peak_bytes <= tight.max_inflight_bytes
     assert COPY_OPTIONS.max_inflight_bytes == 256 << 20
+
+
+def test_copies_an_object_without_a_byte(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(0)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), tmp_path / "b"))
+    assert verify(open_checkpoint(tmp_path / "b")).ok
 
 
 def test_decides_by_the_commit_where_the_destination_cannot_be_read(minio: S3Server, tmp_path: Path) -> None:
