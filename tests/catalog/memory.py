@@ -1,4 +1,4 @@
-"""A store in memory that counts its requests, fails where it is told to, and dies after request k. And a run on it."""
+"""A store in memory that counts its requests, and dies at request k. And a run on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.errors import AccessDeniedError, TransientStoreError
+from bucketpoint.errors import AccessDeniedError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.codec import encode_metadata
@@ -39,10 +39,9 @@ class KilledError(BaseException):
 
 @dataclass
 class Fault:
-    """At request number `at` from now: `kill`, before or after the store acts, or `fail` with a transient error."""
+    """The process is killed at request number `at` from now, before or after the store acts."""
 
     at: int
-    how: str
     acts: bool
 
 
@@ -52,7 +51,7 @@ class _Objects(dict[str, Any]):
 
 
 class MemoryStore(View):
-    """The simulation's bucket as one process sees it, whose requests are counted and fail where a test says.
+    """The simulation's bucket as one process sees it, whose requests are counted, and end where a test says.
 
     Attributes:
         between: called before each request with its number and name: what others do meanwhile.
@@ -91,11 +90,8 @@ class MemoryStore(View):
             return act(None)
         if fault.acts and fault.at == 0:
             act(None)
-        if fault.how == "kill":
-            # And whatever the dead process does while its stack unwinds does not happen.
-            raise KilledError()
-        self.fault = None
-        raise TransientStoreError("the store is away")
+        # And whatever the dead process does while its stack unwinds does not happen.
+        raise KilledError()
 
     def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
         super().delete([key for key in keys if key not in self.refused])
@@ -110,12 +106,26 @@ class MemoryStore(View):
 @contextlib.contextmanager
 def killed(store: MemoryStore, at: int, *, acts: bool = False) -> Iterator[None]:
     """What runs within is killed at its request number `at`, before or after the store acts."""
-    store.fault = Fault(at, "kill", acts)
+    store.fault = Fault(at, acts)
     try:
         with pytest.raises(KilledError):
             yield
     finally:
         store.fault = None
+
+
+def died(
+    store: MemoryStore, at: int, what: Callable[..., object], *given: Any, acts: bool = True, **more: Any
+) -> bool:
+    """Whether somebody who does this is killed at their request number `at`; else they are through before."""
+    store.fault = Fault(at, acts)
+    try:
+        what(*given, **more)
+    except KilledError:
+        return True
+    finally:
+        store.fault = None
+    return False
 
 
 def memory_catalog(store: MemoryStore, template: str = "step-{step}", prefix: str = "run") -> Catalog:

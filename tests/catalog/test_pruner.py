@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -22,7 +21,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.rows import Row
-from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save, saved_run
+from catalog.memory import START, MemoryStore, died, killed, memory_catalog, save, saved_run
 
 HOUR = 3600.0
 
@@ -147,18 +146,10 @@ def test_deletes_the_metadata_before_anything_else(store: MemoryStore, pair: Cat
 
 @pytest.mark.parametrize("acts", [False, True], ids=["before it acts", "after it has acted"])
 def test_finishes_the_work_of_a_pruner_killed_at_any_request(acts: bool) -> None:
-    kills = 0
     for at in range(1, 100):
         store, catalog = saved_run(100, 200, 300)
-        store.fault = Fault(at, "kill", acts)
-        try:
-            run(catalog, keep_newest, holder="first")
-        except KilledError:
-            kills += 1
-        else:
-            assert at > 10
+        if not died(store, at, run, catalog, keep_newest, holder="first", acts=acts):
             break
-        store.fault = None
         newest = next(catalog.candidates())
         assert newest.step == 300
         assert len(in_folder(store, 300)) == 3
@@ -169,17 +160,7 @@ def test_finishes_the_work_of_a_pruner_killed_at_any_request(acts: bool) -> None
         assert [
             key for key in store.objects if "/notes/" in key or "__tombstone__" in key or key.endswith("pruner.json")
         ] == []
-    assert kills >= 15
-
-
-@pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
-def test_orders_no_deletion_of_what_somebody_holds(pair: Catalog, hold: Callable[[Catalog, int], object]) -> None:
-    hold(pair, 100)
-    for action in ("delete", "thin"):
-        done = run(pair, drop(100, action=action))
-        assert not done.buried
-        assert next(iter(done.refused.values())) in ("it is pinned", "it is leased", "it is restored from")
-    assert steps_of(pair) == [100, 200]
+    assert at > 15
 
 
 @pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
@@ -193,6 +174,12 @@ def test_spares_what_somebody_takes_hold_of_during_the_grace(
     store.now += HOUR
     assert run(pair, drop()).deleted == []
     assert len(in_folder(store, 100)) == 3
+    hold(pair, 100)
+    for action in ("delete", "thin"):
+        done = run(pair, drop(100, action=action))
+        assert not done.buried
+        assert next(iter(done.refused.values())) in ("it is pinned", "it is leased", "it is restored from")
+    assert steps_of(pair) == [100, 200]
 
 
 def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
@@ -247,10 +234,7 @@ def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: Memory
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_undoes_wholly_or_not_at_all_if_an_undo_dies(store: MemoryStore, pair: Catalog, at: int) -> None:
     run(pair, drop(100), grace=HOUR)
-    store.fault = Fault(at, "kill", acts=True)
-    with contextlib.suppress(KilledError):
-        undo(pair, 100)
-    store.fault = None
+    died(store, at, undo, pair, 100)
     undone = steps_of(pair) == [100, 200]
     assert undone == (at >= 3)
     store.now += HOUR
@@ -370,18 +354,23 @@ def test_touches_no_neighbours_and_no_runs_within(store: MemoryStore, catalog: C
     ] == []
 
 
-def test_reports_a_key_that_cannot_be_deleted_and_tries_again(store: MemoryStore, catalog: Catalog) -> None:
+@pytest.mark.parametrize("action", ["delete", THIN])
+def test_reports_a_key_that_cannot_be_deleted_and_tries_again(
+    store: MemoryStore, catalog: Catalog, action: str
+) -> None:
     token = save(catalog, 100)
     save(catalog, 200)
-    (stuck,) = [key for key in store.objects if "/data/" in key and token in key and "optim" in key]
+    (stuck,) = [key for key in in_folder(store, 100) if "optim" in key]
     store.refused = {stuck}
-    done = run(catalog, drop(100))
+    done = run(catalog, drop(100, action=action))
     assert [failure.key for failure in done.failures] == [stuck]
-    assert done.deleted == []
-    assert steps_of(catalog) == [200]
+    assert (done.deleted, done.thinned) == ([], [])
+    assert steps_of(catalog) == ([200] if action == "delete" else [100, 200])
     store.refused = set()
-    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
-    assert left_of(store, 100) == []
+    done = run(catalog, drop())
+    assert [*done.deleted, *done.thinned] == [(100, token)]
+    assert stuck not in store.objects
+    assert len(left_of(store, 100)) == (0 if action == "delete" else 3)
 
 
 def test_stops_the_second_of_two_pruners_until_the_lock_expires(store: MemoryStore, pair: Catalog) -> None:
@@ -423,14 +412,6 @@ def test_records_a_commit_without_a_record_before_any_decision(store: MemoryStor
     assert catalog.snapshot().attempts == ()
 
 
-def test_deletes_intents_that_a_trainer_could_not_delete(store: MemoryStore, catalog: Catalog) -> None:
-    token = save(catalog, 100)
-    store.put(catalog.own_key("steps", f"{100:016d}__open__{token}__step-100"), [memoryview(b"{}")])
-    store.now += HOUR + 1
-    run(catalog, drop())
-    assert catalog.snapshot().finished == ()
-
-
 @pytest.mark.parametrize("action", ["delete", "thin"])
 def test_keeps_a_checkpoint_whose_save_may_send_its_commit_again(
     store: MemoryStore, catalog: Catalog, action: str
@@ -448,6 +429,7 @@ def test_keeps_a_checkpoint_whose_save_may_send_its_commit_again(
     store.now += HOUR + 1
     done = run(catalog, drop())
     assert [step for step, _ in (done.deleted if action == "delete" else done.thinned)] == [100]
+    assert intent not in store.objects
 
 
 def test_keeps_a_checkpoint_whose_old_save_has_a_fence(store: MemoryStore, catalog: Catalog) -> None:
@@ -496,15 +478,8 @@ def test_finishes_a_thinning_that_was_killed_at_any_request(acts: bool) -> None:
         store, catalog = saved_run(100)
         store.now += 1
         save(catalog, 200)
-        store.fault = Fault(at, "kill", acts)
-        try:
-            run(catalog, drop(100, action=THIN), holder="first")
-        except KilledError:
-            pass
-        else:
-            assert at > 10
+        if not died(store, at, run, catalog, drop(100, action=THIN), holder="first", acts=acts):
             break
-        store.fault = None
         # What the metadata names is there at every moment.
         metadata = decode_metadata(store.objects["run/step-100/.metadata"][0])
         for info in (metadata.storage_data or {}).values():
@@ -514,6 +489,7 @@ def test_finishes_a_thinning_that_was_killed_at_any_request(acts: bool) -> None:
         assert [row.kind for row in catalog.snapshot().rows()] == ["weights", "full"]
         assert thinned(store, 100) == ({"model.w"}, "weights")
         assert len(in_folder(store, 100)) == 2
+    assert at > 10
 
 
 def test_refuses_to_thin_what_others_wrote_in_one_object(store: MemoryStore, pair: Catalog) -> None:
@@ -524,18 +500,16 @@ def test_refuses_to_thin_what_others_wrote_in_one_object(store: MemoryStore, pai
     assert pair.snapshot().notes.tombstones == ()
 
 
-def dead_attempt(store: MemoryStore, catalog: Catalog, step: int, at: int) -> None:
-    with killed(store, at, acts=True):
-        save(catalog, step)
-
-
-def test_sweeps_what_a_dead_attempt_left_once_it_is_old(store: MemoryStore, catalog: Catalog) -> None:
+def test_sweeps_what_dead_attempts_left_once_they_are_old(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
-    dead_attempt(store, catalog, 200, 3)
+    kept = set(store.objects)
+    # An overwrite, a new step, and one that has committed.
+    for step, at in ((100, 3), (200, 3), (300, 4)):
+        with killed(store, at, acts=True):
+            save(catalog, step)
     store.create_multipart("run/step-200/" + keys.data_path("0123456789ab", 0, "model", 0))
     # That of another run within the folder, whose own sweep it is.
     store.create_multipart("run/step-200/finetune/step-1/" + keys.data_path("0123456789ab", 0, "model", 0))
-    kept = set(store.objects) - set(left_of(store, 200))
     store.now += SAFETY_AGE_S - 1
     assert sweep(catalog).objects == []
     assert len(store.open_uploads) == 2
@@ -543,29 +517,13 @@ def test_sweeps_what_a_dead_attempt_left_once_it_is_old(store: MemoryStore, cata
     before = dict(store.objects)
     told = sweep(catalog, dry_run=True)
     assert store.objects == before
-    assert (len(told.objects), told.bytes, len(told.uploads), len(told.notes)) == (2, 20, 1, 1)
+    assert (len(told.objects), told.bytes, len(told.uploads), len(told.notes)) == (4, 40, 1, 3)
     swept = sweep(catalog)
     assert (swept.objects, swept.uploads, swept.notes) == (told.objects, told.uploads, told.notes)
-    assert set(store.objects) == kept
+    assert steps_of(catalog) == [100, 300]
+    assert set(store.objects) == kept | set(left_of(store, 300))
+    assert len(in_folder(store, 300)) == 3
     assert [one.key.split("/")[2] for one in store.open_uploads.values()] == ["finetune"]
-
-
-def test_keeps_the_older_checkpoint_whole_after_a_dead_overwrite(store: MemoryStore, catalog: Catalog) -> None:
-    save(catalog, 100)
-    before = set(store.objects)
-    dead_attempt(store, catalog, 100, 3)
-    store.now += SAFETY_AGE_S + 1
-    assert len(sweep(catalog).objects) == 2
-    assert set(store.objects) == before
-
-
-def test_records_a_committed_attempt_in_a_sweep_and_removes_nothing(store: MemoryStore, catalog: Catalog) -> None:
-    dead_attempt(store, catalog, 100, 4)
-    store.now += SAFETY_AGE_S + 1
-    swept = sweep(catalog)
-    assert swept.objects == []
-    assert steps_of(catalog) == [100]
-    assert len(in_folder(store, 100)) == 3
 
 
 def test_finds_uploads_by_their_exact_keys_where_nothing_else_does(store: MemoryStore, catalog: Catalog) -> None:
@@ -626,28 +584,6 @@ def test_continues_after_a_condition_that_fails(store: MemoryStore, catalog: Cat
 
     store.put = contested  # type: ignore[assignment,method-assign]
     assert [step for step, _ in run(catalog, keep_newest).deleted] == [200]
-
-
-def test_sees_a_save_that_begins_before_the_claim_at_any_moment() -> None:
-    spared = 0
-    for at in range(1, 60):
-        store, catalog = due_run()
-        claimed_first: list[bool] = []
-
-        def begins(store: MemoryStore = store, catalog: Catalog = catalog, first: list[bool] = claimed_first) -> None:
-            bodies = [store.objects[key][0] for key in store.objects if "__tombstone__" in key]
-            first.append(any(b"begun" in body for body in bodies) or not bodies)
-            # It does not say that it overwrites, as a plain writer would not.
-            SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
-
-        before_request(store, at, begins)
-        run(catalog, drop())
-        if not claimed_first:
-            break
-        if claimed_first == [False]:
-            assert len(in_folder(store, 100)) == 3
-            spared += 1
-    assert spared >= 5
 
 
 def test_leaves_the_tombstone_on_what_a_save_replaces(store: MemoryStore, pair: Catalog) -> None:

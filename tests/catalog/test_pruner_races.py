@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
-from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catalog, metadata_bytes, save, saved_run
+from catalog.memory import MemoryStore, died, killed, memory_catalog, metadata_bytes, save, saved_run
 from catalog.test_pruner import HOUR, before_request, drop, due_run, in_folder, left_of, records_of, run, steps_of
 
 
@@ -45,16 +44,6 @@ def once(store: MemoryStore, when: Callable[[str], bool], what: Callable[[], obj
 
     store.between = meanwhile
     return seen
-
-
-def die(store: MemoryStore, at: int, what: Callable[[], object]) -> None:
-    """Somebody is killed after their request number `at`."""
-    store.fault = Fault(at, "kill", acts=True)
-    try:
-        with contextlib.suppress(KilledError):
-            what()
-    finally:
-        store.fault = None
 
 
 def release_lock(catalog: Catalog) -> None:
@@ -137,7 +126,7 @@ def test_restores_or_refuses_in_an_undo_after_the_death_of_a_pruner() -> None:
             store, catalog = due_run()
 
             def prunes(store: MemoryStore = store, catalog: Catalog = catalog, dies: int = dies) -> None:
-                die(store, dies, lambda: run(catalog, drop(), holder="dead"))
+                died(store, dies, run, catalog, drop(), holder="dead")
 
             before_request(store, at, prunes)
             before = len(in_folder(store, 100))
@@ -176,7 +165,7 @@ def test_puts_back_its_own_tombstone_and_no_other(store: MemoryStore, pair: Cata
     def another() -> None:
         store.delete([one.key for one in pair.snapshot().attempts])
         release_lock(pair)
-        die(store, 15, lambda: run(pair, drop(), holder="another"))
+        died(store, 15, run, pair, drop(), holder="another")
 
     seen = once(store, when, another)
     run(pair, drop(), holder="late")
@@ -270,21 +259,6 @@ def test_refuses_to_thin_metadata_of_an_unannounced_save(store: MemoryStore, pai
     assert store.objects["run/step-100/.metadata"][0] == another
 
 
-def test_continues_a_thinning_of_which_a_delete_was_refused(store: MemoryStore, catalog: Catalog) -> None:
-    token = save(catalog, 100)
-    save(catalog, 200)
-    (stuck,) = [key for key in in_folder(store, 100) if "optim" in key]
-    store.refused = {stuck}
-    done = run(catalog, drop(100, action="thin"))
-    assert [failure.key for failure in done.failures] == [stuck]
-    assert done.thinned == []
-    assert states(store) == [BEGUN]
-    store.refused = set()
-    assert run(catalog, drop()).thinned == [(100, token)]
-    assert stuck not in store.objects
-    assert states(store) == []
-
-
 def test_removes_the_whole_checkpoints_index_in_a_thinning_and_keeps_its_record(
     store: MemoryStore, catalog: Catalog
 ) -> None:
@@ -305,7 +279,7 @@ def test_makes_no_record_in_a_resumed_thinning_of_what_another_pruner_deletes() 
     def thinned_but_for_the_objects() -> tuple[MemoryStore, Catalog]:
         store, catalog = saved_run(100, 200)
         for at in range(1, 40):
-            die(store, at, lambda: run(catalog, drop(100, action="thin")))
+            died(store, at, run, catalog, drop(100, action="thin"))
             release_lock(catalog)
             if [one.kind for one in catalog.steps().checkpoints] == ["weights", "full"]:
                 assert catalog.steps().notes.tombstones
@@ -388,21 +362,13 @@ def test_deletes_nothing_of_another_run_that_a_tombstone_names(
     assert len(others.objects_of("step-200" if prefix != "run" else folder)) == 3
 
 
-def test_expires_the_lock_of_a_dead_pruner_with_a_clock_years_ahead(store: MemoryStore, catalog: Catalog) -> None:
-    ahead = dataclasses.replace(catalog, clock=lambda: store.now + 10 * 365 * 24 * HOUR)
-    assert locks.acquire(ahead, "dead") is not None
-    assert locks.acquire(catalog, "alive") is None
-    assert "its lock expires at 22:28:20 UTC" in locks.held_by(catalog)
-    store.now += 2 * HOUR
-    assert locks.acquire(catalog, "alive") is not None
-
-
 @pytest.mark.parametrize(
-    "expires", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true", "x" * 100_000]
+    "expires", ["2e9", "NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true", "x" * 100_000]
 )
 def test_ends_a_lock_by_the_stores_time_whatever_it_says(store: MemoryStore, catalog: Catalog, expires: str) -> None:
     store.put(catalog.own_key("pruner.json"), [memoryview(f'{{"expires": {expires}, "holder": "x"}}'.encode())])
     assert "another pruner" in locks.held_by(catalog)
+    assert "its lock expires at 22:28:20 UTC" in locks.held_by(catalog)
     assert locks.acquire(catalog, "mine") is None
     store.now += LOCK_SECONDS
     assert locks.acquire(catalog, "mine") is not None

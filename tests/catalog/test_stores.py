@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,10 @@ from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.location import Location
 from bucketpoint.retention.rows import Row
+from catalog import memory
 from fsspec_backends import SERVED, backend
 from services import Service
-from transfer.wrappers import CountingStore, FailingStore
+from transfer.wrappers import CountingStore
 
 pytestmark = pytest.mark.contract
 
@@ -96,6 +97,8 @@ def sweep_markers(catalog: Catalog) -> None:
 
 
 def test_records_what_a_writer_saves_in_the_catalog_and_nowhere_else(catalog: Catalog, options: dict[str, Any]) -> None:
+    log = SaveLog(catalog, metrics={"loss": 1.0})
+    assert pickle.loads(pickle.dumps(log)).catalog.url == catalog.url
     save(catalog, 100, options, metrics={"eval/loss": 0.5}, git_sha="abc")
     save(catalog, 200, options)
     rows = catalog.snapshot().rows()
@@ -190,10 +193,9 @@ def test_keeps_all_reports_of_many_processes_at_once(catalog: Catalog, options: 
     assert len(snapshot.notes.pins) == 24
 
 
-def test_ends_with_three_pruners_at_once_where_one_does(catalog: Catalog, options: dict[str, Any]) -> None:
-    token = "0123456789ab"
+def test_ends_with_three_pruners_at_once_where_one_does(catalog: Catalog) -> None:
     for step in range(1, 41):
-        copy_of_a_save(catalog, step, f"{step:012x}", options, token)
+        memory.save(catalog, step)
     foreign = catalog.key("backup-of-step-5/x")
     catalog.store.put(foreign, [memoryview(b"x")])
 
@@ -214,51 +216,6 @@ def test_ends_with_three_pruners_at_once_where_one_does(catalog: Catalog, option
     assert not [key for key in keys_of(catalog) if "/notes/" in key or "__tombstone__" in key]
 
 
-def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, Any], source: str) -> None:
-    """A checkpoint of few small objects, without the planning of a save."""
-    from bucketpoint.format.metadata.plain import read_record
-    from catalog.memory import metadata_bytes
-
-    folder = f"step-{step}"
-    data, content = metadata_bytes(token, created=time.time())
-    for path, body in content.items():
-        catalog.store.put(catalog.key(f"{folder}/{path}"), [memoryview(body)])
-    info = catalog.store.put(catalog.metadata_key(folder), [memoryview(data)])
-    SaveLog(catalog).committed(catalog.url_of(step), read_record(data, metadata_etag=info.etag))
-
-
-def test_leaves_the_older_checkpoint_if_the_store_fails_at_any_request_of_a_save(
-    catalog: Catalog, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(catalog, 100, options)
-    for at in range(1, 4):
-        wrapped(monkeypatch, lambda inner, at=at: FailingStore(inner, lambda name, n: name == "put" and n == at, fail))
-        with pytest.raises(dcp.CheckpointException):
-            save(catalog, 200, options)
-        monkeypatch.undo()
-        newest = next(catalog.candidates())
-        assert newest.step == 100
-        assert loaded(catalog.url_of_folder(newest.folder), options)["model"]["w"][0, 0] == 100
-    assert len(catalog.snapshot().attempts) == 3
-
-
-def fail() -> BaseException:
-    return TransientStoreError("the store is away")
-
-
-def wrapped(patch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> list[Any]:
-    """Every writer gets the first store that it opens, as `make` wraps it."""
-    original, made = session.open_store, []
-
-    def opened(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        store, prefix = original(*args, **kwargs)
-        made.append(made[0] if made else make(store))
-        return made[0], prefix
-
-    patch.setattr(session, "open_store", opened)
-    return made
-
-
 def test_sweeps_open_uploads_of_a_dead_attempt(
     catalog: Catalog, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +232,14 @@ def test_sweeps_open_uploads_of_a_dead_attempt(
         def abort_multipart(self, *args: Any, **kwargs: Any) -> None:
             pass
 
-    made = wrapped(monkeypatch, Dies)
+    original, made = session.open_store, list[Dies]()
+
+    def opening(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+        store, prefix = original(*args, **kwargs)
+        made.append(made[0] if made else Dies(store))
+        return made[0], prefix
+
+    monkeypatch.setattr(session, "open_store", opening)
     with pytest.raises(dcp.CheckpointException):
         save(catalog, 200, options, rows=20_000)
     monkeypatch.undo()
@@ -304,8 +268,3 @@ def test_sweeps_a_temporary_file_of_a_dead_save_in_a_local_folder(tmp_path: Path
     swept = sweep(replace(catalog, now=4e9))
     assert swept.uploads == [catalog.key(f"step-200/{path}")]
     assert not left.parent.exists()
-
-
-def test_sends_a_log_to_another_process_as_configuration(catalog: Catalog, options: dict[str, Any]) -> None:
-    log = SaveLog(catalog, metrics={"loss": 1.0})
-    assert pickle.loads(pickle.dumps(log)).catalog.url == catalog.url
