@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -38,35 +37,12 @@ def run(catalog: Catalog, decide: Decide, grace: float = 0.0, holder: str = "tes
     return prune(catalog, decide, grace=grace, holder=holder)
 
 
-def before_request(store: MemoryStore, at: int, what: Callable[[], object]) -> None:
-    """Before the request number `at` from now, `what` happens."""
-    requests = itertools.count(1)
-
-    def meanwhile(number: int, name: str) -> None:
-        if next(requests) == at:
-            what()
-
-    store.between = meanwhile
-
-
-def due_run() -> tuple[MemoryStore, Catalog]:
-    """A run of two steps, of which the first has a tombstone that is due."""
-    store, catalog = saved_run(100, 200)
-    run(catalog, drop(100), grace=HOUR)
-    store.now += HOUR
-    return store, catalog
-
-
 def in_folder(store: MemoryStore, step: int) -> list[str]:
     return [key for key in store.objects if key.startswith(f"run/step-{step}/")]
 
 
 def left_of(store: MemoryStore, step: int) -> list[str]:
     return [key for key in store.objects if f"/step-{step}/" in key or f"{step:016d}" in key]
-
-
-def records_of(store: MemoryStore, step: int) -> list[str]:
-    return [key for key in left_of(store, step) if "/steps/" in key and "__tombstone__" not in key]
 
 
 def steps_of(catalog: Catalog) -> list[int]:
@@ -180,38 +156,6 @@ def test_spares_what_somebody_takes_hold_of_during_the_grace(
         assert not done.buried
         assert next(iter(done.refused.values())) in ("it is pinned", "it is leased", "it is restored from")
     assert steps_of(pair) == [100, 200]
-
-
-def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
-    held = lost = 0
-    for at in range(1, 60):
-        store, catalog = due_run()
-        outcome: list[bool] = []
-
-        def pins(catalog: Catalog = catalog, outcome: list[bool] = outcome) -> None:
-            try:
-                pin(catalog, 100)
-                outcome.append(True)
-            except GoneError:
-                outcome.append(False)
-
-        before_request(store, at, pins)
-        run(catalog, drop())
-        store.between = None
-        if not outcome:
-            break
-        there = len(in_folder(store, 100)) == 3
-        if outcome == [True] and steps_of(catalog) == [100, 200]:
-            assert there
-            held += 1
-        elif outcome == [False]:
-            lost += 1
-        else:
-            # The tombstone and all else was gone when the pin came: it is a pin of a step that is not there.
-            assert steps_of(catalog) == [200]
-            assert not there
-    assert held >= 4
-    assert lost >= 4
 
 
 def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: MemoryStore, pair: Catalog) -> None:
