@@ -42,7 +42,6 @@ from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from kit.damage import flip_all
-from kit.programs import run_program
 from manager import manager_scenarios as scenarios
 from manager.agree_scenarios import committed
 from manager.manager_scenarios import BEST, policy, saved, state, value_of
@@ -259,33 +258,25 @@ def test_starts_from_scratch_after_a_job_was_killed_in_its_first_save(
     Path(root, "step-10", ".metadata").unlink()
     run = catalog.open_catalog(root)
     run.store.delete([one.key for one in run.steps().checkpoints if one.key is not None])
-    SaveLog(run).begin(run.url_of(10), "0123456789ab")
+    # Another one died before it left a folder.
+    for step in (10, 20):
+        SaveLog(run).begin(run.url_of(step), f"0123456789a{step // 10}")
     target = state(0)
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(target) is None
-        assert "the saves of these steps began and never committed: 10" in caplog.text
+        assert "the saves of these steps began and never committed: 10, 20" in caplog.text
         assert manager.save(10, state(10)) is not None
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(target).step == 10  # type: ignore[union-attr]
 
 
-def test_names_saves_that_died_before_they_left_a_folder(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    run = catalog.open_catalog(root)
-    for step in (10, 20):
-        SaveLog(run).begin(run.url_of(step), f"0123456789a{step // 10}")
-    with CheckpointManager(root, policy=policy()) as manager:
-        assert manager.restore(state(0)) is None
-        assert "the saves of these steps began and never committed: 10, 20" in caplog.text
-
-
 def test_treats_another_state_than_was_saved_as_no_damage(root: str) -> None:
     save(root, 10, 20)
-    with CheckpointManager(root, policy=policy()) as manager, pytest.raises(MismatchError, match="no_such"):
-        manager.restore({**state(0), "no_such": state(0)["model"]["w"]})
     target = {**state(0), "no_such": state(0)["model"]["w"]}
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(MismatchError, match="planner=LoadPlanner"):
+        with pytest.raises(MismatchError, match="no_such") as caught:
             manager.restore(target)
+        assert "planner=LoadPlanner" in str(caught.value)
         assert manager.restore(target, planner=LoadPlanner(allow_partial_load=True)).step == 20  # type: ignore[union-attr]
 
 
@@ -359,20 +350,6 @@ def test_uploads_all_saves_of_a_run_by_one_process_that_ends_with_it(root: str) 
     assert has_ended(process)
 
 
-def test_waits_for_the_last_save_of_a_program_that_ends_without_closing(root: str) -> None:
-    run_program(
-        """
-        import sys
-        from bucketpoint.manager.manager import CheckpointManager
-        from manager.manager_scenarios import policy, state
-        manager = CheckpointManager(sys.argv[1], policy=policy())
-        manager.save(5, state(5))
-        """,
-        root,
-    )
-    assert committed(root) == ["step-5"]
-
-
 def test_shows_that_the_save_fails_despite_ctrl_c_in_close(root: str) -> None:
     gated = GatedFileSystem()
     manager = CheckpointManager(root, policy=policy(), fs=gated)
@@ -399,13 +376,13 @@ def test_gives_the_signals_back_when_a_manager_is_dropped_without_close(root: st
 def test_waits_in_close_after_sigterm_no_longer_than_there_is_time(root: str) -> None:
     gated = GatedFileSystem()
     asked = policy(save=Save(on=("sigterm",)))
-    manager = CheckpointManager(root, policy=asked, fs=gated, grace_s=2)
+    manager = CheckpointManager(root, policy=asked, fs=gated, grace_s=1)
     os.kill(os.getpid(), 15)
     assert manager.should_save(3)
     assert manager.stop_asked
     manager.save(3, state(3))
-    threading.Timer(6, gated.gate.set).start()
-    with pytest.raises(BucketpointError, match=r"Step 3 was not committed within 2 s of SIGTERM"):
+    threading.Timer(3, gated.gate.set).start()
+    with pytest.raises(BucketpointError, match=r"Step 3 was not committed within 1 s of SIGTERM"):
         manager.close()
     # Not lost if the scheduler is in no hurry after all.
     assert manager.save.__self__._running.handle.wait(240)

@@ -16,20 +16,8 @@ STATE = {"weight": torch.ones(10)}
 
 
 def policy(when_busy: str = "skip") -> RetentionPolicy:
-    return RetentionPolicy(Keep(latest=2), save=Save(in_flight=InFlight(when_busy=when_busy)))  # type: ignore[arg-type]
-
-
-def test_begins_a_run_without_a_checkpoint(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
-        status = manager.status()
-    assert (status.newest_step, status.newest_age_s, status.saving_step, status.saving_s) == (None,) * 4
-    assert (status.committed, status.failed, status.skipped, status.pruned_s, status.prune_failure) == (
-        0,
-        0,
-        0,
-        None,
-        None,
-    )
+    save = Save(in_flight=InFlight(when_busy=when_busy))  # type: ignore[arg-type]
+    return RetentionPolicy(Keep(latest=2), save=save, prune=Prune(when="manual"))
 
 
 def test_counts_the_age_from_the_call_of_the_save_once_it_is_committed(tmp_path: Path) -> None:
@@ -54,29 +42,31 @@ def test_counts_the_age_from_the_call_of_the_save_once_it_is_committed(tmp_path:
         assert status.newest_age_s <= time.monotonic() - began
 
 
-def test_counts_no_checkpoint_of_weights_alone_for_bringing_training_back(tmp_path: Path) -> None:
+def test_counts_what_training_can_come_back_to_after_a_save_a_restore_and_a_prune(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
+        status = manager.status()
+        assert (status.newest_step, status.newest_age_s, status.saving_step, status.saving_s) == (None,) * 4
+        assert (status.committed, status.failed, status.skipped) == (0, 0, 0)
+        assert (status.pruned_s, status.prune_failure) == (None, None)
         manager.save(3, STATE)
         manager.wait()
+        # Training cannot go on from weights alone.
         manager.save(4, STATE, kind="weights")
         manager.wait()
         status = manager.status()
-        restored = manager.restore({"weight": torch.zeros(10)})
-    assert restored is not None
-    assert (status.newest_step, status.committed) == (restored.step, 2)
-
-
-def test_counts_as_lost_by_a_crash_what_was_trained_since_a_restore(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
-        manager.save(3, STATE)
+        assert (status.newest_step, status.committed, status.pruned_s) == (3, 2, None)
+        manager.prune()
+        status = manager.status()
+        assert status.pruned_s is not None
+        assert status.pruned_s >= 0
     with CheckpointManager(tmp_path / "run", policy=policy()) as manager:
         began = time.monotonic()
         manager.restore({"weight": torch.zeros(10)})
         status = manager.status()
-        assert status.newest_step == 3
+        assert (status.newest_step, status.committed) == (3, 0)
+        # A crash would lose what was trained since.
         assert status.newest_age_s is not None
         assert status.newest_age_s <= time.monotonic() - began
-        assert status.committed == 0
 
 
 def test_counts_a_save_that_fails_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
@@ -91,16 +81,3 @@ def test_counts_a_save_that_fails_and_leaves_the_older_checkpoint(tmp_path: Path
             manager.wait()
         status = manager.status()
     assert (status.newest_step, status.committed, status.failed) == (3, 1, 1)
-
-
-def test_reports_rounds_of_pruning(tmp_path: Path) -> None:
-    with CheckpointManager(
-        tmp_path / "run", policy=RetentionPolicy(Keep(latest=1), prune=Prune(when="manual"))
-    ) as manager:
-        manager.save(3, STATE)
-        manager.wait()
-        assert manager.status().pruned_s is None
-        manager.prune()
-        status = manager.status()
-        assert status.pruned_s is not None
-        assert status.pruned_s >= 0
