@@ -1,4 +1,4 @@
-"""Pruners, thinning and sweeps beside saves, on real servers: what was committed and acknowledged stays whole.
+"""Pruners and sweeps beside saves, on real servers: what was committed and acknowledged stays whole.
 
 Others act where a save calls its progress callback, which is when its data are there and nothing is committed yet, or
 right after a listing that a pruner acts on.
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.prune import Order, prune
-from bucketpoint.catalog.deletion.state import Pruned
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
@@ -75,47 +74,19 @@ class Run:
         dcp.load(state, checkpoint_id=self.url(folder), storage_reader=self.service.reader(), no_dist=True)
         return {*state["model"]["w"].tolist(), *state["optim"]["m"].tolist()}
 
-    def prune(self, *steps: int, action: str = "delete") -> Pruned:
-        def decide(rows: Any) -> list[Order]:
-            return [Order(row.step, row.id, action) for row in rows if row.step in steps]
-
-        return prune(self.catalog, decide, grace=0.0, holder="test")
-
     def sweep_later(self, hours: float, **how: Any) -> list[str]:
         """Sweep so many hours from now, by the store's clock. Returns what went."""
         later = dataclasses.replace(self.catalog, now=time.time() + hours * HOUR)
         return sweep(later, older_than=HOUR, **how).objects
 
 
+def drop_first(rows: Any) -> list[Order]:
+    return [Order(row.step, row.id) for row in rows if row.step == 1]
+
+
 @pytest.fixture
 def run(service: Service) -> Run:
     return Run(service, service.url("run"))
-
-
-def test_saves_plainly_and_whole_over_a_step_that_is_pruned_meanwhile(run: Run) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    run.save_plainly("step-1", 3.0, lambda: run.prune(1))
-    assert run.loaded("step-1") == {3.0}
-    assert run.loaded("step-2") == {2.0}
-
-
-def test_saves_whole_by_a_policy_within_a_checkpoint_that_is_pruned_meanwhile(run: Run, tmp_path: Path) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    policy = tmp_path / "policy.yaml"
-    policy.write_text("version: 1\nkeep: {latest: 1}\n")
-    run.save_plainly("step-1/step-7", 3.0, lambda: run.prune(1), retention=policy)
-    assert run.loaded("step-1/step-7") == {3.0}
-    inner = open_catalog(Location.of(run.url("step-1"), run.service.options))
-    assert [one.step for one in inner.candidates()] == [7]
-
-
-def test_leaves_the_optimizer_of_a_save_under_way_in_a_thinning(run: Run) -> None:
-    run.save(1, 1.0)
-    run.save(2, 2.0)
-    run.save_plainly("step-1", 3.0, lambda: run.prune(1, action="thin"))
-    assert run.loaded("step-1") == {3.0}
 
 
 class Paused:
@@ -145,7 +116,7 @@ def test_deletes_nothing_committed_while_a_pruner_slept_since_its_listing(run: R
     catalog = run.catalog
     store = Paused(catalog.store, catalog.key("step-1/"), lambda: run.save_plainly("step-1", 3.0))
     paused = dataclasses.replace(catalog, store=store)
-    done = prune(paused, lambda rows: [Order(row.step, row.id) for row in rows if row.step == 1], grace=0.0, holder="p")
+    done = prune(paused, drop_first, grace=0.0, holder="test")
     assert done.deleted == []
     assert run.loaded("step-1") == {3.0}
 
@@ -192,7 +163,8 @@ def test_removes_a_checkpoint_named_by_torchs_writer_whole_and_nothing_else(run:
     run.save(2, 2.0)
     assert adopt(run.catalog) == ["step-1"]
     run.service.write("run/step-1/__7_7.distcp", b"not named by it")
-    assert [step for step, _ in run.prune(1).deleted] == [1]
+    done = prune(run.catalog, drop_first, grace=0.0, holder="test")
+    assert [step for step, _ in done.deleted] == [1]
     left = [key for key in run.service.listed("run/step-1/") if not key.endswith("/.metadata")]
     assert left == ["run/step-1/__7_7.distcp"]
 
