@@ -57,11 +57,3 @@ def test_deletes_a_checkpoint_of_64_objects_with_few_requests(
     # for the first.
     batches = ceil(2 * (61 + 2 + 1) / service.keys_in_a_delete) - batches
     assert two - one == uncommit + Counter(PutObject=2, ListObjects=1, DeleteObjects=batches)
-
-
-def test_finds_the_newest_checkpoint_by_listing_records_and_folders_once(catalog: Catalog, proxy: FaultProxy) -> None:
-    for step in (100, 200, 300):
-        save(catalog, step)
-    proxy.clear()
-    assert next(catalog.candidates()).step == 300
-    assert sent(proxy) == Counter(ListObjects=2)

@@ -13,14 +13,16 @@ from bucketpoint.catalog.deletion.prune import Decide, Order, prune
 from bucketpoint.catalog.deletion.state import GoneError, Pruned, undo
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, note_restored, pin, report
+from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
 from bucketpoint.errors import AccessDeniedError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
+from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.rows import Row
-from catalog.memory import START, MemoryStore, died, killed, memory_catalog, save, saved_run
+from catalog.memory import START, MemoryStore, died, killed, memory_catalog, metadata_bytes, save, saved_run
 
 HOUR = 3600.0
 
@@ -220,14 +222,19 @@ def test_touches_nothing_that_was_committed_after_the_plan(store: MemoryStore, c
     assert done.refused[150, "0" * 12] == "it was committed or deleted after the plan was made"
 
 
-def test_respects_metadata_that_a_plain_writer_replaced(store: MemoryStore, pair: Catalog) -> None:
-    run(pair, drop(100), grace=HOUR)
-    store.put("run/step-100/.metadata", [memoryview(b"another")])
+@pytest.mark.parametrize("action", ["delete", THIN])
+def test_respects_metadata_that_a_plain_writer_replaced(store: MemoryStore, pair: Catalog, action: str) -> None:
+    run(pair, drop(100, action=action), grace=HOUR)
+    another, content = metadata_bytes("f" * 12, created=store.now)
+    written = {**content, ".metadata": another if action == THIN else b"unreadable"}
+    for path, body in written.items():
+        store.put(f"run/step-100/{path}", [memoryview(body)])
     store.now += HOUR
     done = run(pair, drop())
-    assert done.deleted == []
+    assert (done.deleted, done.thinned) == ([], [])
     assert [step for step, _ in done.withdrawn] == [100]
-    assert len(in_folder(store, 100)) == 3
+    assert store.objects["run/step-100/.metadata"][0] == written[".metadata"]
+    assert len(in_folder(store, 100)) == 5
 
 
 def test_waits_for_a_save_under_way_in_the_folder(store: MemoryStore, pair: Catalog) -> None:
@@ -399,6 +406,8 @@ def test_leaves_the_weights_in_a_thinning_and_says_so(store: MemoryStore, catalo
     token = save(catalog, 100, metrics={"loss": 1.0}, git_sha="abc")
     store.now += 1
     save(catalog, 200)
+    index = f"run/step-100/{keys.data_path(token, 0, INDEX_GROUP, 0)}"
+    store.put(index, [memoryview(b"x")])
     done = run(catalog, drop(100, action=THIN), grace=HOUR)
     assert steps_of(catalog) == [100, 200]
     store.now += HOUR
@@ -407,6 +416,10 @@ def test_leaves_the_weights_in_a_thinning_and_says_so(store: MemoryStore, catalo
     assert thinned(store, 100) == ({"model.w"}, "weights")
     row = catalog.snapshot().rows()[0]
     assert (row.step, row.created, row.id, row.kind, row.bytes) == (100, START, token, "weights", 10)
+    record = read_record(catalog, catalog.steps().checkpoints[0].key or "")
+    assert record is not None
+    assert (record.metrics, record.git_sha, record.kind) == ({"loss": 1.0}, "abc", "weights")
+    assert index not in store.objects
     assert row.metrics == {"loss": 1.0}
     assert len(in_folder(store, 100)) == 2
     assert catalog.snapshot().notes.tombstones == ()

@@ -17,10 +17,8 @@ from bucketpoint.catalog.deletion.prune import Order
 from bucketpoint.catalog.deletion.state import BEGUN, GoneError, state_of, undo
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
-from bucketpoint.catalog.records import read_record
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import catalog_keys, keys
-from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
 from catalog.memory import MemoryStore, killed, memory_catalog, metadata_bytes, save, saved_run
@@ -216,33 +214,6 @@ def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore
     assert "replaced" in next(iter(done.refused.values()))
     assert store.objects["run/step-100/.metadata"][0] == another
     assert all(f"run/step-100/{path}" in store.objects for path in content)
-
-
-def test_refuses_to_thin_metadata_of_an_unannounced_save(store: MemoryStore, pair: Catalog) -> None:
-    run(pair, drop(100, action="thin"), grace=HOUR)
-    another, content = metadata_bytes("f" * 12, created=store.now)
-    for path, body in content.items():
-        store.put(f"run/step-100/{path}", [memoryview(body)])
-    store.put("run/step-100/.metadata", [memoryview(another)])
-    store.now += HOUR
-    done = run(pair, drop())
-    assert done.thinned == []
-    assert [step for step, _ in done.withdrawn] == [100]
-    assert store.objects["run/step-100/.metadata"][0] == another
-
-
-def test_removes_the_whole_checkpoints_index_in_a_thinning_and_keeps_its_record(
-    store: MemoryStore, catalog: Catalog
-) -> None:
-    token = save(catalog, 100, metrics={"loss": 1.0}, git_sha="abc")
-    save(catalog, 200)
-    index = f"run/step-100/{keys.data_path(token, 0, INDEX_GROUP, 0)}"
-    store.put(index, [memoryview(b"x")])
-    assert run(catalog, drop(100, action="thin")).thinned == [(100, token)]
-    assert index not in store.objects
-    record = read_record(catalog, catalog.steps().checkpoints[0].key or "")
-    assert record is not None
-    assert (record.metrics, record.git_sha, record.kind) == ({"loss": 1.0}, "abc", "weights")
 
 
 def test_removes_the_tombstone_of_a_waiting_thinning_with_a_deletion(store: MemoryStore, pair: Catalog) -> None:

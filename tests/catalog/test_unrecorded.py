@@ -21,7 +21,7 @@ from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.restore_candidates import restore_candidates, roll_back
 from bucketpoint.catalog.run import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
-from bucketpoint.format.record import DeletionMarker, parse_marker
+from bucketpoint.format.record import DeletionMarker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
@@ -182,10 +182,6 @@ def plan_removal_of(catalog: Catalog, step: int) -> Removal:
     snapshot = catalog.with_unrecorded(catalog.snapshot())
     one = next(one for one in snapshot.checkpoints if one.step == step)
     return Removal(catalog, _identified(catalog, one) if one.key is None else one, 0)
-
-
-def test_treats_a_marker_with_a_time_beyond_any_float_as_damaged(store: MemoryStore) -> None:
-    assert parse_marker(b'{"bucketpoint":"deleted","at":' + b"9" * 400 + b"}") == DeletionMarker("", 0.0)
 
 
 def test_keeps_what_has_no_record_from_policies_after_a_save_over_it_dies(store: MemoryStore) -> None:

@@ -16,8 +16,6 @@ from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.stores import open_store
-from bucketpoint.stores.s3 import client as s3_client
 from kit.tally import Tally
 
 FLIPS = "bits flipped in a checkpoint where it lies"
@@ -202,51 +200,3 @@ def test_names_any_object_cut_short(saved: str, cut: float) -> None:
             assert failure is not None
         file.write_bytes(original)
     assert (loads(saved), verified(saved)) == (None, [])
-
-
-# Replaced and copied objects
-
-
-def replace_by(url: str, path: str, other: bytes) -> None:
-    store, prefix = open_store(url)
-    store.put(f"{prefix}/{path}", [memoryview(other)])
-
-
-@pytest.mark.contract
-@pytest.mark.parametrize("kind", ["minio", "moto", "gcs", "file"])
-def test_raises_for_an_object_replaced_where_it_was_committed_and_for_no_copy(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Even by the very same bytes: an object that somebody put there is not the one that was committed."""
-    if kind == "file":
-        root = f"file://{tmp_path}"
-    else:
-        # A process keeps its clients, and this one's environment leads to one server after the other.
-        monkeypatch.setattr(s3_client.clients, "_clients", {})
-        server = request.getfixturevalue(kind)
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        root = server.url(server.make_bucket())
-    for name in ("a", "b"):
-        value = 3.0 if name == "a" else 5.0
-        dcp.save(state(value), checkpoint_id=f"{root}/{name}", storage_writer=bp.BucketWriter(), no_dist=True)
-    url = f"{root}/a"
-    found = open_checkpoint(url)
-    (path,) = [one for one in found.by_object if "-model-" in one]
-    # Byte by byte as a replication would do it, to another prefix: other ETags, and the same checksums.
-    store, prefix = open_store(root)
-    start = f"{prefix}/a/".lstrip("/")
-    for info in list(store.list(start)):
-        data = store.get(info.key)[0]
-        store.put(f"{prefix}/copied/{info.key[len(start) :]}".lstrip("/"), [memoryview(data)])
-    assert loads(f"{root}/copied") is None
-    assert verified(f"{root}/copied") == []
-
-    body = bytearray(store.get(f"{prefix}/a/{path}".lstrip("/"))[0])
-    body[-5000] ^= 1
-    replace_by(url, path, bytes(body))
-    assert loads(url) in ("PreconditionFailedError", "CorruptDataError")
-    assert "replaced-object" in verified(url) or "checksum" in verified(url)
-    replace_by(f"{root}/copied", path, bytes(body))
-    assert loads(f"{root}/copied") == "CorruptDataError"
-    assert verified(f"{root}/copied") == ["checksum"]

@@ -34,6 +34,7 @@ from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from kit.damage import flip, flip_all
 from manager import manager_scenarios as scenarios
+from manager.agree_scenarios import full_disk
 from manager.manager_scenarios import policy, saved, state, value_of
 
 pytestmark = pytest.mark.contract
@@ -341,20 +342,12 @@ def test_rolls_back_by_one_word(root: str, caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.usefixtures("threads_upload")
-def test_keeps_a_discarded_step_discarded_after_a_save_over_it_dies(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeps_a_discarded_step_discarded_after_a_save_over_it_dies(root: str) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
         saved(manager, 15)
-        put = LocalStore.put
-
-        def full(self: Any, key: str, *given: Any, **more: Any) -> Any:
-            if key.endswith(".distcp"):
-                raise OSError("the disk is full")
-            return put(self, key, *given, **more)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(LocalStore, "put", full)
+        with full_disk(True):
             manager.save(20, state(20))
             with pytest.raises(BucketpointError, match="the disk is full"):
                 manager.wait()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bucketpoint.catalog.save_log import name_run
-from bucketpoint.errors import BucketpointError, CheckpointExistsError, OtherRunError
+from bucketpoint.errors import OtherRunError
 from bucketpoint.manager.manager import CheckpointManager
 from manager.agree_scenarios import committed
-from manager.manager_scenarios import policy, state, value_of
+from manager.manager_scenarios import policy, state
 from manager.test_manager import save
 
 pytestmark = pytest.mark.contract
@@ -47,18 +47,3 @@ def test_keeps_a_run_that_began_without_a_name_from_named_ones_until_told(root: 
         assert manager.restore(target).step == 10  # type: ignore[union-attr]
         manager.save(20, state(20))
     assert committed(root) == ["step-10", "step-20"]
-
-
-def test_stops_a_second_run_among_jobs_without_a_name_at_its_first_save(root: str) -> None:
-    save(root, 10, 20, 30)
-    with CheckpointManager(root, policy=policy()) as second:
-        # Nothing tells it from the first one, gone on after a crash.
-        target = state(0)
-        assert second.restore(target).step == 30  # type: ignore[union-attr]
-        assert value_of(target) == 30.0
-    with CheckpointManager(root, policy=policy(1)) as second:
-        with pytest.raises(BucketpointError, match="3 checkpoints have higher steps than 5"):
-            second.save(5, state(5))
-        with pytest.raises(CheckpointExistsError, match="Checkpoint already exists at this URL: step 10 is committed"):
-            second.save(10, state(10))
-    assert committed(root) == ["step-10", "step-20", "step-30"]

@@ -276,21 +276,12 @@ def test_loses_nothing_by_late_metrics_that_come_within_the_wait(rows: list[Row]
     assert seen(there.values()) == seen(left(GENEROUS, rows))
 
 
-def test_needs_metrics_that_stay_as_they_are_for_path_independence() -> None:
-    """The precondition: a value that comes after its checkpoint was dropped cannot bring it back."""
-    policy = RetentionPolicy(Keep(1, best=[Best("acc", "max")]))
-    rows = [Row(1, 1.0, "a"), Row(2, 2.0, "b", metrics={"acc": 1.0}), Row(3, 3.0, "c", metrics={"acc": 0.0})]
-    known = [replace(rows[0], metrics={"acc": 9.0}), *rows[1:]]
-    assert {row.step for row in left(policy, known)} == {1, 3}
-    assert {row.step for row in left(policy, left(policy, rows))} == {2, 3}
-
-
 def only_weights(row: Row) -> bool:
     return row.kind == "weights"
 
 
 def test_needs_a_match_that_stays_no_after_thinning_for_path_independence() -> None:
-    """The other precondition. Without it more is kept than should be, and never less."""
+    """The precondition. Without it more is kept than should be, and never less."""
     policy = RetentionPolicy(
         Keep(1, every=[EverySteps(10, last=1, thin="weights")], match="retention.test_invariants:only_weights")
     )
