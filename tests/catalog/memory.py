@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from tests.simulation.bucket import Bucket, Held, View
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -103,19 +101,8 @@ class MemoryStore(View):
         super().delete_if(key, etag)
 
 
-@contextlib.contextmanager
-def killed(store: MemoryStore, at: int, *, acts: bool = False) -> Iterator[None]:
-    """What runs within is killed at its request number `at`, before or after the store acts."""
-    store.fault = Fault(at, acts)
-    try:
-        with pytest.raises(KilledError):
-            yield
-    finally:
-        store.fault = None
-
-
 def died(
-    store: MemoryStore, at: int, what: Callable[..., object], *given: Any, acts: bool = True, **more: Any
+    store: MemoryStore, at: int, what: Callable[..., object], *given: Any, acts: bool = False, **more: Any
 ) -> bool:
     """Whether somebody who does this is killed at their request number `at`; else they are through before."""
     store.fault = Fault(at, acts)

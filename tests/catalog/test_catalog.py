@@ -27,7 +27,6 @@ from catalog.memory import (
     MemoryStore,
     commit_without_a_record,
     died,
-    killed,
     memory_catalog,
     metadata_bytes,
     save,
@@ -83,8 +82,7 @@ def test_restores_what_a_coordinator_has_committed_before_its_death(
     store: MemoryStore, catalog: Catalog, at: int, there: list[int]
 ) -> None:
     save(catalog, 100)
-    with killed(store, at):
-        save(catalog, 200)
+    assert died(store, at, save, catalog, 200)
     assert [one.step for one in catalog.steps().checkpoints] == [100]
     assert [one.step for one in catalog.candidates()] == there[::-1]
     healed = reconcile(catalog, catalog.snapshot())

@@ -16,7 +16,7 @@ from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.records import process_name
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.retention import Best, EverySteps, Keep, MaxDelete, Prune, RetentionPolicy
-from catalog.memory import MemoryStore, killed, memory_catalog, save
+from catalog.memory import MemoryStore, died, memory_catalog, save
 
 DAY = 86400.0
 LATEST = Keep(1)
@@ -146,8 +146,7 @@ def test_finishes_a_deletion_that_has_begun_whatever_the_policy_keeps(store: Mem
     run(catalog, LATEST)
     a_day_later(store)
     for at in range(1, 40):
-        with killed(store, at, acts=True):
-            run(catalog, LATEST)
+        assert died(store, at, run, catalog, LATEST, acts=True)
         if any(stone.begun for stone in catalog.snapshot().notes.tombstones):
             break
         store.now += LOCK_SECONDS + 1

@@ -22,7 +22,7 @@ from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.rows import Row
-from catalog.memory import START, MemoryStore, died, killed, memory_catalog, metadata_bytes, save, saved_run
+from catalog.memory import START, MemoryStore, died, memory_catalog, metadata_bytes, save, saved_run
 
 HOUR = 3600.0
 
@@ -169,8 +169,7 @@ def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: Memory
     assert run(pair, drop()).deleted == []
     run(pair, drop(100), grace=HOUR)
     store.now += HOUR
-    with killed(store, 12, acts=True):
-        run(pair, drop())
+    assert died(store, 12, run, pair, drop(), acts=True)
     with pytest.raises(GoneError):
         undo(pair, 100)
     store.now += LOCK_SECONDS
@@ -180,7 +179,7 @@ def test_restores_by_an_undo_within_the_grace_and_refuses_it_later(store: Memory
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_undoes_wholly_or_not_at_all_if_an_undo_dies(store: MemoryStore, pair: Catalog, at: int) -> None:
     run(pair, drop(100), grace=HOUR)
-    died(store, at, undo, pair, 100)
+    died(store, at, undo, pair, 100, acts=True)
     undone = steps_of(pair) == [100, 200]
     assert undone == (at >= 3)
     store.now += HOUR
@@ -240,8 +239,7 @@ def test_respects_metadata_that_a_plain_writer_replaced(store: MemoryStore, pair
 def test_waits_for_a_save_under_way_in_the_folder(store: MemoryStore, pair: Catalog) -> None:
     run(pair, drop(100), grace=HOUR)
     store.now += HOUR
-    with killed(store, 4):
-        save(pair, 100)
+    assert died(store, 4, save, pair, 100)
     done = run(pair, drop())
     assert done.deleted == []
     assert "under way" in next(iter(done.refused.values()))
@@ -350,8 +348,7 @@ def test_leaves_the_lock_of_another_after_losing_its_own(
 def test_records_a_commit_without_a_record_before_any_decision(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     store.now += 1
-    with killed(store, 5):
-        save(catalog, 200)
+    assert died(store, 5, save, catalog, 200)
     seen: list[int] = []
 
     def decide(rows: Sequence[Row]) -> list[Order]:
@@ -462,8 +459,7 @@ def test_sweeps_what_dead_attempts_left_once_they_are_old(store: MemoryStore, ca
     kept = set(store.objects)
     # An overwrite, a new step, and one that has committed.
     for step, at in ((100, 3), (200, 3), (300, 4)):
-        with killed(store, at, acts=True):
-            save(catalog, step)
+        assert died(store, at, save, catalog, step, acts=True)
     store.create_multipart("run/step-200/" + keys.data_path("0123456789ab", 0, "model", 0))
     # That of another run within the folder, whose own sweep it is.
     store.create_multipart("run/step-200/finetune/step-1/" + keys.data_path("0123456789ab", 0, "model", 0))
@@ -557,8 +553,7 @@ def test_leaves_the_tombstone_on_what_a_save_replaces(store: MemoryStore, pair: 
 
 
 def test_accepts_a_save_over_a_step_that_a_dead_pruner_had_begun_with(store: MemoryStore, pair: Catalog) -> None:
-    with killed(store, 12, acts=True):
-        run(pair, drop(100), holder="dead")
+    assert died(store, 12, run, pair, drop(100), holder="dead", acts=True)
     assert [one.begun for one in pair.snapshot().notes.tombstones] == [True]
     save(pair, 100)
     store.now += LOCK_SECONDS + 1

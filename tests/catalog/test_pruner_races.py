@@ -21,7 +21,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
-from catalog.memory import MemoryStore, killed, memory_catalog, metadata_bytes, save, saved_run
+from catalog.memory import MemoryStore, died, memory_catalog, metadata_bytes, save, saved_run
 from catalog.test_pruner import HOUR, drop, in_folder, left_of, run, steps_of
 
 
@@ -81,8 +81,7 @@ def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
 
 def test_keeps_a_pin_whose_author_died_before_it_withdrew_the_tombstone(store: MemoryStore, pair: Catalog) -> None:
     run(pair, drop(100), grace=HOUR)
-    with killed(store, 2):
-        pin(pair, 100)
+    assert died(store, 2, pin, pair, 100)
     assert states(store) == ["waiting"]
     store.now += HOUR
     done = run(pair, drop())
@@ -148,8 +147,7 @@ def test_recognises_a_step_saved_anew_by_its_token_where_a_store_has_no_etags(
 
 def test_removes_what_a_dead_undo_has_left_with_the_next_prune(store: MemoryStore, pair: Catalog) -> None:
     run(pair, drop(100), grace=HOUR)
-    with killed(store, 4):
-        undo(pair, 100)
+    assert died(store, 4, undo, pair, 100)
     assert states(store) == ["undone"]
     assert run(pair, drop()).deleted == []
     assert states(store) == []

@@ -23,7 +23,7 @@ from bucketpoint.catalog.run import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
 from bucketpoint.format.record import DeletionMarker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
-from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
+from catalog.memory import START, MemoryStore, died, memory_catalog, metadata_bytes, save
 
 
 def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
@@ -192,8 +192,7 @@ def test_keeps_what_has_no_record_from_policies_after_a_save_over_it_dies(store:
     save(catalog, 1)
     save_plainly(catalog, store, 4)
     save(catalog, 9)
-    with killed(store, 4):
-        save(catalog, 4)
+    assert died(store, 4, save, catalog, 4)
     for _ in range(2):
         done = prune(catalog, decide, grace=0, holder="me")
         assert 4 not in [step for step, _ in [*done.buried, *done.deleted]]
