@@ -244,9 +244,8 @@ def test_takes_what_is_above_the_folder_as_the_run(url: str, split: tuple[str, s
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 def async_saves(rank: int, world: int, root: str, options: dict[str, Any], executor: str) -> Any:

@@ -17,6 +17,5 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    with Ranks(2) as ranks:
+        yield ranks

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.contract
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    ranks = Ranks(request.param)
-    yield ranks
-    ranks.close()
+    with Ranks(request.param) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "error"])

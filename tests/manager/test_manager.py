@@ -10,7 +10,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -52,13 +51,6 @@ from transfer.wrappers import CountingStore
 pytestmark = pytest.mark.contract
 
 
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(3)
-    yield ranks
-    ranks.close()
-
-
 def damage(root: str, step: int) -> None:
     flip_all(Path(root, f"step-{step}", "data"))
 
@@ -72,26 +64,25 @@ def save(root: str, *steps: int, **arguments: Any) -> None:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_restores_what_ranks_save_and_lists_on_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
-    answers = three_ranks.run(scenarios.save_and_restore, root)
-    assert [answer[:3] for answer in answers] == [(30, 30.0, [20, 30])] * 3
-    assert [answer[3] for answer in answers][1:] == [0, 0]
-    assert answers[0][3] == 1
+def test_restores_what_ranks_save_and_lists_on_the_coordinator_alone(ranks: Ranks, root: str) -> None:
+    answers = ranks.run(scenarios.save_and_restore, root)
+    assert [answer[:3] for answer in answers] == [(30, 30.0, [20, 30])] * 2
+    assert [answer[3] for answer in answers] == [1, 0]
 
 
-def test_raises_on_every_rank_for_a_damaged_step_that_was_asked_for_by_number(three_ranks: Ranks, root: str) -> None:
-    three_ranks.run(scenarios.save_steps, root, [10, 20])
+def test_raises_on_every_rank_for_a_damaged_step_that_was_asked_for_by_number(ranks: Ranks, root: str) -> None:
+    ranks.run(scenarios.save_steps, root, [10, 20])
     damage(root, 20)
-    for kind, _ in three_ranks.run(scenarios.restore_past_damage, root, 20):
+    for kind, _ in ranks.run(scenarios.restore_past_damage, root, 20):
         assert kind == "CorruptDataError"
 
 
-def test_counts_minutes_on_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
-    assert three_ranks.run(scenarios.minutes_are_the_coordinators, root) == [[False, True]] * 3
+def test_counts_minutes_on_the_coordinator_alone(ranks: Ranks, root: str) -> None:
+    assert ranks.run(scenarios.minutes_are_the_coordinators, root) == [[False, True]] * 2
 
 
-def test_raises_on_every_rank_if_policies_differ(three_ranks: Ranks, root: str) -> None:
-    assert three_ranks.run(scenarios.policies_differ, root) == [("RanksDisagreeError", True)] * 3
+def test_raises_on_every_rank_if_policies_differ(ranks: Ranks, root: str) -> None:
+    assert ranks.run(scenarios.policies_differ, root) == [("RanksDisagreeError", True)] * 2
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
