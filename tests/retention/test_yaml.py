@@ -35,14 +35,13 @@ from bucketpoint.retention import (
     SaveEvery,
     SaveEveryMinutes,
     from_yaml,
-    plan,
     to_yaml,
 )
 from bucketpoint.retention.policy import LEAST_DEBRIS_AGE
 from bucketpoint.retention.setting_types import LONGEST
 from bucketpoint.retention.yaml_text import MAX_BYTES
 from make_policy_schema import SCHEMA_FILE, schema_text
-from retention.cases import every_rules, left, policies, rows_at, seen, universes
+from retention.cases import every_rules, left, policies, seen, universes
 
 ROOT = Path(__file__).resolve().parents[2]
 
