@@ -132,7 +132,7 @@ def test_leaves_tombstones_as_they_are_under_the_same_policy(store: MemoryStore,
 def test_deletes_what_a_rollback_gave_up_whatever_the_policy_keeps(store: MemoryStore, catalog: Catalog) -> None:
     run(catalog, LATEST)
     save(catalog, 110)
-    # 200 has a tombstone of the policy already: that alone would be withdrawn. Those of a rollback name no author.
+    # 200 has a tombstone of the policy already: that alone would be withdrawn.
     discards = rolled_back(catalog, catalog.snapshot(), 110)
     done = bury_discards(catalog, discards, due=store.now + DAY)
     assert [one.checkpoint.step for one in done.buried] == [200, 300]
@@ -140,6 +140,14 @@ def test_deletes_what_a_rollback_gave_up_whatever_the_policy_keeps(store: Memory
     a_day_later(store)
     assert steps(run(catalog, Keep(5)).done.deleted) == [200, 300]
     assert list(there(catalog)) == [100, 110]
+
+
+def test_keeps_a_tombstone_that_names_no_author_in_force(store: MemoryStore, catalog: Catalog) -> None:
+    oldest = catalog.snapshot().checkpoints[0]
+    schedule_deletion(catalog, oldest, "delete", due=store.now + DAY)
+    assert run(catalog, Keep(5)).done.withdrawn == []
+    a_day_later(store)
+    assert steps(run(catalog, Keep(5)).done.deleted) == [100]
 
 
 def test_finishes_a_deletion_that_has_begun_whatever_the_policy_keeps(store: MemoryStore, catalog: Catalog) -> None:

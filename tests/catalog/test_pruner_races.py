@@ -44,13 +44,29 @@ def once(store: MemoryStore, when: Callable[[str], bool], what: Callable[[], obj
     return seen
 
 
+def before_request(store: MemoryStore, at: int, what: Callable[[], object]) -> list[str]:
+    """Before the request number `at` from now, `what` happens."""
+    counted = itertools.count(1)
+    return once(store, lambda name: next(counted) == at, what)
+
+
+def due_run() -> tuple[MemoryStore, Catalog]:
+    """A run of two steps, of which the first has a tombstone that is due."""
+    store, catalog = saved_run(100, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.now += HOUR
+    return store, catalog
+
+
+def release_lock(catalog: Catalog) -> None:
+    """As if a quarter of an hour had passed for it, and for nothing else."""
+    catalog.store.delete([catalog.own_key("pruner.json")])
+
+
 def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
     held = lost = 0
     for at in range(1, 60):
-        store, catalog = saved_run(100, 200)
-        run(catalog, drop(100), grace=HOUR)
-        store.now += HOUR
-        counted = itertools.count(1)
+        store, catalog = due_run()
         outcome: list[bool] = []
 
         def pins(catalog: Catalog = catalog, outcome: list[bool] = outcome) -> None:
@@ -60,7 +76,7 @@ def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
             except GoneError:
                 outcome.append(False)
 
-        once(store, lambda name, at=at, counted=counted: next(counted) == at, pins)
+        before_request(store, at, pins)
         run(catalog, drop())
         store.between = None
         if not outcome:
@@ -77,6 +93,28 @@ def test_keeps_or_refuses_a_pin_set_while_a_pruner_runs() -> None:
             assert not there
     assert held >= 4
     assert lost >= 4
+
+
+def test_sees_a_save_that_begins_before_the_claim_at_any_moment() -> None:
+    spared = 0
+    for at in range(1, 60):
+        store, catalog = due_run()
+        claimed_first: list[bool] = []
+
+        def begins(store: MemoryStore = store, catalog: Catalog = catalog, first: list[bool] = claimed_first) -> None:
+            bodies = [store.objects[key][0] for key in store.objects if "__tombstone__" in key]
+            first.append(any(b"begun" in body for body in bodies) or not bodies)
+            # It does not say that it overwrites, as a plain writer would not.
+            SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
+
+        before_request(store, at, begins)
+        run(catalog, drop())
+        if not claimed_first:
+            break
+        if claimed_first == [False]:
+            assert len(in_folder(store, 100)) == 3
+            spared += 1
+    assert spared >= 5
 
 
 def test_keeps_a_pin_whose_author_died_before_it_withdrew_the_tombstone(store: MemoryStore, pair: Catalog) -> None:
@@ -143,6 +181,64 @@ def test_recognises_a_step_saved_anew_by_its_token_where_a_store_has_no_etags(
     assert done.deleted == []
     assert [step for step, _ in done.withdrawn] == [100]
     assert second in [row.id for row in catalog.snapshot().rows()]
+
+
+def test_restores_or_refuses_in_an_undo_after_the_death_of_a_pruner() -> None:
+    """The pruner acts before each request of the undo in turn, and dies before or after it has deleted anything."""
+    undone = refused = 0
+    for at in range(1, 6):
+        for dies in range(4, 20):
+            store, catalog = due_run()
+
+            def prunes(store: MemoryStore = store, catalog: Catalog = catalog, dies: int = dies) -> None:
+                died(store, dies, run, catalog, drop(), holder="dead", acts=True)
+
+            before_request(store, at, prunes)
+            before = len(in_folder(store, 100))
+            try:
+                undo(catalog, 100)
+            except GoneError:
+                refused += 1
+                continue
+            finally:
+                store.between = None
+            release_lock(catalog)
+            if before == 3 and not left_of(store, 100):
+                continue  # the pruner was through: there is nothing to bring back, and the next load says so
+            assert len(in_folder(store, 100)) == 3
+            assert run(catalog, drop()).deleted == []
+            assert steps_of(catalog) == [100, 200]
+            undone += 1
+    assert undone >= 5
+    assert refused >= 5
+
+
+def test_puts_back_its_own_tombstone_and_no_other(store: MemoryStore, pair: Catalog) -> None:
+    """Where a save is under way, the claim is taken back. Meanwhile that save may be over, and another pruner at it."""
+    run(pair, drop(100), grace=HOUR)
+    store.now += HOUR
+    assert died(store, 4, save, pair, 100)
+    claimed: list[int] = []
+
+    def when(name: str) -> bool:
+        # The first put after the claim is the one that takes it back.
+        if name == "put" and states(store) == [BEGUN]:
+            claimed.append(1)
+        return len(claimed) == 1 and name == "put"
+
+    def another() -> None:
+        store.delete([one.key for one in pair.snapshot().attempts])
+        release_lock(pair)
+        died(store, 15, run, pair, drop(), holder="another", acts=True)
+
+    seen = once(store, when, another)
+    run(pair, drop(), holder="late")
+    assert seen == ["put"]
+    records = [key for key in left_of(store, 100) if "/steps/" in key and "__tombstone__" not in key]
+    assert len(in_folder(store, 100)) < 3 or not records
+    assert states(store) == [BEGUN]
+    with pytest.raises(GoneError):
+        undo(pair, 100)
 
 
 def test_removes_what_a_dead_undo_has_left_with_the_next_prune(store: MemoryStore, pair: Catalog) -> None:
@@ -212,6 +308,36 @@ def test_leaves_metadata_that_is_replaced_while_it_is_thinned(store: MemoryStore
     assert "replaced" in next(iter(done.refused.values()))
     assert store.objects["run/step-100/.metadata"][0] == another
     assert all(f"run/step-100/{path}" in store.objects for path in content)
+
+
+def test_makes_no_record_in_a_resumed_thinning_of_what_another_pruner_deletes() -> None:
+    """The second one's lock had expired. A record of nothing would be there for ever, once it is pinned."""
+
+    def thinned_but_for_the_objects() -> tuple[MemoryStore, Catalog]:
+        store, catalog = saved_run(100, 200)
+        for at in range(1, 40):
+            died(store, at, run, catalog, drop(100, action="thin"), acts=True)
+            release_lock(catalog)
+            if [one.kind for one in catalog.steps().checkpoints] == ["weights", "full"]:
+                assert catalog.steps().notes.tombstones
+                return store, catalog
+        raise AssertionError("it was never thinned")
+
+    deleted = 0
+    for at in range(1, 30):
+        store, catalog = thinned_but_for_the_objects()
+
+        def deletes(catalog: Catalog = catalog) -> None:
+            release_lock(catalog)
+            run(catalog, drop(100), holder="another")
+
+        seen = before_request(store, at, deletes)
+        run(catalog, drop())
+        store.between = None
+        there = [step for step in (100, 200) if catalog.metadata_info(f"step-{step}") is not None]
+        assert [one.step for one in catalog.steps().checkpoints] == there
+        deleted += bool(seen) and there == [200]
+    assert deleted > 5
 
 
 def test_removes_the_tombstone_of_a_waiting_thinning_with_a_deletion(store: MemoryStore, pair: Catalog) -> None:
