@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.errors import AccessDeniedError
+from bucketpoint.errors import AccessDeniedError, TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.codec import encode_metadata
@@ -37,10 +37,11 @@ class KilledError(BaseException):
 
 @dataclass
 class Fault:
-    """The process is killed at request number `at` from now, before or after the store acts."""
+    """At request number `at` from now, before or after the store acts: a kill of the process, or a transient error."""
 
     at: int
     acts: bool
+    kills: bool = True
 
 
 class _Objects(dict[str, Any]):
@@ -88,8 +89,11 @@ class MemoryStore(View):
             return act(None)
         if fault.acts and fault.at == 0:
             act(None)
-        # And whatever the dead process does while its stack unwinds does not happen.
-        raise KilledError()
+        if fault.kills:
+            # And whatever the dead process does while its stack unwinds does not happen.
+            raise KilledError()
+        self.fault = None
+        raise TransientStoreError("the store is away")
 
     def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
         super().delete([key for key in keys if key not in self.refused])
