@@ -60,7 +60,7 @@ def killed_in_an_upload(
         through = environment(server.at(proxy.url), {**env, "PROCESSES": str(folder)})
         with subprocess.Popen(command(program, arguments, world), env=through, stderr=subprocess.PIPE) as job:
             while len(ranks := [int(path.name) for path in folder.iterdir()]) < world:
-                assert job.poll() is None
+                assert job.poll() is None, job.communicate()[1][-6000:]
                 time.sleep(0.05)
             bucket, _, key = url.removeprefix("s3://").partition("/")
             proxy.play(always(Kill(tuple(ranks)), kinds=("PutObject",), keys=f"{key}/data/*", skip=1, times=1))
