@@ -132,7 +132,7 @@ class Process:
             for name in WINDOWS[turn:] + WINDOWS[:turn]:
                 cycle[name] = self._window(window_s, going if name == PRUNING else None)
                 pruning_s += window_s * (name == PRUNING)
-            if not worker.busy:
+            if not any(thread.name == "bucketpoint-prune" for thread in threading.enumerate()):
                 break
             found.append(cycle)
         begun = time.monotonic()
