@@ -36,12 +36,22 @@ def test_shows_a_callable_the_bytes_as_they_grow_to_the_total() -> None:
         assert {event.url for event in seen} == {URL}
 
 
-def test_shows_nothing_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
-    round_trip(None)
+def test_shows_nothing_where_nobody_looks_but_logs_a_line_and_sets_no_level(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    levels = {name: logging.getLogger(name).level for name in ("", "bucketpoint", "boto3", "botocore", "urllib3")}
+    with caplog.at_level(logging.INFO, logger="bucketpoint"):
+        round_trip(None)
     assert capfd.readouterr() == ("", "")
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
+    assert [line.split()[0] for line in lines] == ["saved", "loaded"]
+    assert re.search(r"MB in \d\.\d\d s \(\d+ MB/s\), blocked \d+ ms, 1 items of 1 ranks in 1 objects$", lines[0])
+    assert {name: logging.getLogger(name).level for name in levels} == levels
 
 
-def test_shows_a_bar_when_it_is_asked_for(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_a_bar_when_it_is_asked_for_once_a_byte_or_the_total_is_known(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     round_trip(True)
@@ -49,10 +59,6 @@ def test_shows_a_bar_when_it_is_asked_for(capfd: pytest.CaptureFixture[str], mon
     assert out == ""
     assert "save memory://" in err
     assert "load memory://" in err
-
-
-def test_shows_no_bar_before_a_byte_or_the_total_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
     for total in (0, 10):
         monkeypatch.setattr("sys.stderr", screen := io.StringIO())
         with progress_callback(True, 0) as callback:
@@ -66,16 +72,6 @@ def test_shows_a_bar_on_a_terminal_on_rank_0_alone(monkeypatch: pytest.MonkeyPat
     with progress_callback(None, 0) as shown, progress_callback(None, 1) as hidden:
         assert shown is not None
         assert hidden is None
-
-
-def test_logs_one_line_for_a_save_and_a_load_and_sets_no_level(caplog: pytest.LogCaptureFixture) -> None:
-    levels = {name: logging.getLogger(name).level for name in ("", "bucketpoint", "boto3", "botocore", "urllib3")}
-    with caplog.at_level(logging.INFO, logger="bucketpoint"):
-        round_trip(None)
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
-    assert [line.split()[0] for line in lines] == ["saved", "loaded"]
-    assert re.search(r"MB in \d\.\d\d s \(\d+ MB/s\), blocked \d+ ms, 1 items of 1 ranks in 1 objects$", lines[0])
-    assert {name: logging.getLogger(name).level for name in levels} == levels
 
 
 def test_writes_a_line_of_progress_now_and_then_without_a_terminal(
