@@ -1,4 +1,4 @@
-"""Ranks that stay up for the whole session, for a module, or for a test that breaks them."""
+"""Ranks that stay up for the whole session or for a module."""
 
 from __future__ import annotations
 
@@ -25,11 +25,4 @@ def two_ranks() -> Iterator[Ranks]:
 def one_rank() -> Iterator[Ranks]:
     """DCP starts a checkpoint process once in a process: the tests of a module share theirs."""
     with Ranks(1) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def fresh_ranks() -> Iterator[Ranks]:
-    """Ranks that have no group but the default one."""
-    with Ranks(2) as ranks:
         yield ranks

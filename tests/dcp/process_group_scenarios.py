@@ -36,24 +36,6 @@ def kept() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def saves_leave_the_group_alone(rank: int, world: int, root: str, given: str) -> Any:
-    """Two saves for one group: what they say on it, and how many groups there are after each."""
-    meshes.group_beside(None)
-    group = dist.new_group() if given == "a group" else None
-    seen = []
-    for step in range(2):
-        before = messages(group), messages()
-        url = f"{root}/{step}"
-        handle = bucketpoint.async_save(Training(rank, world).run(step), checkpoint_id=url, process_group=group)
-        handle.result()
-        seen.append((messages(group) - before[0], messages() - before[1], kept()))
-        assert_holds(url, step, world)
-    if group is not None:
-        dist.destroy_process_group(group)
-    del group
-    return seen, kept()
-
-
 def talk_until(done: Callable[[], bool], world: int, group: Any = None) -> int:
     """Training's collectives of some size, until the upload is done on all ranks. Return their number."""
     going, said = torch.ones(1), 0
@@ -67,22 +49,35 @@ def talk_until(done: Callable[[], bool], world: int, group: Any = None) -> int:
     return said
 
 
-def training_talks_during_a_slow_upload(rank: int, world: int, root: str, given: str) -> int:
-    """Training's collectives of some size on the group that saves are asked for on, for as long as the upload takes."""
-    group = dist.new_group() if given == "a group" else None
-    writer = BucketWriter(fs=SlowFileSystem(SLOW_S))
-    training = Training(rank, world)
-    reduced = 0
-    for step in range(3):
-        handle = bucketpoint.async_save(
-            training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, process_group=group
-        )
-        training.spoil()
-        reduced += talk_until(handle.done, world, group) // 2
-        handle.result()
-        assert_holds(f"{root}/{step}", step, world)
+def training_talks_beside_saves(rank: int, world: int, root: str, how: str) -> tuple[int, list[int]]:
+    """Training talks for as long as an upload takes on the group that the save is for, where the save says nothing.
+
+    Returns the number of its collectives, and that of the groups after each save and at the end.
+    """
+    meshes.group_beside(None)
+    group = dist.new_group() if how == "a group" else None
+    writer, training, talked, groups = BucketWriter(fs=SlowFileSystem(SLOW_S)), Training(rank, world), 0, []
+    torchs = torch_staging.StagingOptions(False, False, False, False)
+    stager = torch_staging.DefaultStager(torchs) if how == "stock, staged by torch" else None
+    for step in range(2):
+        before, url = (messages(group), messages()), f"{root}/{step}"
+        given: dict[str, Any] = {"checkpoint_id": url, "storage_writer": writer}
+        if how.startswith("stock"):
+            saving = dcp.async_save(training.run(step), **given, async_stager=stager)
+        else:
+            saving = bucketpoint.async_save(training.run(step), **given, process_group=group)
+            training.spoil()
+        said = talk_until(getattr(saving, "upload_completion", saving).done, world, group)
+        wait(saving)
+        assert messages(group) - before[0] == said
+        assert messages() - before[1] == (0 if group else said)
+        assert_holds(url, step, world)
+        talked += said
+        groups.append(kept())
     writer.close()
-    return reduced
+    if group is not None:
+        dist.destroy_process_group(group)
+    return talked, [*groups, kept()]
 
 
 def another_job_in_the_same_processes(rank: int, world: int, root: str) -> None:
@@ -119,6 +114,13 @@ def destroy_during_a_save(rank: int, world: int, root: str) -> list[str]:
     return [*said, *sorted(path.parent.name for path in Path(root).glob("step-*/.metadata"))]
 
 
+def drop_mesh() -> None:
+    """The next call that talks makes another one."""
+    mesh = meshes.mesh_of(None)
+    if mesh is not None:
+        mesh.drop()
+
+
 class Meshes:
     """Counts the groups that are made while it is entered."""
 
@@ -138,6 +140,7 @@ class Meshes:
 
 def calls_of_all_kinds(rank: int, world: int, root: str) -> list[int]:
     """Groups that were made after saves and loads of each kind, and after a call that fails and further ones."""
+    drop_mesh()
     training, counts = Training(rank, world), []
     own = dist.new_group()
     with Meshes() as made:
@@ -165,9 +168,7 @@ class Unsaveable:
 
 def calls_of_a_large_group(rank: int, world: int, root: str) -> tuple[list[str], str | None]:
     """The same with a mesh in which not all ranks are connected, and a call that fails in the middle."""
-    former = meshes.mesh_of(None)
-    if former is not None:
-        former.drop()
+    drop_mesh()
     process_groups.MOST_CONNECTED = 1
     training, text = Training(rank, world), None
     try:
@@ -182,9 +183,7 @@ def calls_of_a_large_group(rank: int, world: int, root: str) -> tuple[list[str],
                         text = str(error)
     finally:
         process_groups.MOST_CONNECTED = 256
-        mesh = meshes.mesh_of(None)
-        if mesh is not None:
-            mesh.drop()
+        drop_mesh()
     return made, text
 
 
@@ -259,64 +258,42 @@ class FailsToPlan(DefaultSavePlanner):
 
 
 def fail_in_a_half(rank: int, world: int, root: str) -> list[str]:
-    """The second rank of each half cannot copy its state, then cannot plan. Returns the errors, and saves again."""
-    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    own, place = halves[rank // 2], rank % 2
-    stager = FailsToStage(StagingOptions(use_async_staging=True)) if place == 1 else None
-    planner = FailsToPlan() if place == 1 else DefaultSavePlanner()
+    """The last rank of a half cannot copy its state, then cannot plan. Returns the errors, and saves again."""
+    group = dist.new_group([2, 3])
+    if rank < 2:
+        return []
+    stager = FailsToStage(StagingOptions(use_async_staging=True)) if rank == 3 else None
+    planner = FailsToPlan() if rank == 3 else DefaultSavePlanner()
     texts = []
     for given in ({"async_stager": stager}, {"planner": planner}, {}):
-        url = f"{root}/{rank // 2}-{len(texts)}"
-        state = Training(place, 2).run(2)
-        texts.append(str(bucketpoint.async_save(state, url, process_group=own, **given).exception()))
+        url = f"{root}/{len(texts)}"
+        state = Training(rank - 2, 2).run(2)
+        texts.append(str(bucketpoint.async_save(state, url, process_group=group, **given).exception()))
     assert_holds(url, 2, 2)
-    dist.destroy_process_group(own)
+    dist.destroy_process_group(group)
     return texts
 
 
 def disagree_in_a_half(rank: int, world: int, root: str, kind: str) -> list[str]:
-    """The ranks of each half save to two places, and hold two shapes; returns the errors."""
-    own, place = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2], rank % 2
-    given = {"process_group": own, "async_checkpointer_type": AsyncCheckpointerType(kind)}
+    """The ranks of the second half save to two places, and hold two shapes; returns the errors."""
+    group = dist.new_group([2, 3])
+    if rank < 2:
+        return []
+    given = {"process_group": group, "async_checkpointer_type": AsyncCheckpointerType(kind)}
     places = bucketpoint.async_save({"w": torch.ones(4)}, f"{root}/{rank}", **given).exception()
-    shapes = bucketpoint.async_save({"w": torch.ones(4 + place)}, f"{root}/{rank // 2}-half", **given).exception()
+    shapes = bucketpoint.async_save({"w": torch.ones(2 + rank)}, f"{root}/half", **given).exception()
     target, stored = {"w": torch.ones(4)}, f"{root}/of-{rank}"
     dcp.save(target, checkpoint_id=stored, storage_writer=BucketWriter(), no_dist=True)
     try:
-        dcp.load(target, checkpoint_id=stored, storage_reader=bucketpoint.BucketReader(), process_group=own)
+        dcp.load(target, checkpoint_id=stored, storage_reader=bucketpoint.BucketReader(), process_group=group)
     except dcp.CheckpointException as error:
         return [str(places), str(shapes), str(error.failures[0][0])]
     raise AssertionError("loaded two checkpoints in one call")
 
 
-def stock_save_beside_training(rank: int, world: int, root: str, stages: str) -> int:
-    """Stock `dcp.async_save` without a group, and training that talks on the default group for as long as it takes."""
-    writer = BucketWriter(fs=SlowFileSystem(SLOW_S))
-    stager = (
-        torch_staging.DefaultStager(torch_staging.StagingOptions(False, False, False, False))
-        if stages == "torch"
-        else None
-    )
-    training, reduced = Training(rank, world), 0
-    for step in range(2):
-        before = messages()
-        saving = dcp.async_save(
-            training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, async_stager=stager
-        )
-        said = talk_until(getattr(saving, "upload_completion", saving).done, world)
-        wait(saving)
-        assert messages() - before == said
-        assert_holds(f"{root}/{step}", step, world)
-        reduced += said
-    writer.close()
-    return reduced
-
-
 def calls_with_too_few_descriptors(rank: int, world: int, root: str) -> list[str]:
     """Errors of calls that connect the ranks; the last rank may open too few files."""
-    former = meshes.mesh_of(None)
-    if former is not None:
-        former.drop()
+    drop_mesh()
     url, limit, found = f"{root}/1", resource.getrlimit(resource.RLIMIT_NOFILE), []
     state = {"w": torch.ones(8)}
     calls = (
