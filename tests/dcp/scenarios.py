@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import bucketpoint
 from bucketpoint import BucketReader, BucketWriter
 
 SHAPES = {"even": (16, 24), "uneven": (13, 7), "narrow": (2, 50), "big": (1031, 613)}
@@ -65,3 +67,10 @@ def load_fails_everywhere(rank: int, world: int, url: str, options: dict[str, An
     except dcp.CheckpointException as failure:
         return [type(error).__name__ for error, _ in failure.failures.values()]
     raise AssertionError("a load of nothing reported success")
+
+
+def opentelemetry_after_a_save_and_a_load(rank: int, world: int, url: str) -> list[str]:
+    """What of it a process has that imports nothing of it."""
+    bucketpoint.async_save({"w": torch.ones(3)}, url).result()
+    bucketpoint.load({"w": torch.ones(3)}, url)
+    return [name for name in sys.modules if name.startswith("opentelemetry")]
