@@ -13,8 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import bucketpoint
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner, MismatchError, SavePlanner
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
 from bucketpoint.dcp.planning import agreement
 
 PLANNERS: dict[str, Callable[[], Any]] = {
@@ -51,21 +50,14 @@ def save_to_places_of_their_own(rank: int, world: int, root: str, kind: str, bef
     return failures(lambda: dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner))
 
 
-def save_with_groups_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
-    writer = BucketWriter(f"{root}/x", progress=False, target_object_bytes=1 << (20 + rank))
-    return failures(lambda: dcp.save({f"only{rank}": torch.ones(5)}, storage_writer=writer))
-
-
-def save_with_versions_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
-    with mock.patch.object(agreement, "__version__", f"0.3.{rank}"):
-        writer = BucketWriter(f"{root}/x", progress=False)
-        return failures(lambda: dcp.save({f"only{rank}": torch.ones(5)}, storage_writer=writer))
-
-
-def save_with_planners_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
-    planner = DefaultSavePlanner() if rank else SavePlanner()
-    state = {f"only{rank}": torch.ones(5)}
-    return failures(lambda: dcp.save(state, storage_writer=BucketWriter(f"{root}/x", progress=False), planner=planner))
+def save_unlike_the_others(rank: int, world: int, root: str, what: str) -> list[tuple[str, str]]:
+    """Save with a version, with options of the writer or with a planner that other ranks do not have."""
+    version = f"0.3.{rank}" if what == "versions" else "0.3.0"
+    with mock.patch.object(agreement, "__version__", version):
+        options = {"target_object_bytes": 1 << (20 + rank)} if what == "options" else {}
+        writer = BucketWriter(f"{root}/x", progress=False, **options)
+        planner = SavePlanner() if what == "planners" and rank == 0 else DefaultSavePlanner()
+        return failures(lambda: dcp.save({f"only{rank}": torch.ones(5)}, storage_writer=writer, planner=planner))
 
 
 def save_beside_a_load(rank: int, world: int, root: str, saving: int, ours: bool) -> list[tuple[str, str]]:
@@ -77,15 +69,6 @@ def save_beside_a_load(rank: int, world: int, root: str, saving: int, ours: bool
     planner = LoadPlanner() if ours else None
     reader = BucketReader(f"{root}/step-1", progress=False)
     return failures(lambda: dcp.load(state, storage_reader=reader, planner=planner))
-
-
-def load_strictly_on_one_rank(rank: int, world: int, url: str, strict: int) -> str:
-    """Load all but one key. Return the error."""
-    try:
-        bucketpoint.load({"w": torch.zeros(3)}, url, strict=True if rank == strict else None)
-    except MismatchError as error:
-        return str(error)
-    return ""
 
 
 def save_tensors_of_their_own(

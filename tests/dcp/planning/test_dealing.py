@@ -289,17 +289,13 @@ def test_deals_regular_states_over_columns(layout: str, whole: Shape) -> None:
     assert_same(held, list("aabbcc"), columns=True)
 
 
-def test_reads_an_assignment_of_nothing_on_any_default_device() -> None:
-    held = [whole_item("w", (1,))]
-    sent = pickle.loads(pickle.dumps(planned([held] * 2, range(2)).lists()))
-    with torch.device("meta"):
-        assert sorted(len(items_of(items.columns.encoded, held)) for items in sent) == [0, 1]
-
-
-def test_plans_on_no_default_device_of_a_script() -> None:
+def test_plans_and_reads_an_assignment_on_no_default_device_of_a_script() -> None:
+    one = [whole_item("w", (1,))]
     held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
     hold(held, "model.t", ((3000, 300), "hybrid", {0}, torch.float32))
     with torch.device("meta"):
+        sent = pickle.loads(pickle.dumps(planned([one] * 2, range(2)).lists()))
+        assert sorted(len(items_of(items.columns.encoded, one)) for items in sent) == [0, 1]
         assert_same(held, range(RANKS), columns=True)
 
 
@@ -321,7 +317,7 @@ def test_plans_all_though_one_rank_sends_unusual_items_as_they_are() -> None:
     assert_same(held, range(2), columns=False)
 
 
-def test_shows_a_list_of_items_as_a_list_to_whoever_looks_into_it() -> None:
+def test_shows_items_as_a_list_to_whoever_looks_and_sends_altered_ones_as_they_are() -> None:
     items = [whole_item("w", (30, 3)), bytes_item("b"), chunk_item("s", (4, 4), (2, 0), (2, 4), hint=3)]
     crossed: Any = arrived([items])[0].items
     assert packed_items(crossed) is not None
@@ -332,9 +328,6 @@ def test_shows_a_list_of_items_as_a_list_to_whoever_looks_into_it() -> None:
     assert packed_items(crossed) is None
     assert pickle.loads(pickle.dumps(crossed)) == [*items, bytes_item("more")]
     assert [*crossed[:2], *crossed.copy()] == [*items[:2], *items, bytes_item("more")]
-
-
-def test_sends_local_items_that_were_altered_as_they_are() -> None:
     local = PlanItems.packed([whole_item("w", (30, 3))])
     local[0] = whole_item("other", (2,))
     assert pickle.loads(pickle.dumps(local)) == [whole_item("other", (2,))]

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     CheckpointException,
     FileSystemReader,
-    FileSystemWriter,
     Metadata,
     TensorStorageMetadata,
     default_planner,
@@ -33,7 +32,7 @@ from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, WriterMe
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp.planning.test_dealing import planned_bytes
+from dcp.planning.test_compact import crossed
 
 pytestmark = pytest.mark.contract
 
@@ -85,10 +84,6 @@ class JobOfSaves(Job):
         return super().ask(states)
 
 
-def crossed(plans: list[SavePlan]) -> list[SavePlan]:
-    return [pickle.loads(pickle.dumps(plan)) for plan in plans]
-
-
 def model(rank: int = 0, *, rows: int = 4000, fill: float = 0.0) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((rows, 300), fill), "b": torch.full((300,), fill)},
@@ -102,7 +97,7 @@ def written(plans: list[SavePlan]) -> set[Any]:
 
 
 @pytest.mark.parametrize("kind", [Job, JobOfSaves])
-def test_plans_an_unchanged_structure_once(kind: type[Job]) -> None:
+def test_plans_an_unchanged_structure_once_unless_plans_are_not_kept(kind: type[Job]) -> None:
     job = kind(3)
     first, metadata = job.plan([model(rank) for rank in range(3)])
     for fill in (1.0, 2.0):
@@ -111,6 +106,11 @@ def test_plans_an_unchanged_structure_once(kind: type[Job]) -> None:
         assert again == metadata
         assert again is not metadata
     assert job.planned == 1
+    keeps_none = Job(2)
+    keeps_none.planners = [SavePlanner(enable_plan_caching=False) for _ in range(2)]
+    for _ in range(2):
+        keeps_none.plan([model(rank) for rank in range(2)])
+    assert keeps_none.planned == 2
 
 
 def test_asks_for_an_unchanged_structure_with_the_items_of_the_last_save() -> None:
@@ -147,33 +147,16 @@ def test_plans_a_change_of_one_rank_anew() -> None:
     assert job.planned == 2
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"model": {"w": torch.zeros(4001, 300), "b": torch.zeros(300)}, "only1": torch.zeros(5), "step": 0},
-        {"model": {"w": torch.zeros(4000, 300, dtype=torch.float16), "b": torch.zeros(300)}, "step": 0},
-        {"model": {"w": torch.zeros(4000, 300)}, "only1": torch.zeros(5), "step": 0},
-    ],
-    ids=["shape", "dtype", "key"],
-)
-def test_plans_a_change_on_every_rank_anew(changed: dict[str, Any]) -> None:
-    job = Job(2)
-    job.plan([model(rank) for rank in range(2)])
-    plans, metadata = job.plan([changed, changed])
-    assert job.planned == 2
-    entry = metadata.state_dict_metadata["model.w"]
-    assert isinstance(entry, TensorStorageMetadata)
-    assert (entry.size, entry.properties.dtype) == (changed["model"]["w"].shape, changed["model"]["w"].dtype)
-    assert {index.fqn for index in written(plans)} == set(metadata.state_dict_metadata)
-
-
-def test_keeps_a_plan_each_of_states_that_are_saved_in_turn() -> None:
-    job = Job(2)
-    for _ in range(3):
-        for names in ("w", "mv"):
-            plans, _ = job.plan([{name: torch.ones(10, 10) for name in names}] * 2)
-            assert {index.fqn for index in written(plans)} == set(names)
-    assert job.planned == 2
+def test_plans_another_shape_or_dtype_on_every_rank_anew() -> None:
+    for w in (torch.zeros(4001, 300), torch.zeros(4000, 300, dtype=HALF)):
+        job = Job(2)
+        job.plan([model(rank) for rank in range(2)])
+        plans, metadata = job.plan([{"model": {"w": w, "b": torch.zeros(300)}, "only1": torch.zeros(5), "step": 0}] * 2)
+        assert job.planned == 2
+        entry = metadata.state_dict_metadata["model.w"]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert (entry.size, entry.properties.dtype) == (w.shape, w.dtype)
+        assert {index.fqn for index in written(plans)} == set(metadata.state_dict_metadata)
 
 
 def test_limits_the_plans_kept_of_structures_that_keep_changing() -> None:
@@ -200,15 +183,6 @@ def test_serves_several_process_groups_by_one_planner() -> None:
     assert (job.planned, part.planned) == (2, 2)
 
 
-def test_plans_every_save_without_caching() -> None:
-    job = Job(2)
-    for planner in job.planners:
-        planner._keep_plans = False
-    for _ in range(2):
-        job.plan([model(rank) for rank in range(2)])
-    assert job.planned == 2
-
-
 def test_slices_rows_of_a_replicated_tensor_without_a_copy() -> None:
     job = Job(4)
     states = [{"w": torch.arange(8000.0 * 300).reshape(8000, 300)} for _ in range(4)]
@@ -225,8 +199,6 @@ def test_slices_rows_of_a_replicated_tensor_without_a_copy() -> None:
             assert found.untyped_storage().data_ptr() == state["w"].untyped_storage().data_ptr()
             rows += found.shape[0]
     assert rows == 8000
-    totals = [sum(map(planned_bytes, plan.items)) for plan in plans]
-    assert max(totals) <= 1.05 * sum(totals) / 4
 
 
 def test_finds_its_plan_in_a_process_that_a_planner_is_sent_to_again() -> None:
@@ -285,8 +257,7 @@ def test_finds_plain_tensors_without_asking_dcp_whether_they_are_shards(monkeypa
         planner.lookup_object(MetadataIndex("gone"))
 
 
-@pytest.mark.parametrize("step", ["create_local_plan", "finish_plan", "resolve_data"])
-def test_refuses_to_save_the_state_of_another_thread(step: str) -> None:
+def test_refuses_to_save_the_state_of_another_thread() -> None:
     """A save under way would store the other thread's state at its own URL, and report success."""
     planner = SavePlanner()
     meta = WriterMeta(save_id="one")
@@ -297,25 +268,11 @@ def test_refuses_to_save_the_state_of_another_thread(step: str) -> None:
     other = threading.Thread(target=planner.set_up_planner, args=({"w": torch.zeros(3)}, meta, True))
     other.start()
     other.join()
-    calls = {
-        "create_local_plan": planner.create_local_plan,
-        "finish_plan": lambda: planner.finish_plan(dealt),
-        "resolve_data": lambda: planner.resolve_data(item),
-    }
-    with pytest.raises(BucketpointError, match="two threads use one SavePlanner"):
-        calls[step]()
+    for step in (planner.create_local_plan, lambda: planner.finish_plan(dealt), lambda: planner.resolve_data(item)):
+        with pytest.raises(BucketpointError, match="two threads use one SavePlanner"):
+            step()
     planner.set_up_planner({"w": torch.ones(3)}, None, True)
     assert planner.create_local_plan().items
-
-
-def test_plans_for_torchs_writer_on_two_threads(tmp_path: Path) -> None:
-    """That writer drops an error of its threads, and with it the items that they had to write."""
-    state = {f"w{number}": torch.full((4,), float(number)) for number in range(8)}
-    writer = FileSystemWriter(tmp_path / "step", thread_count=2)
-    dcp.save(state, storage_writer=writer, planner=SavePlanner(), no_dist=True)
-    loaded = {name: torch.zeros(4) for name in state}
-    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / "step"), no_dist=True)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 def test_decodes_the_items_of_an_unchanged_plan_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
