@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from bucketpoint.integrations.boxes import BoxReader, SavedBox
 from bucketpoint.integrations.weights import Weights, WeightsOptions
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 from dcp.ranks import Ranks
+from kit.damage import flip
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -147,12 +147,7 @@ def test_reads_a_box_that_several_targets_want_once(url: str) -> None:
 def test_names_the_key_of_a_flipped_bit(url: str) -> None:
     save(url, first=expected_tensor((64, 64)), second=expected_tensor((64, 64)))
     (path,) = Path(url.removeprefix("file://")).rglob("*.distcp")
-    data = bytearray(path.read_bytes())
-    at = bytes(data).rindex(bytes(expected_tensor((64, 64)).numpy().tobytes()))
-    data[at + 64 * 4] ^= 1
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    path.write_bytes(data)
-    os.utime(path, ns=times)
+    flip(path, 0.75)
     reader = BoxReader(url)
     with pytest.raises(CorruptDataError, match="second"):
         reader.load([SavedBox(key, (0, 0), torch.zeros(2, 64)) for key in ("first", "second")], reader.read_metadata())

@@ -31,7 +31,7 @@ from kit.checkpoints import saved
 
 MIB = 1 << 20
 TENSOR = torch.arange(50_000.0)
-BOMB_BYTES = 1 << 30
+BOMB_BYTES = 1 << 28
 ZSTD = ("stream.zstd/1",)
 
 
@@ -42,7 +42,7 @@ def packed(pieces: Any) -> bytes:
 
 @functools.cache
 def bomb(head: bytes = b"") -> bytes:
-    """What becomes a gigabyte of zeros behind `head`."""
+    """What becomes so many zeros behind `head`."""
     zeros = bytes(4 * MIB)
     return packed([head, *(zeros for _ in range(BOMB_BYTES // len(zeros)))])
 

@@ -93,7 +93,8 @@ def test_loads_a_small_checkpoint_without_an_index_in_one_request_more(
     assert calls(stores)["put"] == puts + 1
 
 
-def test_loads_a_large_checkpoint_from_its_index_in_one_request_more(
+@pytest.mark.contract
+def test_loads_a_large_checkpoint_from_its_index_in_one_request_more_unless_trusted(
     tmp_path: Path, stores: list[CountingStore]
 ) -> None:
     save(tmp_path)
@@ -101,6 +102,12 @@ def test_loads_a_large_checkpoint_from_its_index_in_one_request_more(
     assert load(tmp_path) is Entries
     assert calls(stores)["get"] == 2
     assert load(tmp_path, planner=LoadPlanner()) is Entries
+    stores.clear()
+    assert load(tmp_path, reader=BucketReader(trusted=True)) is dict
+    assert calls(stores)["get"] == 1
+    # By fsspec.
+    save("memory://index/a")
+    assert load("memory://index/a") is Entries
 
 
 @pytest.mark.contract
@@ -113,20 +120,9 @@ def test_reads_first_bytes_and_index_from_a_bucket(service: Service, stores: lis
 
 
 @pytest.mark.contract
-def test_reads_first_bytes_and_index_by_fsspec() -> None:
-    save("memory://index/a")
-    assert load("memory://index/a") is Entries
-
-
-@pytest.mark.contract
-def test_loads_a_checkpoint_with_an_index_by_stock_readers(tmp_path: Path) -> None:
+def test_says_the_same_in_index_and_metadata_to_every_reader_without_the_record(tmp_path: Path) -> None:
     save(tmp_path)
-    assert len(index_files(tmp_path)) == 1
     load(tmp_path, reader=FileSystemReader(tmp_path))
-
-
-def test_says_the_same_in_index_and_metadata_without_needing_the_record(tmp_path: Path) -> None:
-    save(tmp_path)
     data = (tmp_path / ".metadata").read_bytes()
     (index,) = index_files(tmp_path)
     assert decode_index(index.read_bytes()) == decode_metadata(data)
@@ -230,13 +226,6 @@ def test_fills_the_index_before_in_anew_for_an_unchanged_state(tmp_path: Path, m
         ref = find_ref(data[:HEAD])
         assert ref.fits(index.read_bytes())
     assert len(made) == 1
-
-
-def test_reads_trusted_metadata_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
-    save(tmp_path)
-    stores.clear()
-    assert load(tmp_path, reader=BucketReader(trusted=True)) is dict
-    assert calls(stores)["get"] == 1
 
 
 def test_allows_a_group_of_objects_called_index(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -39,26 +40,14 @@ def files_run() -> Iterator[set[str]]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def test_runs_nothing_of_cooperation_in_a_plain_load(minio: S3Server) -> None:
+def test_runs_nothing_of_cooperation_and_crosses_four_files_from_the_plan_to_the_reply(
+    minio: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = minio.url(minio.make_bucket(), "step-1")
     state = {f"weight{number}": torch.full((300, 300), float(number)) for number in range(4)}
     dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
     loaded = {name: torch.zeros(300, 300) for name in state}
     reader = S3Reader(storage_options=minio.options)
-
-    with files_run() as seen:
-        dcp.load(loaded, checkpoint_id=url, storage_reader=reader)
-
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
-    assert "transfer/long_reads.py" in seen
-    unwanted = [name for name in seen if name.startswith("dcp/cooperative/")]
-    assert unwanted == []
-
-
-def test_crosses_four_files_between_the_readers_plan_and_the_reply(minio: S3Server, monkeypatch: Any) -> None:
-    url = minio.url(minio.make_bucket(), "step-1")
-    state = {"weight": torch.ones(300, 300)}
-    dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
     open_range, crossed = HttpStore.open_range, set[str]()
 
     def opened(*arguments: Any, **named: Any) -> Any:
@@ -77,8 +66,12 @@ def test_crosses_four_files_between_the_readers_plan_and_the_reply(minio: S3Serv
         return reply
 
     monkeypatch.setattr(HttpStore, "open_range", opened)
-    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=minio.options))
+    with files_run() as seen:
+        dcp.load(loaded, checkpoint_id=url, storage_reader=reader)
 
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert "transfer/long_reads.py" in seen
+    assert [name for name in seen if name.startswith("dcp/cooperative/")] == []
     # Before them: dcp/reader, which waits for the tasks, with loading/extents and read_plan. After: stores/http_store.
     assert crossed == {
         "transfer/tasks.py",
