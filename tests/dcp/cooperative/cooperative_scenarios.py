@@ -107,9 +107,17 @@ def save(rank: int, world: int, url: str) -> None:
     dcp.save(scenarios.sharded_state(world, fill=True), checkpoint_id=url, storage_writer=BucketWriter())
 
 
-def load(rank: int, world: int, url: str, planner: str, options: TransferOptions | None, mode: str) -> dict[str, Any]:
+def load(
+    rank: int,
+    world: int,
+    url: str,
+    planner: str,
+    options: TransferOptions | None,
+    mode: str,
+    storage_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     state = scenarios.sharded_state(world, fill=False)
-    reader = BucketReader(transfer=options, cooperative=mode)
+    reader = BucketReader(transfer=options, cooperative=mode, storage_options=storage_options)
     count = load_counted(state, reader, url, PLANNERS[planner]())
     scenarios.assert_state(state)
     return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
@@ -225,23 +233,17 @@ def load_every_second(rank: int, world: int, url: str, count: int) -> int:
     return len(reads)
 
 
-def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int) -> dict[str, Any]:
-    """As if every `per_node` ranks were on a machine of their own."""
+def load_whole(
+    rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int, groups: Sequence[list[int]] = ()
+) -> dict[str, Any]:
+    """As if every `per_node` ranks were on a machine of their own, in the first or second of some groups."""
+    made = [dist.new_group(ranks) for ranks in groups]
     state = {"w": torch.zeros(*shape)}
-    reader = BucketReader(cooperative=mode)
+    reader = BucketReader(cooperative=mode, process_group=made[rank % 2] if made else None)
     with mock.patch.dict(os.environ, GROUP_RANK=str(rank // per_node)):
         count = load_counted(state, reader, url)
     assert torch.equal(state["w"], expected_tensor(shape))
     return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
-
-
-def load_in_groups(rank: int, world: int, url: str, shape: Sequence[int]) -> int:
-    """Two groups whose ranks are not counted as the job's are: 0 and 2, 1 and 3."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    state = {"w": torch.zeros(*shape)}
-    count = load_counted(state, together(process_group=groups[rank % 2]), url)
-    assert torch.equal(state["w"], expected_tensor(shape))
-    return count.read
 
 
 def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
@@ -250,14 +252,16 @@ def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: 
 
 
 def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str]) -> Any:
-    """Each rank a checkpoint and a mode of its own."""
-    return failed_load(BucketReader(cooperative=modes[rank]), shape, urls[rank])
-
-
-def load_nothing(rank: int, world: int, url: str) -> list[tuple[str, int]]:
+    """Each rank a checkpoint and a mode of its own; how that failed, and how many whole objects it asked for."""
     with counted() as count:
-        found = failed_load(together(), (3,), url)
-        return [(kind, count.gets) for kind, _ in found.values()]
+        return failed_load(BucketReader(transfer=SMALL, cooperative=modes[rank]), shape, urls[rank]), count.gets
+
+
+def load_well(reader: BucketReader, url: str, shape: Sequence[int]) -> None:
+    """The ranks and the reader of a failed load load well afterwards."""
+    state = {"w": torch.zeros(*shape)}
+    dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert torch.equal(state["w"], expected_tensor(shape))
 
 
 def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], failing: int, at: int) -> Any:
@@ -265,16 +269,11 @@ def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], faili
         if rank == failing and number == at:
             raise AccessDeniedError("the door is closed", url=url)
 
-    started = time.monotonic()
+    reader = together(transfer=SMALL)
     with reads_go_through(deny):
-        reader = together(transfer=SMALL)
         found = failed_load(reader, shape, url)
-    took = time.monotonic() - started
-    # The same ranks and the same reader load well afterwards.
-    state = {"w": torch.zeros(*shape)}
-    dcp.load(state, checkpoint_id=url, storage_reader=reader)
-    assert torch.equal(state["w"], expected_tensor(shape))
-    return found, took
+    load_well(reader, url, shape)
+    return found
 
 
 def one_rank_fails_alone(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
@@ -288,7 +287,7 @@ def one_rank_fails_alone(rank: int, world: int, url: str, shape: Sequence[int]) 
     reader = BucketReader(url, cooperative="group")
     with reads_go_through(deny):
         try:
-            read_without_dcp(reader, rank, shape, "alone" if rank == world - 1 else "w")
+            reader.read_data(*planned(reader, rank, shape, "alone" if rank == world - 1 else "w"))
         except BucketpointError as error:
             return type(error).__name__, str(error)
     dist.barrier()
@@ -298,11 +297,10 @@ def one_rank_fails_alone(rank: int, world: int, url: str, shape: Sequence[int]) 
 def one_planner_fails_at(
     rank: int, world: int, url: str, shape: Sequence[int], step: str, within_s: float, no_dist: bool
 ) -> Any:
-    """Rank 1's planner raises in `step`; what each rank is told, and how long that took."""
+    """Rank 1's planner raises in `step`; what each rank is told."""
     planner = DefaultLoadPlanner()
     if rank == 1:
         setattr(planner, step, mock.Mock(side_effect=ValueError(f"no such {step}")))
-    started = time.monotonic()
     reader = together()
     try:
         with mock.patch.object(loads, "ARRIVE_WITHIN", timedelta(seconds=within_s)):
@@ -315,24 +313,15 @@ def one_planner_fails_at(
         found = {0: (type(error).__name__, str(error))}
     else:
         raise AssertionError("a failed load reported success")
-    took = time.monotonic() - started
-    # The same ranks and the same reader load well afterwards.
     dist.barrier()
-    state = {"w": torch.zeros(*shape)}
-    dcp.load(state, checkpoint_id=url, storage_reader=reader)
-    assert torch.equal(state["w"], expected_tensor(shape))
-    return found, took
+    load_well(reader, url, shape)
+    return found
 
 
 def one_rank_gives_up(rank: int, world: int, url: str, shape: Sequence[int], how: str) -> Any:
-    """Rank 1 stops between planning and reading; what the others are told, and how long they wait."""
+    """Rank 1 stops between planning and reading; what the others are told."""
     reader = BucketReader(url, cooperative="group")
-    reader.reset()
-    planner = DefaultLoadPlanner()
-    metadata = reader.read_metadata()
-    planner.set_up_planner({"w": torch.zeros(*shape)}, metadata, rank == 0)
-    reader.set_up_storage_reader(metadata, rank == 0, rank=rank)
-    plan = planner.finish_plan(planner.create_local_plan())
+    plan, planner = planned(reader, rank, shape)
     if rank == 1:
         if how == "reset":
             reader.reset()
@@ -340,29 +329,24 @@ def one_rank_gives_up(rank: int, world: int, url: str, shape: Sequence[int], how
         gc.collect()
         dist.barrier()
         return None
-    started = time.monotonic()
     try:
         reader.read_data(plan, planner)
     except BucketpointError as error:
-        found = type(error).__name__, str(error), time.monotonic() - started
+        found = type(error).__name__, str(error)
     else:
         raise AssertionError("went on without a rank")
     dist.barrier()
     return found
 
 
-def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
-    return failed_load(together(transfer=SMALL), shape, url)
-
-
-def read_without_dcp(reader: BucketReader, rank: int, shape: Sequence[int], name: str = "w") -> None:
+def planned(reader: BucketReader, rank: int, shape: Sequence[int], name: str = "w") -> tuple[Any, Any]:
     """A load of one tensor without DCP, whose own collective after a failure waits for its group's timeout."""
     reader.reset()
     planner = DefaultLoadPlanner()
     metadata = reader.read_metadata()
     planner.set_up_planner({name: torch.zeros(*shape)}, metadata, rank == 0)
     reader.set_up_storage_reader(metadata, rank == 0, rank=rank)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    return planner.finish_plan(planner.create_local_plan()), planner
 
 
 def one_rank_is_killed(rank: int, world: int, url: str, shape: Sequence[int], victim: int, at: int) -> Any:
@@ -375,14 +359,14 @@ def one_rank_is_killed(rank: int, world: int, url: str, shape: Sequence[int], vi
     reader = BucketReader(url, transfer=SMALL, cooperative="group")
     try:
         with reads_go_through(die):
-            read_without_dcp(reader, rank, shape)
+            reader.read_data(*planned(reader, rank, shape))
     except BucketpointError as error:
         return type(error).__name__, str(error)
     raise AssertionError("a load without one of its ranks reported success")
 
 
 def one_rank_stands_still(rank: int, world: int, url: str, shape: Sequence[int], timeout_s: float, when: str) -> Any:
-    """The last rank does not come, or sleeps in a read; how long the others wait for it, and what they raise."""
+    """The last rank does not come, or sleeps in a read; what the others raise."""
 
     def sleep(number: int) -> None:
         if rank == world - 1 and number == 0:
@@ -391,22 +375,13 @@ def one_rank_stands_still(rank: int, world: int, url: str, shape: Sequence[int],
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     if rank == world - 1 and when == "at the start":
         return None
-    started = time.monotonic()
     reader = BucketReader(url, transfer=SMALL, cooperative="group", process_group=group)
     try:
         with reads_go_through(sleep):
-            read_without_dcp(reader, rank, shape)
+            reader.read_data(*planned(reader, rank, shape))
     except BucketpointError as error:
-        return str(error), time.monotonic() - started
+        return str(error)
     raise AssertionError("a load without one of its ranks reported success")
-
-
-def load_from_a_bucket(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
-    state = scenarios.sharded_state(world, fill=False)
-    reader = together(storage_options=options)
-    dcp.load(state, checkpoint_id=url, storage_reader=reader)
-    scenarios.assert_state(state)
-    assert reader.explain().startswith("Cooperative")
 
 
 def connected(url: str) -> tuple[Cooperation, Peers]:
@@ -422,34 +397,29 @@ def give_up_without_a_process_group(rank: int, world: int, url: str) -> str:
     dist.barrier()
     dist.destroy_process_group()
     cooperation.connect(url)
+    # The ranks go on with another test.
+    store = dist.FileStore(f"{url.removeprefix('file://')}-store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     return cooperation.explanation
 
 
-def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> float:
+def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> None:
     """Rank 0 is gone. Rank 1 leaves then, and keeps what refers to its connections; rank 2 waits for its bytes."""
     cooperation, exchange = connected(url)
     kept = exchange._backend
     dist.barrier()
     if rank == 0:
         cooperation.close()
-        dist.barrier()
-        dist.barrier()
-        return 0.0
+    dist.barrier()
     if rank == 1:
-        dist.barrier()
         cooperation.close()
-        dist.barrier()
-        del kept
-        return 0.0
-    # Not yet aware of rank 0: this rank has waited for nothing from it.
+    elif rank == 2:
+        # Not yet aware of rank 0: this rank has waited for nothing from it.
+        with contextlib.suppress(PeerFailedError):
+            exchange.move([(1, FIRST_TAG, memoryview(bytearray(100)))], [])
+            raise AssertionError("received what nobody sent")
     dist.barrier()
-    started = time.monotonic()
-    with contextlib.suppress(PeerFailedError):
-        exchange.move([(1, FIRST_TAG, memoryview(bytearray(100)))], [])
-        raise AssertionError("received what nobody sent")
-    took = time.monotonic() - started
-    dist.barrier()
-    return took
+    del kept
 
 
 def one_rank_is_known_to_be_lost(rank: int, world: int, url: str) -> list[str]:
@@ -474,10 +444,9 @@ def one_rank_is_known_to_be_lost(rank: int, world: int, url: str) -> list[str]:
     return texts
 
 
-def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
+def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str]:
     """Rank 1 goes while rank 2 waits for its bytes and all others for its word."""
     cooperation, exchange = connected(url)
-    started = time.monotonic()
     try:
         with cooperation.taking_part():
             if rank == 1:
@@ -486,5 +455,5 @@ def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
                 exchange.move([(1, FIRST_TAG, memoryview(bytearray(100)))], [])
             exchange.agree(range(world))
     except BucketpointError as error:
-        return type(error).__name__, str(error), time.monotonic() - started
+        return type(error).__name__, str(error)
     raise AssertionError("went on without a rank")
