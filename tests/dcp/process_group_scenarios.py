@@ -7,7 +7,6 @@ import os
 import resource
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, Stager, StagingOptions
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.manager import CheckpointManager
-from bucketpoint.retention import Keep, RetentionPolicy
 from dcp.saving.async_scenarios import SLOW_S, SlowFileSystem, Training, assert_holds, wait
 
 
@@ -94,24 +91,6 @@ def another_job_in_the_same_processes(rank: int, world: int, root: str) -> None:
         store = dist.FileStore(f"{root}/store-{number}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         assert meshes.mesh_of(None) is None
-
-
-def destroy_during_a_save(rank: int, world: int, root: str) -> list[str]:
-    """The default group is destroyed under a manager. Returns the ends of its calls, and what is committed."""
-    said = []
-    manager = CheckpointManager(root, policy=RetentionPolicy(Keep(latest=9)), fs=SlowFileSystem(SLOW_S))
-    manager.save(1, {str(rank): rank})
-    manager.wait()
-    manager.save(2, {str(rank): rank})
-    dist.destroy_process_group()
-    for call in (manager.wait, lambda: manager.save(3, {str(rank): rank}), manager.steps, manager.close):
-        try:
-            said.append(str(call()))
-        except BucketpointError as error:
-            said.append(type(error).__name__)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/store", world), rank=rank, world_size=world)
-    dist.barrier()
-    return [*said, *sorted(path.parent.name for path in Path(root).glob("step-*/.metadata"))]
 
 
 def drop_mesh() -> None:

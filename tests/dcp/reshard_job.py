@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bucketpoint import BucketWriter
+from bucketpoint.dcp.planning.results import Results
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
@@ -165,25 +169,68 @@ def _distributed(layout: OnMesh, local: torch.Tensor, whole: torch.Tensor) -> DT
     return DTensor.from_local(local, mesh, layout.placements, run_check=False, shape=whole.shape, stride=stride)
 
 
+class StoppedError(Exception):
+    pass
+
+
+class Job:
+    """Some ranks in one process: DCP's calls in DCP's order, and all that crosses ranks pickled."""
+
+    def __init__(self, world: int, make: Callable[[], Any] = SavePlanner) -> None:
+        self.planners = [make() for _ in range(world)]
+        self.writers: list[StorageWriter] = [BucketWriter(progress=False) for _ in range(world)]
+        self.reported: list[Any] = []
+        self.bytes: list[int] = []
+
+    def save(self, states: Sequence[dict[str, Any]], url: str | None = None, *, stop: str = "") -> Metadata:
+        """`stop` names what fails: "write" (on the last rank) or "finish"."""
+        asked = []
+        for rank, (planner, writer, state) in enumerate(zip(self.planners, self.writers, states, strict=True)):
+            if url is not None:
+                writer.reset(url)
+            planner.set_up_planner(state, writer.storage_meta(), rank == 0)
+            writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+            asked.append(writer.prepare_local_plan(planner.create_local_plan()))
+        dealt, metadata = self.planners[0].create_global_plan(crossed(asked))
+        dealt = crossed(self.writers[0].prepare_global_plan(dealt))
+        written = []
+        for rank, (planner, writer, plan) in enumerate(zip(self.planners, self.writers, dealt, strict=True)):
+            final = planner.finish_plan(plan)
+            if stop == "write" and rank == len(states) - 1:
+                raise StoppedError
+            written.append(writer.write_data(final, planner).wait())
+            assert _count(written[-1]) == len(final.items)
+        self.reported = crossed(written)
+        self.bytes = [sum(len(pickle.dumps(each)) for each in said) for said in zip(asked, dealt, written, strict=True)]
+        if stop == "finish":
+            self.writers[0]._open = None  # type: ignore[attr-defined]
+        self.writers[0].finish(metadata, self.reported)
+        return metadata
+
+    def in_columns(self) -> list[bool]:
+        """For each rank whether the results of the last save crossed as columns."""
+        return [isinstance(results, Results) and results.columns is not None for results in self.reported]
+
+
+def _count(report: Any) -> int:
+    """The number of results that a rank reports."""
+    if not isinstance(report, Results):
+        return len(report)
+    return report.columns.layout.count if report.columns is not None else len(report.named[0])
+
+
+def crossed(values: Sequence[Any]) -> list[Any]:
+    """As they arrive on another rank."""
+    return [pickle.loads(pickle.dumps(value)) for value in values]
+
+
 def save(
-    states: Sequence[dict[str, Any]],
-    make_writer: Callable[[], StorageWriter],
-    make_planner: Callable[[], SavePlanner],
+    states: Sequence[dict[str, Any]], make_writer: Callable[[], StorageWriter], make_planner: Callable[[], Any]
 ) -> None:
     """Save the state of every rank."""
-    writers = [make_writer() for _ in states]
-    planners = [make_planner() for _ in states]
-    plans = []
-    for rank, (state, writer, planner) in enumerate(zip(states, writers, planners, strict=True)):
-        planner.set_up_planner(state, writer.storage_meta(), rank == 0)
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        plans.append(_crossed(writer.prepare_local_plan(planner.create_local_plan())))
-    dealt, metadata = planners[0].create_global_plan(plans)
-    dealt = writers[0].prepare_global_plan(dealt)
-    results = []
-    for writer, planner, plan in zip(writers, planners, dealt, strict=True):
-        results.append(_crossed(writer.write_data(planner.finish_plan(_crossed(plan)), planner).wait()))
-    writers[0].finish(metadata, results)
+    job = Job(len(states), make_planner)
+    job.writers = [make_writer() for _ in states]
+    job.save(states)
 
 
 def load(
@@ -199,12 +246,7 @@ def load(
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata, rank == 0)
         reader.set_up_storage_reader(metadata, rank == 0, rank=rank, use_collectives=True)
-        plans.append(_crossed(reader.prepare_local_plan(planner.create_local_plan())))
-    dealt = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
-    for reader, planner, plan in zip(readers, planners, dealt, strict=True):
-        reader.read_data(planner.finish_plan(_crossed(plan)), planner).wait()
-
-
-def _crossed(value: Any) -> Any:
-    """As it arrives on another rank."""
-    return pickle.loads(pickle.dumps(value))
+        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+    dealt = readers[0].prepare_global_plan(planners[0].create_global_plan(crossed(plans)))
+    for reader, planner, plan in zip(readers, planners, crossed(dealt), strict=True):
+        reader.read_data(planner.finish_plan(plan), planner).wait()

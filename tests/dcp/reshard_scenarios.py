@@ -163,30 +163,6 @@ def shards_and_distributed_tensors_become_each_other(rank: int, world: int, root
     return len(shards)
 
 
-def on_some_ranks(ranks: list[int], *, fill: bool, dtype: torch.dtype = torch.float32) -> DTensor:
-    source = table().to(dtype) if fill else torch.zeros(ROWS, COLUMNS, dtype=dtype)
-    return distribute_tensor(source, DeviceMesh("cpu", ranks), [Shard(0)])
-
-
-def tensors_of_some_ranks(rank: int, world: int, root: str) -> None:
-    """Saved by two ranks, loaded by two others, by three, and by all in another dtype, beside a tensor of all."""
-    state = {"few": on_some_ranks([0, 2], fill=True), "own": {str(rank): torch.full((3,), float(rank))}}
-    dcp.save(state, checkpoint_id=f"{root}/few", storage_writer=BucketWriter(), planner=SavePlanner())
-    dtypes = {(3, 1): torch.float32, (0, 1, 2): torch.float64, tuple(range(world)): torch.bfloat16}
-    for ranks, dtype in dtypes.items():
-        few = on_some_ranks(list(ranks), fill=False, dtype=dtype)
-        # Of the tensors that each rank alone saved, those of its neighbour.
-        neighbour = str((rank + 1) % world)
-        loaded = {"few": few, "own": {neighbour: torch.zeros(3)}}
-        dcp.load(loaded, checkpoint_id=f"{root}/few", storage_reader=BucketReader())
-        assert loaded["own"][neighbour].tolist() == [float(neighbour)] * 3
-        # Not `full_tensor`, which gathers by rank and not by place in the mesh.
-        place = few.device_mesh.get_coordinate()
-        mine = table().chunk(len(ranks))[place[0]].to(dtype) if place is not None else torch.empty(0, dtype=dtype)
-        assert torch.equal(few.to_local(), mine)
-        assert (place is not None) == (rank in ranks)
-
-
 def fsdp1_with_fewer_rows_than_ranks(rank: int, world: int, url: str) -> None:
     """A bias of one row lies on one rank. A value of another rank's own comes with it, as the state of a trainer."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict

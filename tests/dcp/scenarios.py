@@ -22,9 +22,9 @@ def whole(name: str) -> torch.Tensor:
 
 
 def sharded_state(world: int, *, fill: bool) -> dict[str, Any]:
-    """Every placement that the mesh allows, of the same whole tensors on any world size."""
+    """Every placement that the mesh allows, of the same whole tensors on any world size, and what is no tensor."""
     mesh = init_device_mesh("cpu", (world,))
-    state: dict[str, Any] = {"model": {}, "step": torch.tensor(7 if fill else 0)}
+    state: dict[str, Any] = {"model": {}, "step": torch.tensor(7 if fill else 0), "config": {"name": "x" * fill}}
     placements = {"rows": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
     for name in SHAPES:
         source = whole(name) if fill else torch.zeros(SHAPES[name])
@@ -37,11 +37,15 @@ def sharded_state(world: int, *, fill: bool) -> dict[str, Any]:
         else:
             state["model"][f"{name}_grid"] = source.clone()
             state["model"][f"{name}_hybrid"] = source.clone()
-        state["model"][f"{name}_plain"] = source.clone()
+        state["model"][f"{name}_plain"] = state["model"][f"{name}_tied"] = source.clone()
+        state["model"][f"{name}_strided"] = source.repeat_interleave(2, dim=1)[:, ::2]
+    state["model"]["empty"] = torch.zeros(0, 5)
     return state
 
 
 def assert_state(state: dict[str, Any]) -> None:
+    assert state["config"] == {"name": "x"}
+    assert state["model"].pop("empty").shape == (0, 5)
     for key, value in state["model"].items():
         expected = whole(key.rsplit("_", 1)[0])
         full = value.full_tensor() if isinstance(value, DTensor) else value

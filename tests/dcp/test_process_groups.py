@@ -44,11 +44,6 @@ def test_makes_another_mesh_for_a_default_group_that_is_made_again(two_ranks: Ra
     two_ranks.run(scenarios.another_job_in_the_same_processes, str(tmp_path))
 
 
-def test_saves_nothing_once_the_default_group_is_destroyed(two_ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = two_ranks.run(scenarios.destroy_during_a_save, str(tmp_path))
-    assert outcomes == [[*["RanksDisagreeError"] * 3, "None", "step-1"]] * len(outcomes)
-
-
 def test_makes_one_mesh_for_calls_of_all_kinds_and_another_after_a_failure(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run(scenarios.calls_of_all_kinds, str(tmp_path)) == [[1, 2]] * 2
 

@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import bucketpoint
 import bucketpoint as bp
-from bucketpoint import BucketWriter, CheckpointManager, StagingOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.state import look_for_damage
 from bucketpoint.catalog.records import adopt
@@ -33,22 +31,28 @@ from staging.helpers import held_copies
 
 
 def leaves_during_its_last_save(rank: int, world: int, root: str) -> list[str]:
-    """Begin saves by a manager and without one, destroy all groups before they are copied, and name their errors."""
+    """Begin saves by a manager and without one, destroy all groups before any copy is made, and tell how calls end."""
     sharded = distribute_tensor(torch.arange(64.0), init_device_mesh("cpu", (world,)), [Shard(0)])
     state = {"model": {"w": torch.ones(8), "sharded": sharded}}
-    beside = StagingOptions(use_async_staging=True)
-    manager = CheckpointManager(root, policy=RetentionPolicy(Keep(latest=1)), staging=beside)
+    beside = bp.StagingOptions(use_async_staging=True)
+    manager = bp.CheckpointManager(root, policy=RetentionPolicy(Keep(latest=1)), staging=beside)
     first = manager.save(1, state)
     first.result()
-    writer = BucketWriter(staging=beside)
+    writer = bp.BucketWriter(staging=beside)
     with held_copies():
         second = manager.save(2, state)
-        handles = [second, bucketpoint.async_save(state, checkpoint_id=f"{root}-other/a", storage_writer=writer)]
+        handles = [second, bp.async_save(state, checkpoint_id=f"{root}-other/a", storage_writer=writer)]
         dist.destroy_process_group()
-    errors = [type(handle.exception()).__name__ for handle in handles if handle is not None]
+    said = []
+    for call in (manager.wait, lambda: manager.save(3, state), manager.steps, manager.close):
+        try:
+            said.append(str(call()))
+        except bp.BucketpointError as error:
+            said.append(type(error).__name__)
+    said += [type(handle.exception()).__name__ for handle in handles if handle is not None]
     # The ranks go on with another test.
     dist.init_process_group("gloo", store=dist.FileStore(f"{root}-store", world), rank=rank, world_size=world)
-    return errors
+    return said
 
 
 KEEP = RetentionPolicy(Keep(latest=1))
@@ -129,7 +133,7 @@ def test_saves_a_part_that_was_said_to_be_one(half: dict[str, Any], tmp_path: Pa
 
 def test_keeps_the_checkpoint_before_a_save_whose_ranks_leave(two_ranks: Ranks, tmp_path: Path) -> None:
     answers = two_ranks.run(leaves_during_its_last_save, str(tmp_path / "run"))
-    assert answers == [["RanksDisagreeError"] * 2] * 2
+    assert answers == [[*["RanksDisagreeError"] * 3, "None", *["RanksDisagreeError"] * 2]] * 2
     assert sorted(path.parent.name for path in (tmp_path / "run").glob("*/.metadata")) == ["step-1"]
 
 
@@ -147,16 +151,13 @@ def run_with_a_part(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_verifies_a_part_as_damage(run_with_a_part: Path) -> None:
+@pytest.mark.parametrize("recorded", ["not", "by adopt", "by 0.2"])
+def test_prunes_nothing_for_a_part_and_restores_the_whole_one(run_with_a_part: Path, recorded: str) -> None:
     report = verify(open_checkpoint(run_with_a_part / "step-2"))
     assert [(each.kind, each.item, each.message) for each in report.damage] == [
         ("missing-item", "w", "has only 32 of its 64 elements")
     ]
     assert verify(open_checkpoint(run_with_a_part / "step-1")).ok
-
-
-@pytest.mark.parametrize("recorded", ["not", "by adopt", "by 0.2"])
-def test_prunes_nothing_for_a_part_and_restores_the_whole_one(run_with_a_part: Path, recorded: str) -> None:
     catalog = open_catalog(str(run_with_a_part))
     if recorded != "not":
         assert adopt(catalog) == ["step-2"]

@@ -183,35 +183,6 @@ def load_boxes(rank: int, world: int, url: str, shape: Sequence[int], boxes: Any
     return count.read
 
 
-def load_mixed(rank: int, world: int, url: str) -> Any:
-    """Things that are no tensors, tied tensors, and strided targets."""
-    tied = torch.zeros(300, 300)
-    state = {
-        "step": 0,
-        "config": {"name": ""},
-        "one": tied,
-        "two": tied,
-        "strided": torch.zeros(200, 400)[:, ::2],
-        "none": torch.zeros(0, 5),
-    }
-    dcp.load(state, checkpoint_id=url, storage_reader=together(transfer=SMALL))
-    assert torch.equal(tied, expected_tensor((300, 300)))
-    assert torch.equal(state["strided"], expected_tensor((200, 200)))
-    return state["step"], state["config"]["name"]
-
-
-def save_mixed(url: str) -> None:
-    state = {
-        "step": 41,
-        "config": {"name": "llama"},
-        "one": expected_tensor((300, 300)),
-        "two": expected_tensor((300, 300)),
-        "strided": expected_tensor((200, 200)),
-        "none": torch.zeros(0, 5),
-    }
-    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
-
-
 def load_tied_on_the_first_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> list[float]:
     """Two tensors of one value each, which are one tensor on rank 0; the values that each rank finds in them."""
     state = {"one": torch.zeros(*shape), "two": torch.zeros(*shape)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -10,7 +9,6 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -138,31 +136,6 @@ def test_notices_and_heals_every_flipped_bit(url: str, copy: NodeCopy, caplog: p
         assert {file: file.read_bytes() for file in files(copy)} == whole
         assert load(url, copy) == (0, nbytes)
     assert len([record for record in caplog.records if "damaged" in record.getMessage()]) == 1
-
-
-class Failing:
-    """The module `os`, of which one call fails."""
-
-    def __init__(self, name: str, number: int) -> None:
-        self._name, self._error = name, OSError(number, os.strerror(number))
-
-    def __getattr__(self, name: str) -> Any:
-        return mock.Mock(side_effect=self._error) if name == self._name else getattr(os, name)
-
-
-@pytest.mark.parametrize(("call", "number"), [("write", errno.ENOSPC), ("mkdir", errno.EROFS)])
-def test_saves_and_loads_beside_a_disk_that_is_full_or_read_only(
-    url: str, copy: NodeCopy, call: str, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(node_copy, "os", Failing(call, number))
-    save(url, copy)
-    read, held = load(url, copy)
-    assert held == 0
-    assert not files(copy)
-    assert len([record for record in caplog.records if os.strerror(number) in record.getMessage()]) == 1
-    monkeypatch.undo()
-    assert load(url, copy) == (read, 0)
-    assert load(url, copy) == (0, read)
 
 
 @pytest.mark.parametrize("case", ["process", "thread", "ends before the call"])

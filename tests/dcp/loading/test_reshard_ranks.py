@@ -1,4 +1,4 @@
-"""Resharding on real ranks: FSDP2, TP with FSDP2 and HSDP models, ShardedTensors, and tensors of a few ranks only."""
+"""Resharding on real ranks: FSDP2, TP with FSDP2 and HSDP models, FSDP1, and ShardedTensors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,6 @@ def test_loads_shards_as_distributed_and_plain_tensors_and_back(four_ranks: Rank
     target = {name: torch.zeros(scenarios.ROWS, scenarios.COLUMNS) for name in ("rows", "columns", "boxes")}
     dcp.load(target, checkpoint_id=f"file://{tmp_path}/sharded", storage_reader=BucketReader(), no_dist=True)
     assert all(torch.equal(value, scenarios.table()) for value in target.values())
-
-
-def test_loads_tensors_of_some_ranks_on_others(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(scenarios.tensors_of_some_ranks, f"file://{tmp_path}")
 
 
 def test_loads_a_model_under_fsdp1_with_fewer_rows_than_ranks(four_ranks: Ranks, tmp_path: Path) -> None:

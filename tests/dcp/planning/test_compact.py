@@ -38,7 +38,7 @@ from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info, pack, set_object_facts, unpack
-from dcp.reshard_job import PiecedTensor
+from dcp.reshard_job import Job, PiecedTensor, StoppedError, crossed
 from dcp.states import assert_same, blank
 
 pytestmark = pytest.mark.contract
@@ -50,59 +50,6 @@ RANK_BYTES = 2000
 """Allowed for each rank, 70 of them for the figures of its save."""
 
 OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created", "seconds"}
-
-
-class StoppedError(Exception):
-    pass
-
-
-class Job:
-    """Some ranks in one process: DCP's calls in DCP's order, and all that crosses ranks pickled."""
-
-    def __init__(self, world: int, make: Callable[[], Any] = SavePlanner) -> None:
-        self.planners = [make() for _ in range(world)]
-        self.writers: list[StorageWriter] = [BucketWriter(progress=False) for _ in range(world)]
-        self.reported: list[Any] = []
-        self.bytes: list[int] = []
-
-    def save(self, states: list[dict[str, Any]], url: str, *, stop: str = "") -> Metadata:
-        """`stop` names what fails: "write" (on the last rank) or "finish"."""
-        asked = []
-        for rank, (planner, writer, state) in enumerate(zip(self.planners, self.writers, states, strict=True)):
-            writer.reset(url)
-            planner.set_up_planner(state, writer.storage_meta(), rank == 0)
-            writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-            asked.append(writer.prepare_local_plan(planner.create_local_plan()))
-        dealt, metadata = self.planners[0].create_global_plan(crossed(asked))
-        dealt = crossed(self.writers[0].prepare_global_plan(dealt))
-        written = []
-        for rank, (planner, writer, plan) in enumerate(zip(self.planners, self.writers, dealt, strict=True)):
-            final = planner.finish_plan(plan)
-            if stop == "write" and rank == len(states) - 1:
-                raise StoppedError
-            written.append(writer.write_data(final, planner).value())
-            assert count(written[-1]) == len(final.items)
-        self.reported = crossed(written)
-        self.bytes = [sum(len(pickle.dumps(each)) for each in said) for said in zip(asked, dealt, written, strict=True)]
-        if stop == "finish":
-            self.writers[0]._open = None  # type: ignore[attr-defined]
-        self.writers[0].finish(metadata, self.reported)
-        return metadata
-
-    def in_columns(self) -> list[bool]:
-        """For each rank whether the results of the last save crossed as columns."""
-        return [isinstance(results, Results) and results.columns is not None for results in self.reported]
-
-
-def count(report: Any) -> int:
-    """The number of results that a rank reports."""
-    if not isinstance(report, Results):
-        return len(report)
-    return report.columns.layout.count if report.columns is not None else len(report.named[0])
-
-
-def crossed(values: list[Any]) -> list[Any]:
-    return [pickle.loads(pickle.dumps(value)) for value in values]
 
 
 def states(world: int, fill: float, *, note: str = "") -> list[dict[str, Any]]:

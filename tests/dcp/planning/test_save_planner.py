@@ -32,7 +32,7 @@ from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, WriterMe
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp.planning.test_compact import crossed
+from dcp.reshard_job import crossed
 
 pytestmark = pytest.mark.contract
 
