@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.dcp.cooperative.schedule import SMALLEST_CELL, Cell, Overlaps, Schedule
-from bucketpoint.errors import CorruptDataError, MetadataError
+from bucketpoint.errors import MetadataError
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.download import SMALL_EXTENT_BYTES, Assembly, Block, Extent, Request
 
@@ -204,18 +204,6 @@ def test_assembles_the_request_from_pieces_in_any_order(case: Any) -> None:
     assert assembly.leased == 0
     for start, stop, place in built.places:
         assert place == SOURCE[start:stop]
-
-
-@pytest.mark.parametrize("kind", ["direct", "copied"])
-def test_finds_a_piece_that_was_altered_on_its_way(kind: str) -> None:
-    built = Built([(0, SMALL_EXTENT_BYTES + 500, kind)])
-    start, stop = built.request.start, built.request.stop
-    altered = bytearray(SOURCE[start:stop])
-    altered[len(altered) // 2] ^= 1
-    assembly = Assembly("memory://", built.request)
-    assembly.put(start, memoryview(altered))
-    with pytest.raises(CorruptDataError, match="Checksum mismatch"):
-        assembly.finish()
 
 
 def test_gives_bytes_between_extents_no_place_in_the_callers_memory() -> None:

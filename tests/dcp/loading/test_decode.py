@@ -17,14 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem
 
 from bucketpoint import BucketReader, LoadPlanner
 from bucketpoint.dcp.api import KeysPlanner
 from bucketpoint.dcp.loading import decode
-from bucketpoint.dcp.loading.decode import FRAME_BYTES, decode_item, load_bytes
+from bucketpoint.dcp.loading.decode import decode_item, load_bytes
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
 from kit.checkpoints import saved
@@ -116,48 +116,6 @@ def test_names_what_cannot_be_expanded_in_an_error(cut: int) -> None:
         tensor_of(broken, tensor_nbytes=TENSOR.numel() * 4)
     with pytest.raises(MetadataError, match="cannot be undone"):
         tensor_of(b"no zstd at all", tensor_nbytes=100)
-
-
-class Endless(StreamTransformExtension):
-    """A transform that grows without end, a few bytes a read, and counts what was asked of it."""
-
-    read = 0
-
-    @staticmethod
-    def registry_name() -> str:
-        return "stream.endless"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Endless:
-        return Endless()
-
-    def get_descriptor(self) -> str:
-        return "stream.endless/1"
-
-    def transform_to(self, output: Any) -> Any:
-        return output
-
-    def transform_from(self, source: Any) -> Any:
-        class Stream(io.RawIOBase):
-            def readable(self) -> bool:
-                return True
-
-            def readinto(self, buffer: Any) -> int:
-                count = min(len(buffer), 4096)
-                Endless.read += count
-                buffer[:count] = bytes(count)
-                return count
-
-        return Stream()
-
-
-def test_stops_a_transform_of_the_user_that_never_ends() -> None:
-    registry = ExtensionRegistry()
-    registry.register(Endless)
-    Endless.read = 0
-    with pytest.raises(CorruptDataError):
-        decode_item(memoryview(b"x"), of(b"x", ("stream.endless/1",)), registry, key="w", tensor_nbytes=4)
-    assert Endless.read <= FRAME_BYTES + 8192
 
 
 # Archives that torch.load would expand by itself
