@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,21 +101,17 @@ def drop_mesh() -> None:
         mesh.drop()
 
 
-class Meshes:
-    """Counts the groups that are made while it is entered."""
+@contextlib.contextmanager
+def groups_made() -> Iterator[list[str]]:
+    """Backends of the groups that are made within."""
+    real, made = c10d._new_process_group_helper, []
 
-    def __enter__(self) -> list[str]:
-        self._real, made = c10d._new_process_group_helper, []
+    def make(*args: Any, **named: Any) -> Any:
+        made.append(args[3])
+        return real(*args, **named)
 
-        def make(*args: Any, **named: Any) -> Any:
-            made.append(args[3])
-            return self._real(*args, **named)
-
-        c10d._new_process_group_helper = make  # type: ignore[assignment]
-        return made
-
-    def __exit__(self, *error: object) -> None:
-        c10d._new_process_group_helper = self._real
+    with mock.patch.object(c10d, "_new_process_group_helper", make):
+        yield made
 
 
 def calls_of_all_kinds(rank: int, world: int, root: str) -> list[int]:
@@ -122,7 +119,7 @@ def calls_of_all_kinds(rank: int, world: int, root: str) -> list[int]:
     drop_mesh()
     training, counts = Training(rank, world), []
     own = dist.new_group()
-    with Meshes() as made:
+    with groups_made() as made:
         for step in range(2):
             bucketpoint.save(training.run(step), f"{root}/now-{step}")
             bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}", process_group=own).result()
@@ -148,21 +145,17 @@ class Unsaveable:
 def calls_of_a_large_group(rank: int, world: int, root: str) -> tuple[list[str], str | None]:
     """The same with a mesh in which not all ranks are connected, and a call that fails in the middle."""
     drop_mesh()
-    process_groups.MOST_CONNECTED = 1
     training, text = Training(rank, world), None
-    try:
-        with Meshes() as made:
-            for step in range(2):
-                bucketpoint.save(training.run(step), f"{root}/{step}")
-                assert_holds(f"{root}/{step}", step, world)
-                if step == 0:
-                    try:
-                        bucketpoint.save({"w": Unsaveable()} if rank == 2 else training.run(5), f"{root}/fails")
-                    except BucketpointError as error:
-                        text = str(error)
-    finally:
-        process_groups.MOST_CONNECTED = 256
-        drop_mesh()
+    with mock.patch.object(process_groups, "MOST_CONNECTED", 1), groups_made() as made:
+        for step in range(2):
+            bucketpoint.save(training.run(step), f"{root}/{step}")
+            assert_holds(f"{root}/{step}", step, world)
+            if step == 0:
+                try:
+                    bucketpoint.save({"w": Unsaveable()} if rank == 2 else training.run(5), f"{root}/fails")
+                except BucketpointError as error:
+                    text = str(error)
+    drop_mesh()
     return made, text
 
 

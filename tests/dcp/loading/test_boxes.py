@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def _weights(world: int, url: str) -> Weights:
-    return Weights(WeightsOptions.of({"url": url, "prefix": "model."}), dist.new_group(list(range(world))))
+def _weights(world: int, url: str, timeout: timedelta | None = None) -> Weights:
+    group = dist.new_group(list(range(world)), timeout=timeout)
+    return Weights(WeightsOptions.of({"url": url, "prefix": "model."}), group)
 
 
 def load_newest(rank: int, world: int, url: str) -> int:
@@ -55,11 +57,11 @@ def load_newest(rank: int, world: int, url: str) -> int:
     return count.read
 
 
-def failed_load(rank: int, world: int, url: str, missing: bool) -> str:
+def failed_load(rank: int, world: int, url: str, missing: bool, timeout: timedelta | None = None) -> str:
     """Return the error of a load; with `missing`, the first rank wants a tensor that is not there."""
     copied: Any = "lm_head" if missing and not rank else "norm"
     try:
-        with _weights(world, url).loading() as tensors:
+        with _weights(world, url, timeout).loading() as tensors:
             torch.zeros(700).copy_(tensors[copied])
     except Exception as error:  # noqa: BLE001 (compared by the test)
         return f"{type(error).__name__}: {error}"
@@ -74,30 +76,18 @@ def failed_load_while_connecting(rank: int, world: int, url: str) -> str:
         # Raises when the first rank closes the connection.
         process_groups.backend_of(connect(*args)).recv([torch.zeros(1)], 0, 5).wait()
 
-    if rank == world - 1:
-        process_groups.connect = slowly
-    try:
+    with mock.patch.object(process_groups, "connect", slowly if rank == world - 1 else connect):
         return failed_load(rank, world, url, False)
-    finally:
-        process_groups.connect = connect
 
 
 def load_without_an_address(rank: int, world: int, url: str) -> str:
     """Return the error of a load in which the last rank has no address at which the others can reach it."""
-    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=4))
 
     def connect(*args: Any) -> None:
         raise RuntimeError("Unable to find address")
 
-    original = process_groups.connect
-    process_groups.connect = original if rank < world - 1 else connect
-    try:
-        with Weights(WeightsOptions.of({"url": url, "prefix": "model."}), group).loading():
-            return "loaded"
-    except Exception as error:  # noqa: BLE001 (compared by the test)
-        return str(error)
-    finally:
-        process_groups.connect = original
+    with mock.patch.object(process_groups, "connect", connect if rank == world - 1 else process_groups.connect):
+        return failed_load(rank, world, url, False, timedelta(seconds=4))
 
 
 @pytest.fixture
