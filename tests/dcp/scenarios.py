@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import bucketpoint
 from bucketpoint import BucketReader, BucketWriter
 
-SHAPES = {"even": (16, 24), "uneven": (13, 7), "narrow": (2, 50), "big": (1031, 613)}
+SHAPES = {"even": (160, 240), "uneven": (13, 7), "narrow": (2, 50), "big": (1031, 613)}
 
 
 def whole(name: str) -> torch.Tensor:
@@ -37,8 +37,10 @@ def sharded_state(world: int, *, fill: bool) -> dict[str, Any]:
         else:
             state["model"][f"{name}_grid"] = source.clone()
             state["model"][f"{name}_hybrid"] = source.clone()
-        state["model"][f"{name}_plain"] = state["model"][f"{name}_tied"] = source.clone()
-        state["model"][f"{name}_strided"] = source.repeat_interleave(2, dim=1)[:, ::2]
+        state["model"][f"{name}_plain"] = source.clone()
+    source = whole("even") if fill else torch.zeros(SHAPES["even"])
+    state["model"]["even_first"] = state["model"]["even_tied"] = source.clone()
+    state["model"]["even_strided"] = source.repeat_interleave(2, dim=1)[:, ::2]
     state["model"]["empty"] = torch.zeros(0, 5)
     return state
 

@@ -164,24 +164,12 @@ def test_refuses_paths_that_make_no_state(paths: dict[str, Any]) -> None:
         nested({"a": 1, "b": 2}, metadata)
 
 
-def load_apart(rank: int, world: int, url: str) -> Any:
-    """Rank 0 loads alone; the others never come."""
-    return bp.load(url)["w"].tolist() if rank == 0 else None
-
-
 def save_shards(rank: int, world: int, url: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world,))
     bp.save({"w": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": {rank: rank, 9: 9}}, url)
-
-
-def test_loads_on_any_rank_alone_what_many_saved(two_ranks: Ranks, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/a"
-    two_ranks.run(save_shards, url)
-    assert two_ranks.run(load_apart, url) == [[0.0, 1.0, 2.0, 3.0, 4.0], None]
-    assert same(bp.load(url), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9}})
 
 
 def test_loads_alone_in_a_process_of_a_job_without_a_process_group(
@@ -193,8 +181,8 @@ def test_loads_alone_in_a_process_of_a_job_without_a_process_group(
     assert same(bp.load(f"{tmp_path}/a"), {"w": torch.ones(2)})
 
 
-def load_beside_a_save(rank: int, world: int, url: str) -> list[float]:
-    """The load does not wait for the save, which cannot end before it."""
+def load_alone_beside_a_save(rank: int, world: int, url: str) -> Any:
+    """Rank 0 loads, and waits neither for the others, who never come, nor for the save, which cannot end before it."""
     loaded = threading.Event()
 
     class Waiting(bp.BucketWriter):
@@ -203,15 +191,17 @@ def load_beside_a_save(rank: int, world: int, url: str) -> list[float]:
             return super().write_data(plan, planner)
 
     handle = bp.async_save({"w": torch.zeros(2)}, checkpoint_id=f"{url}/b", storage_writer=Waiting())
-    found: list[float] = bp.load(f"{url}/a")["w"].tolist()
+    found = bp.load(f"{url}/a")["w"].tolist() if rank == 0 else None
     loaded.set()
     handle.result(120)
     return found
 
 
-def test_waits_for_no_save_beside_a_load_without_a_state(two_ranks: Ranks, tmp_path: Path) -> None:
-    bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
-    assert two_ranks.run(load_beside_a_save, f"file://{tmp_path}") == [[1.0, 1.0]] * 2
+def test_loads_on_any_rank_alone_what_many_saved_and_beside_a_save(two_ranks: Ranks, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    two_ranks.run(save_shards, f"{url}/a")
+    assert two_ranks.run(load_alone_beside_a_save, url) == [[0.0, 1.0, 2.0, 3.0, 4.0], None]
+    assert same(bp.load(f"{url}/a"), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9}})
 
 
 # Into a state

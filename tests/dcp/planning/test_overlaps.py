@@ -120,12 +120,10 @@ def test_plans_as_dcp_does_without_an_object_a_chunk(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("hole", "target"),
     [
-        (False, state(absent=torch.zeros(3))),
         (False, state(a=torch.zeros(200, 4), b=torch.zeros(3), c=5)),
-        (True, state()),
         (True, state(absent=torch.zeros(3), b=torch.zeros(5))),
     ],
-    ids=["missing", "shapes", "hole", "all"],
+    ids=["shapes", "all"],
 )
 def test_tells_what_does_not_fit_in_the_same_words(hole: bool, target: dict[str, Any]) -> None:
     chunks = rows([4] * 50, 3)[1]
