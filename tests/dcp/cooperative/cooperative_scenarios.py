@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.dcp.cooperative import load as loads
@@ -151,24 +149,6 @@ def load_on_device(rank: int, world: int, url: str, shape: Sequence[int], device
     count = load_counted(state, together(transfer=SMALL), url)
     assert all(torch.equal(tensor.cpu(), expected_tensor(shape)) for tensor in state.values())
     return count.read
-
-
-def load_placed(rank: int, world: int, url: str, shape: Sequence[int], layout: str) -> dict[str, Any]:
-    """One tensor, cut as `layout` says."""
-    if layout == "hsdp":
-        mesh, placements = init_device_mesh("cpu", (2, world // 2)), [Replicate(), Shard(0)]
-    else:
-        mesh, placements = init_device_mesh("cpu", (world,)), [Shard(int(layout))]
-    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(*shape), mesh, placements)}
-    reader = together()
-    count = load_counted(state, reader, url)
-    assert torch.equal(state["w"].full_tensor(), expected_tensor(shape))
-    return {"read": count.read, "explain": reader.explain()}
-
-
-def save_rows(rank: int, world: int, url: str, shape: Sequence[int]) -> None:
-    state = {"w": distribute_tensor(expected_tensor(shape), init_device_mesh("cpu", (world,)), [Shard(0)])}
-    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter())
 
 
 def load_boxes(rank: int, world: int, url: str, shape: Sequence[int], boxes: Any, options: TransferOptions) -> int:

@@ -50,10 +50,12 @@ def test_loads_every_placement_as_plainly_and_reads_less(
     four_ranks: Ranks, two_ranks: Ranks, url: str, planner: str, options: TransferOptions | None
 ) -> None:
     four_ranks.run(scenarios.save, url)
+    stored = sum(path.stat().st_size for path in Path(url.removeprefix("file://")).rglob("*.distcp"))
     for ranks in (four_ranks, two_ranks):
         plain = ranks.run(scenarios.load, url, planner, options, "off")
         together = ranks.run(scenarios.load, url, planner, options, "group")
-        assert sum(each["read"] for each in together) < 0.7 * sum(each["read"] for each in plain)
+        # Each byte once, but for what lies in memory of two tensors.
+        assert sum(each["read"] for each in together) <= 1.1 * stored < sum(each["read"] for each in plain)
         assert [each["gets"] for each in plain] == [1] * ranks.world
         assert [each["gets"] for each in together] == [1] + [0] * (ranks.world - 1)
         assert all(each["explain"].startswith("Cooperative") for each in together)
@@ -67,7 +69,7 @@ def test_loads_ranks_together_from_a_bucket(four_ranks: Ranks, two_ranks: Ranks,
         assert each["explain"].startswith("Cooperative")
 
 
-def test_reads_each_byte_of_replicas_once_and_shares_the_work(four_ranks: Ranks, url: str) -> None:
+def test_reads_each_byte_of_replicas_once_in_shares_and_little_memory(four_ranks: Ranks, url: str) -> None:
     shapes = {"big": SHAPE, "other": (3000, 400), **{f"small.{index}": (index + 1, 7) for index in range(200)}}
     save_alone(url, {name: expected_tensor(shape) for name, shape in shapes.items()})
     distinct = 4 * sum(expected_tensor(shape).numel() for shape in shapes.values())
@@ -75,26 +77,10 @@ def test_reads_each_byte_of_replicas_once_and_shares_the_work(four_ranks: Ranks,
     read = [each["read"] for each in answers]
     assert sum(read) <= 1.02 * distinct
     assert max(read) <= 1.05 * sum(read) / 4
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keeps_memory_of_our_own_within_the_budget(four_ranks: Ranks, url: str, dtype: str) -> None:
-    shape = (4096, 1500)
-    save_alone(url, {"w": expected_tensor(shape)})
-    options = TransferOptions(part_bytes=1 << 20, connections=8, max_inflight_bytes=4 << 20)
-    for each in four_ranks.run(scenarios.load_replicas, url, {"w": shape}, dtype, options):
-        # float32 as saved is read and received in place.
-        assert each["peak"] == 0 if dtype == "float32" else 0 < each["peak"] <= options.max_inflight_bytes
-
-
-@pytest.mark.parametrize(("layout", "explained"), [("1", "Coop"), ("0", "Plain"), ("hsdp", "Coop")])
-def test_reads_each_byte_once_for_columns_rows_and_hybrid_shards_of_rows(
-    four_ranks: Ranks, url: str, layout: str, explained: str
-) -> None:
-    four_ranks.run(scenarios.save_rows, url, SHAPE)
-    answers = four_ranks.run(scenarios.load_placed, url, SHAPE, layout)
-    assert sum(each["read"] for each in answers) <= 1.02 * NBYTES
-    assert all(each["explain"].startswith(explained) for each in answers)
+    assert all(0 < each["peak"] <= SMALL.max_inflight_bytes for each in answers)
+    # What has the dtype that was saved is read and received in place.
+    in_place = four_ranks.run(scenarios.load_replicas, url, {"big": SHAPE}, "float32", SMALL)
+    assert [each["peak"] for each in in_place] == [0] * 4
 
 
 @pytest.mark.cuda

@@ -261,8 +261,8 @@ def sharded(world: int, step: int | None) -> dict[str, Any]:
     }
 
 
-def save_twice_and_load(rank: int, world: int, root: str, cooperative: str) -> tuple[str, int]:
-    """Returns what the metadata is, and how many tensors it has."""
+def save_twice_and_load(rank: int, world: int, root: str, cooperative: str) -> tuple[str, int, str]:
+    """Returns what the metadata is, how many tensors it has, and how they were read."""
     writer, planner = BucketWriter(), SavePlanner()
     for step in range(2):
         dcp.save(sharded(world, step), checkpoint_id=f"{root}/{step}", storage_writer=writer, planner=planner)
@@ -272,13 +272,16 @@ def save_twice_and_load(rank: int, world: int, root: str, cooperative: str) -> t
         for number in range(TENSORS):
             assert target["model"][f"layer{number}"].to_local().unique().tolist() == [float(number + step)]
     entries = reader._metadata.state_dict_metadata
-    return ("index" if isinstance(entries, Entries) else "pickle"), len(entries)
+    return ("index" if isinstance(entries, Entries) else "pickle"), len(entries), reader.explain()
 
 
-@pytest.mark.parametrize("cooperative", ["off", "group"])
+READS = {"off": 'Plain: cooperative="off"', "group": "Plain: no two of the 2 ranks need the same bytes"}
+
+
+@pytest.mark.parametrize("cooperative", READS)
 def test_saves_and_loads_on_many_ranks_with_an_index(two_ranks: Ranks, tmp_path: Path, cooperative: str) -> None:
     found = two_ranks.run(save_twice_and_load, f"file://{tmp_path}", cooperative)
-    assert found == [("index", TENSORS)] * 2
+    assert found == [("index", TENSORS, READS[cooperative])] * 2
     for step in range(2):
         (index,) = index_files(tmp_path / str(step))
         data = (tmp_path / str(step) / ".metadata").read_bytes()
