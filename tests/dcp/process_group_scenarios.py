@@ -78,22 +78,6 @@ def training_talks_beside_saves(rank: int, world: int, root: str, how: str) -> t
     return talked, [*groups, kept()]
 
 
-def another_job_in_the_same_processes(rank: int, world: int, root: str) -> None:
-    """The default group is destroyed and made again: saves make a mesh of the new one."""
-    for number in range(2):
-        url = f"{root}/{number}"
-        bucketpoint.async_save(Training(rank, world).run(number), checkpoint_id=url).result()
-        assert_holds(url, number, world)
-        bucketpoint.save(Training(rank, world).run(9), f"{root}/{number}-now")
-        assert_holds(f"{root}/{number}-now", 9, world)
-        assert meshes.mesh_of(None) is not None
-        dist.barrier()
-        dist.destroy_process_group()
-        store = dist.FileStore(f"{root}/store-{number}", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        assert meshes.mesh_of(None) is None
-
-
 def drop_mesh() -> None:
     """The next call that talks makes another one."""
     mesh = meshes.mesh_of(None)
@@ -177,28 +161,6 @@ def save_in_a_fork(rank: int, world: int, root: str) -> str:
         return pipe.read()
 
 
-def two_halves_of_the_job(rank: int, world: int, root: str) -> None:
-    """Each half saves what it has by itself, in another number of saves, and so does the whole job."""
-    meshes.group_beside(None)
-    before = kept()
-    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    own = rank // 2
-    for step in range(1 + own):
-        url = f"{root}/{own}-{step}"
-        state = Training(rank % 2, 2).run(step)
-        bucketpoint.async_save(state, checkpoint_id=url, process_group=halves[own]).result()
-        assert_holds(url, step, 2)
-    bucketpoint.async_save(Training(rank, world).run(7), checkpoint_id=f"{root}/all").result()
-    assert_holds(f"{root}/all", 7, world)
-    dist.destroy_process_group(halves[own])
-    halves.clear()
-    assert kept() == before, "what is made for a group goes with it"
-    if rank == 3:
-        # One rank alone: no other need know.
-        bucketpoint.async_save(Training(0, 1).run(8), checkpoint_id=f"{root}/alone", no_dist=True).result()
-        assert_holds(f"{root}/alone", 8)
-
-
 class DyingFileSystem(SlowFileSystem):
     def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
         os._exit(1)
@@ -230,19 +192,30 @@ class FailsToPlan(DefaultSavePlanner):
 
 
 def fail_in_a_half(rank: int, world: int, root: str) -> list[str]:
-    """The last rank of a half cannot copy its state, then cannot plan. Returns the errors, and saves again."""
-    group = dist.new_group([2, 3])
-    if rank < 2:
-        return []
-    stager = FailsToStage(StagingOptions(use_async_staging=True)) if rank == 3 else None
-    planner = FailsToPlan() if rank == 3 else DefaultSavePlanner()
-    texts = []
-    for given in ({"async_stager": stager}, {"planner": planner}, {}):
-        url = f"{root}/{len(texts)}"
-        state = Training(rank - 2, 2).run(2)
-        texts.append(str(bucketpoint.async_save(state, url, process_group=group, **given).exception()))
-    assert_holds(url, 2, 2)
-    dist.destroy_process_group(group)
+    """The last rank of a half cannot copy its state, then cannot plan; then the half saves, all ranks do, and one alone.
+
+    Returns the errors of the half.
+    """
+    meshes.group_beside(None)
+    before, group, texts = kept(), dist.new_group([2, 3]), []
+    if rank >= 2:
+        stager = FailsToStage(StagingOptions(use_async_staging=True)) if rank == 3 else None
+        planner = FailsToPlan() if rank == 3 else DefaultSavePlanner()
+        for given in ({"async_stager": stager}, {"planner": planner}, {}):
+            url = f"{root}/{len(texts)}"
+            state = Training(rank - 2, 2).run(2)
+            texts.append(str(bucketpoint.async_save(state, url, process_group=group, **given).exception()))
+        assert_holds(url, 2, 2)
+    bucketpoint.async_save(Training(rank, world).run(7), checkpoint_id=f"{root}/all").result()
+    assert_holds(f"{root}/all", 7, world)
+    if rank >= 2:
+        dist.destroy_process_group(group)
+    del group
+    assert kept() == before, "what is made for a group goes with it"
+    if rank == 3:
+        # No other need know.
+        bucketpoint.async_save(Training(0, 1).run(8), checkpoint_id=f"{root}/alone", no_dist=True).result()
+        assert_holds(f"{root}/alone", 8)
     return texts
 
 
@@ -264,7 +237,7 @@ def disagree_in_a_half(rank: int, world: int, root: str, kind: str) -> list[str]
 
 
 def calls_with_too_few_descriptors(rank: int, world: int, root: str) -> list[str]:
-    """Errors of calls that connect the ranks; the last rank may open too few files."""
+    """Errors of calls that connect the ranks; the last rank may open too few files, and in the last call the first."""
     drop_mesh()
     url, limit, found = f"{root}/1", resource.getrlimit(resource.RLIMIT_NOFILE), []
     state = {"w": torch.ones(8)}
@@ -273,18 +246,16 @@ def calls_with_too_few_descriptors(rank: int, world: int, root: str) -> list[str
         lambda: bucketpoint.save(state, url, deadline_s=60),
         lambda: dcp.load(state, storage_reader=bucketpoint.BucketReader(url, cooperative="group")),
         # The other ranks learn of this refusal when their attempt to connect ends, which the deadline limits.
-        lambda: bucketpoint.save(state, url, deadline_s=12),
+        lambda: bucketpoint.save(state, url, deadline_s=6),
     )
     for number, call in enumerate(calls):
-        refused = world - 1
-        if number == len(calls) - 1:
+        last = number == len(calls) - 1
+        if last:
             # Only the others need a new mesh.
-            refused = 0
             bucketpoint.save(state, url, deadline_s=60)
             if rank:
-                kept = meshes.mesh_of(None)
-                kept.cut()
-        if rank == refused:
+                meshes.mesh_of(None).cut()
+        if rank == (0 if last else world - 1):
             resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
         try:
             call()

@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner
@@ -20,13 +18,12 @@ from bucketpoint.dcp.planning.save_planner import SavePlanner
 from dcp.reshard_job import OnMesh, part
 
 HIDDEN = 24
-ROWS, COLUMNS = 13, 10
 
 
 def whole_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     # 7 and 5: what FSDP alone cuts need not divide; what TP cuts too must, for torch.
-    return nn.Sequential(nn.Linear(7, HIDDEN), nn.Linear(HIDDEN, 5), nn.Embedding(ROWS, COLUMNS))
+    return nn.Sequential(nn.Linear(7, HIDDEN), nn.Linear(HIDDEN, 5), nn.Embedding(13, 10))
 
 
 def sharded_model(rank: int, kind: str, ranks: int, seed: int) -> nn.Module | None:
@@ -67,10 +64,6 @@ def assert_is_whole(state: dict[str, Any], seed: int) -> None:
         assert torch.equal(value, expected), name
 
 
-def full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def save_model(rank: int, world: int, url: str, kind: str, ranks: int) -> list[str]:
     """Save on the first `ranks` ranks. Returns the placements."""
     group = dist.new_group(list(range(ranks)), backend="gloo")
@@ -92,60 +85,6 @@ def load_model(rank: int, world: int, url: str, kind: str, ranks: int) -> None:
     assert_is_whole(state, seed=1)
 
 
-def table() -> torch.Tensor:
-    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
-
-
-def sharded_tensors(rank: int, world: int, *, fill: bool) -> dict[str, Any]:
-    """The same table as ShardedTensors: by rows, where the last ranks may get none, and in boxes of any size."""
-    specs = {
-        "rows": ChunkShardingSpec(dim=0, placements=[f"rank:{number}/cpu" for number in range(world)]),
-        "columns": ChunkShardingSpec(dim=1, placements=[f"rank:{number}/cpu" for number in reversed(range(world))]),
-        "boxes": EnumerableShardingSpec(
-            [
-                ShardMetadata(shard_offsets=[0, 0], shard_sizes=[5, 3], placement="rank:0/cpu"),
-                ShardMetadata(shard_offsets=[5, 0], shard_sizes=[8, 3], placement=f"rank:{world - 1}/cpu"),
-                ShardMetadata(shard_offsets=[0, 3], shard_sizes=[1, 7], placement="rank:0/cpu"),
-                ShardMetadata(shard_offsets=[1, 3], shard_sizes=[12, 7], placement="rank:1/cpu"),
-            ]
-        ),
-    }
-    made = {name: sharded_tensor.zeros(spec, ROWS, COLUMNS) for name, spec in specs.items()}
-    for value in made.values() if fill else ():
-        for shard in value.local_shards():
-            shard.tensor.copy_(shard_of(shard.metadata))
-    return made
-
-
-def shard_of(metadata: Any) -> torch.Tensor:
-    (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
-    return table()[row : row + rows, column : column + columns]
-
-
-def distributed(world: int) -> dict[str, Any]:
-    source = torch.zeros(ROWS, COLUMNS)
-    return {
-        "rows": distribute_tensor(source, init_device_mesh("cpu", (world,)), [Shard(1)]),
-        "columns": distribute_tensor(source, init_device_mesh("cpu", (2, world // 2)), [Shard(0), Replicate()]),
-        "boxes": source.clone(),
-    }
-
-
-def shards_and_distributed_tensors_become_each_other(rank: int, world: int, root: str) -> int:
-    """Returns how many shards this rank holds."""
-    dcp.save(sharded_tensors(rank, world, fill=True), checkpoint_id=f"{root}/sharded", storage_writer=BucketWriter())
-    state = distributed(world)
-    dcp.load(state, checkpoint_id=f"{root}/sharded", storage_reader=BucketReader())
-    assert all(torch.equal(full(value), table()) for value in state.values())
-    url = f"{root}/distributed"
-    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), planner=SavePlanner())
-    loaded = sharded_tensors(rank, world, fill=False)
-    dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader())
-    shards = [shard for value in loaded.values() for shard in value.local_shards()]
-    assert all(torch.equal(shard.tensor, shard_of(shard.metadata)) for shard in shards)
-    return len(shards)
-
-
 def fsdp1_with_fewer_rows_than_ranks(rank: int, world: int, url: str) -> None:
     """A bias of one row lies on one rank. A value of another rank's own comes with it, as the state of a trainer."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -164,10 +103,9 @@ def fsdp1_with_fewer_rows_than_ranks(rank: int, world: int, url: str) -> None:
             set_model_state_dict(self.module, state)
 
     saved, loaded = Model(1), Model(2)
-    dcp.save({"model": saved, "trainer": {"text": "x"}}, checkpoint_id=url, storage_writer=BucketWriter())
-    values = {"text": ""}
-    dcp.load(
-        {"model": loaded, "trainer": values}, checkpoint_id=url, storage_reader=BucketReader(), planner=LoadPlanner()
-    )
+    state = {"model": saved, "trainer": {"text": "x"}}
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), planner=SavePlanner())
+    state = {"model": loaded, "trainer": {"text": ""}}
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(), planner=LoadPlanner())
     for one, two in zip(saved.module.parameters(), loaded.module.parameters(), strict=True):
         assert torch.equal(one, two)

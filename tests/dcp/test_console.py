@@ -59,19 +59,17 @@ def test_shows_a_bar_when_it_is_asked_for_once_a_byte_or_the_total_is_known(
     assert out == ""
     assert "save memory://" in err
     assert "load memory://" in err
+    # On a terminal unasked, and on rank 0 alone.
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        with progress_callback(None, 0) as shown, progress_callback(None, 1) as hidden:
+            assert (shown is not None, hidden) == (True, None)
     for total in (0, 10):
         monkeypatch.setattr("sys.stderr", screen := io.StringIO())
         with progress_callback(True, 0) as callback:
             assert callback is not None
             callback(Progress("save", "s3://b/x", 0, total, False))
         assert ("save s3://b/x" in screen.getvalue()) == bool(total)
-
-
-def test_shows_a_bar_on_a_terminal_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with progress_callback(None, 0) as shown, progress_callback(None, 1) as hidden:
-        assert shown is not None
-        assert hidden is None
 
 
 def test_writes_a_line_of_progress_now_and_then_without_a_terminal(

@@ -36,14 +36,6 @@ def test_lets_training_talk_on_the_group_of_a_save_which_says_nothing_there(
         assert groups == [groups[0], groups[0], groups[0] - (how == "a group")]
 
 
-def test_saves_in_parts_of_a_job_alone_and_together(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(scenarios.two_halves_of_the_job, str(tmp_path))
-
-
-def test_makes_another_mesh_for_a_default_group_that_is_made_again(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(scenarios.another_job_in_the_same_processes, str(tmp_path))
-
-
 def test_makes_one_mesh_for_calls_of_all_kinds_and_another_after_a_failure(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run(scenarios.calls_of_all_kinds, str(tmp_path)) == [[1, 2]] * 2
 
@@ -61,7 +53,7 @@ def test_names_the_rank_that_is_lost_in_a_save_by_its_number_in_the_job(tmp_path
         assert "committed only if" in text
 
 
-def test_names_a_rank_that_cannot_stage_or_plan_by_its_number_and_saves_again(
+def test_names_a_rank_of_a_half_that_cannot_stage_or_plan_and_saves_in_all_parts(
     four_ranks: Ranks, tmp_path: Path
 ) -> None:
     for staging, planning, last in four_ranks.run(scenarios.fail_in_a_half, str(tmp_path))[2:]:

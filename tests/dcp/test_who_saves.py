@@ -23,6 +23,7 @@ from bucketpoint.catalog.deletion.state import look_for_damage
 from bucketpoint.catalog.records import adopt
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
+from bucketpoint.dcp import meshes
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, IncompleteSaveError, RanksDisagreeError
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import Keep, RetentionPolicy
@@ -50,8 +51,11 @@ def leaves_during_its_last_save(rank: int, world: int, root: str) -> list[str]:
         except bp.BucketpointError as error:
             said.append(type(error).__name__)
     said += [type(handle.exception()).__name__ for handle in handles if handle is not None]
-    # The ranks go on with another test.
+    # The ranks go on, as those of another job.
     dist.init_process_group("gloo", store=dist.FileStore(f"{root}-store", world), rank=rank, world_size=world)
+    assert meshes.mesh_of(None) is None
+    bp.save({"w": torch.ones(8)}, f"{root}-other/b")
+    assert bp.load(f"{root}-other/b")["w"].tolist() == [1.0] * 8
     return said
 
 
@@ -131,7 +135,7 @@ def test_saves_a_part_that_was_said_to_be_one(half: dict[str, Any], tmp_path: Pa
     assert target["w"].to_local().sum() == 32
 
 
-def test_keeps_the_checkpoint_before_a_save_whose_ranks_leave(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_keeps_the_checkpoint_before_a_save_whose_ranks_leave_and_come_again(two_ranks: Ranks, tmp_path: Path) -> None:
     answers = two_ranks.run(leaves_during_its_last_save, str(tmp_path / "run"))
     assert answers == [[*["RanksDisagreeError"] * 3, "None", *["RanksDisagreeError"] * 2]] * 2
     assert sorted(path.parent.name for path in (tmp_path / "run").glob("*/.metadata")) == ["step-1"]

@@ -197,15 +197,16 @@ def load_whole(
     return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
 
 
-def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
-    group = dist.new_group([0, 1])
-    return failed_load(together(process_group=group), shape, url)
+def load_from(
+    rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str], members: int | None = None
+) -> Any:
+    """Each rank a checkpoint and a mode of its own, in a group of the first `members`, if given.
 
-
-def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str]) -> Any:
-    """Each rank a checkpoint and a mode of its own; how that failed, and how many whole objects it asked for."""
+    Returns how that failed, and how many whole objects were asked for.
+    """
+    group = dist.new_group(range(members)) if members else None
     with counted() as count:
-        return failed_load(BucketReader(transfer=SMALL, cooperative=modes[rank]), shape, urls[rank]), count.gets
+        return failed_load(BucketReader(cooperative=modes[rank], process_group=group), shape, urls[rank]), count.gets
 
 
 def load_well(reader: BucketReader, url: str, shape: Sequence[int]) -> None:

@@ -152,7 +152,7 @@ def test_reads_once_on_each_node_in_node_mode_and_once_in_each_group_in_group_mo
 
 def test_names_a_rank_outside_the_group_on_every_rank(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor((8, 8))})
-    for found in four_ranks.run(scenarios.load_with_a_group_that_lacks_a_rank, url, (8, 8)):
+    for found, _ in four_ranks.run(scenarios.load_from, [url] * 4, (8, 8), ["group"] * 4, 2):
         assert set(found) == {2, 3}
         assert all("not in the process group" in text for _, text in found.values())
 

@@ -121,15 +121,10 @@ def test_reads_several_boxes_of_one_tensor_into_targets_of_any_layout_and_dtype(
     assert torch.equal(turned, whole[3995:].t())
     assert torch.equal(lower, whole[:, 200:].bfloat16())
     assert scalar.item() == 3
-
-
-def test_reads_a_box_that_several_targets_want_once(url: str) -> None:
-    whole = expected_tensor((256, 300))
-    save(url, embed=whole)
-    tied = [torch.zeros(256, 300) for _ in range(3)]
-    reader = BoxReader(url)
+    # A box that several targets want is read once.
+    tied = [torch.zeros(4000, 300) for _ in range(3)]
     with counted() as count:
-        reader.load([SavedBox("embed", (0, 0), target) for target in tied], reader.read_metadata(), alone=True)
+        reader.load([SavedBox("w", (0, 0), target) for target in tied], reader.read_metadata(), alone=True)
     assert count.read == whole.nbytes
     assert all(torch.equal(target, whole) for target in tied)
 

@@ -1,14 +1,11 @@
-"""Resharding on real ranks: FSDP2, TP with FSDP2 and HSDP models, FSDP1, and ShardedTensors."""
+"""Resharding on real ranks: FSDP2, TP with FSDP2 and HSDP models, and ShardedTensors of FSDP1."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketReader
 from dcp import reshard_scenarios as scenarios
 from dcp.ranks import Ranks
 
@@ -31,14 +28,6 @@ def test_loads_a_model_under_any_other_parallelism(
     assert any(placement in text for text in placements), placements
     for kind, readers in loaded:
         four_ranks.run(scenarios.load_model, url, kind, readers)
-
-
-def test_loads_shards_as_distributed_and_plain_tensors_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
-    shards = four_ranks.run(scenarios.shards_and_distributed_tensors_become_each_other, f"file://{tmp_path}")
-    assert shards == [4, 3, 2, 3]
-    target = {name: torch.zeros(scenarios.ROWS, scenarios.COLUMNS) for name in ("rows", "columns", "boxes")}
-    dcp.load(target, checkpoint_id=f"file://{tmp_path}/sharded", storage_reader=BucketReader(), no_dist=True)
-    assert all(torch.equal(value, scenarios.table()) for value in target.values())
 
 
 def test_loads_a_model_under_fsdp1_with_fewer_rows_than_ranks(four_ranks: Ranks, tmp_path: Path) -> None:

@@ -380,12 +380,9 @@ def test_writes_the_same_on_each_rank_within_five_percent(layout: str) -> None:
     assert max(written) <= 1.05 * sum(written) / len(written)
 
 
-def test_counts_first_what_a_rank_must_write_anyway() -> None:
+def test_counts_first_what_a_rank_must_write_anyway_and_shares_the_card_of_a_node() -> None:
     shared = [whole_item(f"shared{number}", (1_000, 100)) for number in range(10)]
     assert totals([[whole_item("alone", (1_000_000,)), *shared], shared], range(2)) == [4_000_000, 4_000_000]
-
-
-def test_shares_the_card_of_a_node_among_its_ranks() -> None:
     shared = [whole_item(f"shared{number}", (64, 1024)) for number in range(120)]
     written = totals([shared] * 4, "aaab")
     assert abs(sum(written[:3]) - written[3]) / written[3] < 0.02
