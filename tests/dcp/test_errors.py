@@ -106,21 +106,27 @@ def test_names_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
         (
             {"loader": {**bp.rank_state(7, 0), **bp.rank_state(8, 1)}},
             {"loader": bp.rank_state(0, 2)},
-            "loader was saved by ranks: 0, 1. Leave it out of the state, and read these values",
+            ["loader was saved by ranks: 0, 1. Leave it out of the state, and read these values"],
             "allow_partial_load",
         ),
-        ({"w": torch.ones(3)}, {"w": torch.ones(4)}, "bucketpoint.load(url, keys=...)", "allow_partial_load"),
-        ({"w": torch.ones(3)}, {"v": torch.ones(3)}, "allow_partial_load", "keys=..."),
+        ({"w": torch.ones(3)}, {"w": torch.ones(4)}, ["bucketpoint.load(url, keys=...)"], "allow_partial_load"),
+        ({"w": torch.ones(3)}, {"v": torch.ones(3)}, ["allow_partial_load"], "keys=..."),
+        (
+            {"model": STATE},
+            {"model": torch.nn.Linear(2, 2, device="meta").state_dict()},
+            ["2 tensors to load into are on the meta device", "such as model.weight", "to_empty"],
+            "keys=...",
+        ),
     ],
-    ids=["rank", "shape", "key"],
+    ids=["rank", "shape", "key", "meta device"],
 )
 def test_names_the_remedy_for_each_misfit(
-    tmp_path: Path, saved: dict[str, Any], state: dict[str, Any], said: str, unsaid: str
+    tmp_path: Path, saved: dict[str, Any], state: dict[str, Any], said: list[str], unsaid: str
 ) -> None:
     bp.save(saved, f"{tmp_path}/a")
     with pytest.raises(bp.MismatchError) as caught:
         bp.load(state, f"{tmp_path}/a")
-    assert said in str(caught.value)
+    assert [words for words in said if words not in str(caught.value)] == []
     assert unsaid not in str(caught.value)
 
 
@@ -136,17 +142,6 @@ def test_says_that_a_run_is_one_and_names_its_newest_checkpoint(tmp_path: Path, 
     for said in ("The URL is that of a run", f"Pass the newest one: {tmp_path}/step-10", "latest_checkpoint"):
         assert said in str(error)
     assert "interrupted" not in str(error)
-
-
-def test_names_tensors_on_the_meta_device_with_what_to_do(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    bp.save({"model": model.state_dict()}, f"{tmp_path}/a")
-    with torch.device("meta"):
-        empty = torch.nn.Linear(2, 2)
-    with pytest.raises(bp.MismatchError) as caught:
-        bp.load({"model": empty.state_dict()}, f"{tmp_path}/a")
-    for said in ("2 tensors to load into are on the meta device", "such as model.weight", "to_empty"):
-        assert said in str(caught.value)
 
 
 @either_load

@@ -49,6 +49,9 @@ def ranges(draw: st.DrawFn) -> list[Rows]:
 def test_reads_every_byte_on_one_rank_that_wants_it_and_sends_it_to_all_that_do(
     tables: list[Rows], round_bytes: int
 ) -> None:
+    found = overlaps(tables)
+    assert found.total == sum(stop - start for rows in tables for _, start, stop in rows)
+    assert found.distinct == len(bytes_of(row for rows in tables for row in rows))
     read: Counter[tuple[int, int]] = Counter()
     seen = set()
     for rank, schedule in enumerate(schedules(tables, round_bytes)):
@@ -84,13 +87,6 @@ def test_agrees_with_peers_on_rounds_of_bounded_size(tables: list[Rows], round_b
         for cells in schedule.rounds:
             assert sum(cell.nbytes for cell in cells) <= round_bytes
             assert all(set(cell.ranks) <= set(schedule.peers) for cell in cells)
-
-
-@given(tables=ranges())
-def test_counts_every_distinct_byte_once(tables: list[Rows]) -> None:
-    found = overlaps(tables)
-    assert found.total == sum(stop - start for rows in tables for _, start, stop in rows)
-    assert found.distinct == len(bytes_of(row for rows in tables for row in rows))
 
 
 @given(

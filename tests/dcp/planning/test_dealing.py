@@ -195,22 +195,17 @@ def hold(held: list[list[WriteItem]], name: str, tensor: Any) -> None:
         return
     if len(whole) == 1 and layout in ("columns", "grid"):
         layout = "rows"
+    rest, tail = (0,) * (len(whole) - 1), whole[1:]
     boxes = {
-        "rows": [((row, *(0,) * (len(whole) - 1)), (height, *whole[1:])) for row, height in pieces(whole[0], RANKS)],
-        "hybrid": [((row, *(0,) * (len(whole) - 1)), (height, *whole[1:])) for row, height in pieces(whole[0], 3)] * 2,
-        "several": [
-            ((row, *(0,) * (len(whole) - 1)), (height, *whole[1:])) for row, height in pieces(whole[0], 2 * RANKS)
-        ],
+        kind: [((row, *rest), (height, *tail)) for row, height in pieces(whole[0], count)] * times
+        for kind, count, times in (("rows", RANKS, 1), ("hybrid", 3, 2), ("several", 2 * RANKS, 1))
     }
     if len(whole) > 1:
-        boxes["columns"] = [
-            ((0, column, *(0,) * (len(whole) - 2)), (whole[0], width, *whole[2:]))
-            for column, width in pieces(whole[1], RANKS)
-        ]
+        boxes["columns"] = [((0, at, *rest[1:]), (whole[0], width, *tail[1:])) for at, width in pieces(whole[1], RANKS)]
         boxes["grid"] = [
-            ((row, column, *(0,) * (len(whole) - 2)), (height, width, *whole[2:]))
+            ((row, at, *rest[1:]), (height, width, *tail[1:]))
             for row, height in pieces(whole[0], 2)
-            for column, width in pieces(whole[1], 3)
+            for at, width in pieces(whole[1], 3)
         ]
     for number, (offsets, extent) in enumerate(boxes[layout]):
         seen = [item for item in held[number % RANKS] if item.index == MetadataIndex(name, offsets)]

@@ -50,18 +50,10 @@ def side_by_side(shape: tuple[int, ...], boxes: list[Box], gap: int = 0) -> torc
     extents = [max((sizes[axis] for _, sizes in boxes), default=0) for axis in range(len(shape))]
     local = torch.zeros(sum(sizes[0] + gap for _, sizes in boxes), *extents[1:])
     starts = itertools.accumulate((sizes[0] + gap for _, sizes in boxes), initial=0)
-    return described(
-        local, shape, boxes, [(at, *(0,) * (len(shape) - 1)) for at, _ in zip(starts, boxes, strict=False)]
-    )
-
-
-def described(
-    local: torch.Tensor, shape: tuple[int, ...], boxes: list[Box], local_offsets: list[tuple[int, ...]]
-) -> torch.Tensor:
     told: Any = local
     told.global_shape = shape
     told.global_offsets = tuple(offsets for offsets, _ in boxes)
-    told.local_offsets = tuple(local_offsets)
+    told.local_offsets = tuple((at, *(0,) * (len(shape) - 1)) for at, _ in zip(starts, boxes, strict=False))
     told.local_sizes = tuple(sizes for _, sizes in boxes)
     return local
 
