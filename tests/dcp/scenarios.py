@@ -22,21 +22,16 @@ def whole(name: str) -> torch.Tensor:
 
 
 def sharded_state(world: int, *, fill: bool) -> dict[str, Any]:
-    """Every placement that the mesh allows, of the same whole tensors on any world size, and what is no tensor."""
-    mesh = init_device_mesh("cpu", (world,))
+    """Every placement that the mesh allows, of the same whole tensors on any even number of ranks, and more."""
+    mesh, grid = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     state: dict[str, Any] = {"model": {}, "step": torch.tensor(7 if fill else 0), "config": {"name": "x" * fill}}
     placements = {"rows": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
     for name in SHAPES:
         source = whole(name) if fill else torch.zeros(SHAPES[name])
         for kind, placement in placements.items():
             state["model"][f"{name}_{kind}"] = distribute_tensor(source, mesh, placement)
-        if world % 2 == 0:
-            grid = init_device_mesh("cpu", (2, world // 2))
-            state["model"][f"{name}_grid"] = distribute_tensor(source, grid, [Shard(0), Shard(1)])
-            state["model"][f"{name}_hybrid"] = distribute_tensor(source, grid, [Replicate(), Shard(0)])
-        else:
-            state["model"][f"{name}_grid"] = source.clone()
-            state["model"][f"{name}_hybrid"] = source.clone()
+        state["model"][f"{name}_grid"] = distribute_tensor(source, grid, [Shard(0), Shard(1)])
+        state["model"][f"{name}_hybrid"] = distribute_tensor(source, grid, [Replicate(), Shard(0)])
         state["model"][f"{name}_plain"] = source.clone()
     source = whole("even") if fill else torch.zeros(SHAPES["even"])
     state["model"]["even_first"] = state["model"]["even_tied"] = source.clone()

@@ -122,6 +122,7 @@ def test_saves_and_loads_by_the_older_entry_points() -> None:
 
 
 def golden_state() -> dict[str, Any]:
+    """What `dcp.save` with a `BucketWriter` wrote into `golden` under the torch that the folder is named after."""
     return {
         "model": {"w": torch.arange(12, dtype=torch.float32).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)},
         "optim": {"state": {"w": {"exp_avg": torch.arange(12.0).reshape(3, 4), "step": torch.tensor(5)}}},

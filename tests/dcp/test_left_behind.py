@@ -21,10 +21,10 @@ OBJECTS_OF_A_CLIENT = 6_000
 """A client that parses botocore's description of S3 for itself has 36,000 objects, in 13 MB."""
 
 
-def grown(step: Callable[[int], None], times: int) -> tuple[int, int, int]:
+def grown(step: Callable[[int], None], times: int) -> tuple[int, ...]:
     """Objects, threads and open files that `times` steps add, once the first ones have filled every cache."""
 
-    def count() -> tuple[int, int, int]:
+    def count() -> tuple[int, ...]:
         gc.collect()
         return len(gc.get_objects()), threading.active_count(), len(os.listdir("/dev/fd"))
 
@@ -33,8 +33,7 @@ def grown(step: Callable[[int], None], times: int) -> tuple[int, int, int]:
     before = count()
     for number in range(3, 3 + times):
         step(number)
-    after = count()
-    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+    return tuple(now - then for now, then in zip(count(), before, strict=True))
 
 
 @pytest.fixture(autouse=True)

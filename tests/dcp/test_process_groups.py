@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, CheckpointManager, RetentionPolicy
-from bucketpoint.dcp import meshes
 from bucketpoint.retention import Keep
 from dcp import process_group_scenarios as scenarios
 from dcp import scenarios as save_and_load
@@ -143,19 +142,9 @@ def test_lets_a_rank_of_a_job_with_a_process_group_save_something_of_its_own(
 def test_raises_on_all_ranks_if_one_may_open_too_few_files(two_ranks: Ranks, tmp_path: Path) -> None:
     for errors in two_ranks.run(scenarios.calls_with_too_few_descriptors, f"file://{tmp_path}"):
         assert len(errors) == 4
+        assert any("ulimit -n 4096" in error for error in errors)
         assert all("Rank 1 cannot connect with 2 ranks" in error for error in errors[:3]), errors
         assert "Rank 0 cannot connect with 2 ranks" in errors[3]
-
-
-def test_names_the_limit_of_open_files_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 1000))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(BucketpointError, match="ulimit -n 4096"):
-            meshes.group_beside(None)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_saves_without_collectives_and_raises_on_every_rank_why_a_load_fails(
