@@ -192,7 +192,7 @@ class FailsToPlan(DefaultSavePlanner):
 
 
 def fail_in_a_half(rank: int, world: int, root: str) -> list[str]:
-    """The last rank of a half cannot copy its state, then cannot plan; then the half saves, all ranks do, and one alone.
+    """The last rank of a half cannot copy its state, then cannot plan; then the half saves, all ranks, and one alone.
 
     Returns the errors of the half.
     """

@@ -42,7 +42,7 @@ def test_names_an_argument_of_a_wrong_type(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_takes_the_url_of_an_asynchronous_save_as_save_does_and_needs_one_at_the_call(tmp_path: Path) -> None:
+def test_takes_the_url_of_an_asynchronous_save_as_save_does_and_needs_one_then(tmp_path: Path) -> None:
     for given in ({}, {"storage_writer": bp.S3Writer()}):
         with pytest.raises(InvalidURLError, match="No checkpoint URL was given"):
             bp.async_save(STATE, no_dist=True, **given)

@@ -182,16 +182,6 @@ def test_looks_once_for_a_missing_checkpoint_and_raises_on_every_rank(two_ranks:
     assert [gets for _, gets in answers] == [3, 0]
 
 
-def test_fails_every_rank_at_once_if_the_store_of_one_fails(four_ranks: Ranks, url: str) -> None:
-    save_alone(url, {"w": expected_tensor(SHAPE)})
-    for found in four_ranks.run(scenarios.one_store_fails, url, SHAPE, 2, 3):
-        assert set(found) == {0, 1, 2, 3}
-        for kind, text in found.values():
-            assert kind == "AccessDeniedError"
-            assert "the door is closed" in text
-            assert "rank=2" in text
-
-
 def test_names_the_failure_of_a_rank_and_not_the_ranks_that_were_done_before(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE), "alone": expected_tensor(SHAPE)})
     *others, (kind, text) = four_ranks.run(scenarios.one_rank_fails_alone, url, SHAPE)

@@ -241,7 +241,8 @@ def test_keeps_hooks_and_options_of_the_default_planner(flatten: bool, tmp_path:
 
     seen: list[tuple[int, ...]] = []
     # One dotted name twice.
-    nested = [{}, {}] if flatten else [{"a.b": torch.arange(4.0), "a": {"b": 1}}, {"a.b": torch.zeros(4), "a": {"b": 0}}]
+    dotted = [{"a.b": torch.arange(4.0), "a": {"b": 1}}, {"a.b": torch.zeros(4), "a": {"b": 0}}]
+    nested = [{}, {}] if flatten else dotted
     state = {"w": torch.arange(6.0), "other": [1, 2], **nested[0]}
     saver = dcp.DefaultSavePlanner(flatten_state_dict=flatten)
     dcp.save(state, storage_writer=bp.BucketWriter(tmp_path.as_uri()), planner=saver, no_dist=True)

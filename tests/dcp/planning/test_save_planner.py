@@ -302,7 +302,7 @@ def test_commits_nothing_if_a_planner_alters_the_metadata_after_ours(tmp_path: P
 
     planner, state = Altering(), {"w": torch.arange(8.0), "v": torch.ones(4)}
     for alters in (False, True, True):
-        refused = pytest.raises(CheckpointException, match=r"(v has only 4 of its 9|ghost has only 0 of its 4) elements")
+        refused = pytest.raises(CheckpointException, match=r"v has only 4 of its 9|ghost has only 0 of its 4 elements")
         with refused if alters else contextlib.nullcontext():
             dcp.save(state, storage_writer=BucketWriter(tmp_path / str(alters)), planner=planner, no_dist=True)
     assert not (tmp_path / "True" / ".metadata").exists()
