@@ -78,17 +78,8 @@ def reads_go_through(action: Any) -> Iterator[None]:
         yield
 
 
-def failure_of(error: Any) -> dict[int, tuple[str, str]]:
+def failures_of(error: Any) -> dict[int, tuple[str, str]]:
     return {rank: (type(each).__name__, str(each)) for rank, (each, _) in error.failures.items()}
-
-
-def failed_load(reader: BucketReader, shape: Sequence[int], url: str | None = None) -> dict[int, tuple[str, str]]:
-    """How a load of one tensor failed on each rank. It must fail."""
-    try:
-        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
-    except dcp.CheckpointException as error:
-        return failure_of(error)
-    raise AssertionError("a load that must fail reported success")
 
 
 def together(**options: Any) -> BucketReader:
@@ -205,8 +196,13 @@ def load_from(
     Returns how that failed, and how many whole objects were asked for.
     """
     group = dist.new_group(range(members)) if members else None
+    state, reader = {"w": torch.zeros(*shape)}, BucketReader(cooperative=modes[rank], process_group=group)
     with counted() as count:
-        return failed_load(BucketReader(cooperative=modes[rank], process_group=group), shape, urls[rank]), count.gets
+        try:
+            dcp.load(state, checkpoint_id=urls[rank], storage_reader=reader)
+        except dcp.CheckpointException as error:
+            return failures_of(error), count.gets
+    raise AssertionError("a load that must fail reported success")
 
 
 def one_rank_fails_alone(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
@@ -241,7 +237,7 @@ def one_planner_fails_at(
                 {"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=no_dist
             )
     except dcp.CheckpointException as error:
-        found = failure_of(error)
+        found = failures_of(error)
     except ValueError as error:
         found = {0: (type(error).__name__, str(error))}
     else:
