@@ -1,4 +1,4 @@
-"""Loads beside a node's copy: which bytes come from the bucket, and that neither damage nor a full disk fails one."""
+"""Loads beside a node's copy: which bytes come from the bucket, and that damage to the copy fails none."""
 
 from __future__ import annotations
 
