@@ -112,6 +112,7 @@ def test_lets_a_transform_close_the_stream_that_it_wraps_twice(tmp_path: Any) ->
     dcp.load(target, storage_reader=BucketReader(tmp_path, Registry()), no_dist=True)
     assert_same(target, state)
 
+
 class Hostile:
     def __reduce__(self) -> Any:
         return print, ("this must never run",)

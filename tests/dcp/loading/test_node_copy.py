@@ -86,9 +86,7 @@ def files(copy: NodeCopy) -> list[Path]:
 
 
 @pytest.mark.parametrize("background", ["process", "thread"])
-def test_loads_what_was_saved_here_without_a_byte_from_the_bucket(
-    url: str, copy: NodeCopy, background: Any
-) -> None:
+def test_loads_what_was_saved_here_without_a_byte_from_the_bucket(url: str, copy: NodeCopy, background: Any) -> None:
     writer = BucketWriter(url, transfer=transfer(copy, background=background))
     bucketpoint.async_save(state(fill=True), checkpoint_id=url, storage_writer=writer, no_dist=True).result(60)
     writer.close()
