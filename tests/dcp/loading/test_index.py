@@ -249,7 +249,7 @@ def test_refuses_an_index_at_the_place_of_the_metadata(tmp_path: Path) -> None:
             load(tmp_path, reader=reader)
 
 
-TENSORS = 400
+TENSORS = 600
 
 
 def sharded(world: int, step: int | None) -> dict[str, Any]:
