@@ -281,18 +281,6 @@ def assert_errors_of_ours(way: str, url: str, executor: AsyncCheckpointerType, w
     assert not Path(url, ".metadata").exists()
 
 
-def told_of_commits(rank: int, world: int, root: str, executor: str) -> list[tuple[str, int]]:
-    """Save 4000 bytes on each rank. Return what `on_commit` was told on this rank."""
-    told: list[bucketpoint.CommitInfo] = []
-    bucketpoint.async_save(
-        {f"weight of {rank}": torch.ones(1000)},
-        f"{root}/step-1",
-        async_checkpointer_type=AsyncCheckpointerType(executor),
-        on_commit=told.append,
-    ).result(WAIT_S)
-    return [(info.url, info.nbytes) for info in told]
-
-
 # -- one rank with a checkpoint process -------------------------------------------------------------------------------
 
 

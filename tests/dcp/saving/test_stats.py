@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,11 @@ from bucketpoint.format.record import CommitRecord
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, RetentionPolicy
 from dcp.ranks import Ranks
-from dcp.saving.async_scenarios import FailingPlanner, GatedFileSystem, told_of_commits
+from dcp.saving.async_scenarios import FailingPlanner, GatedFileSystem
 from kit import FaultProxy, Refuse, Rule, Script
 from kit.servers import S3Server
 
 MIB = 1 << 20
-
-PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
 
 
 def state(mib: int = 12) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def state(mib: int = 12) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("background", ["thread", "process"])
-def test_counts_each_request_of_a_save_that_the_store_receives(minio: S3Server, background: str) -> None:
+def test_counts_each_request_of_a_save_and_of_a_load_that_the_store_receives(minio: S3Server, background: str) -> None:
     options = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, background=background)  # type: ignore[arg-type]
     bucket = minio.make_bucket()
     with FaultProxy(minio.endpoint) as proxy:
@@ -45,6 +44,11 @@ def test_counts_each_request_of_a_save_that_the_store_receives(minio: S3Server, 
         handle.result()
         writer.close()
         received = proxy.counts.requests
+        proxy.clear()
+        reader = BucketReader(handle.url, storage_options=minio.at(proxy.url).options, transfer=options)
+        assert reader.stats is None
+        dcp.load(state(), storage_reader=reader, no_dist=True)
+        asked = proxy.counts.requests
     stats = handle.stats
     assert stats.requests["create_multipart"] == received["CreateMultipartUpload"] == 1
     assert stats.requests["put_part"] == received["UploadPart"] == 3
@@ -52,6 +56,12 @@ def test_counts_each_request_of_a_save_that_the_store_receives(minio: S3Server, 
     assert stats.requests["put"] == received["PutObject"]
     assert sum(stats.requests.values()) == received.total()
     assert (stats.retried, stats.throttled) == (0, 0)
+    loaded = reader.stats
+    assert loaded.read_bytes == 12 * MIB
+    assert dict(loaded.requests) == {"get": asked["GetObject"]}
+    assert min(loaded.metadata_s, loaded.planning_s, loaded.read_s) > 0
+    assert loaded.metadata_s + loaded.planning_s + loaded.read_s == pytest.approx(loaded.total_s)
+    assert (loaded.retried, loaded.throttled) == (0, 0)
 
 
 def test_counts_retries_and_throttled_answers_of_a_save(minio: S3Server) -> None:
@@ -125,11 +135,15 @@ def test_counts_what_a_save_copies_apart_from_what_it_sends(tmp_path: Path) -> N
     assert handle.stats.sent_bytes < MIB
 
 
-def test_keeps_figures_of_a_failed_save_as_far_as_it_came(tmp_path: Path) -> None:
-    handle = bucketpoint.async_save(state(1), str(tmp_path / "step-1"), planner=FailingPlanner("upload"))
+def test_keeps_figures_of_a_failed_save_as_far_as_it_came_and_tells_nothing(tmp_path: Path) -> None:
+    told: list[CommitInfo] = []
+    handle = bucketpoint.async_save(
+        state(1), str(tmp_path / "step-1"), planner=FailingPlanner("upload"), on_commit=told.append
+    )
     assert handle.exception() is not None
     assert (handle.stats.upload_s, handle.stats.commit_s) == (0, 0)
     assert handle.stats.planning_s > 0
+    assert told == []
 
 
 def test_leaves_figures_of_a_save_in_the_foreground_with_the_writer(tmp_path: Path) -> None:
@@ -177,18 +191,31 @@ def test_leaves_requests_of_a_save_with_it_during_a_load_within() -> None:
 
 
 def figures_of_ranks(rank: int, world: int, root: str, executor: str) -> Any:
-    """Save a MiB on rank 0, two on rank 1 and so on. Return the rank's figures."""
+    """Save a MiB on rank 0, two on rank 1 and so on. Return the rank's figures, and what `on_commit` was told there."""
+    told: list[CommitInfo] = []
     handle = bucketpoint.async_save(
         {f"weight of {rank}": torch.ones((rank + 1) * MIB // 4)},
         f"{root}/step-1",
         async_checkpointer_type=AsyncCheckpointerType(executor),
+        on_commit=told.append,
     )
     handle.result(60)
-    return handle.stats
+    return handle.stats, [(info.url, info.nbytes) for info in told]
 
 
-def test_gives_the_coordinator_the_spread_over_the_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
-    stats = four_ranks.run(figures_of_ranks, str(tmp_path), "thread")
+def assert_told_on_the_coordinator_alone(told: Sequence[list[tuple[str, int]]], root: Path) -> None:
+    ((url, nbytes),) = told[0]
+    assert url == f"{root}/step-1"
+    expected = sum(range(len(told) + 1)) * MIB
+    assert expected < nbytes < 1.01 * expected
+    assert not any(told[1:])
+
+
+def test_gives_the_coordinator_the_spread_over_the_ranks_and_the_commit(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    stats, told = zip(*four_ranks.run(figures_of_ranks, str(tmp_path), "thread"), strict=True)
+    assert_told_on_the_coordinator_alone(told, tmp_path)
     assert [each.rank for each in stats] == [0, 1, 2, 3]
     sent = [each.sent_bytes for each in stats]
     assert [nbytes // MIB for nbytes in sent] == [1, 2, 3, 4]
@@ -197,6 +224,12 @@ def test_gives_the_coordinator_the_spread_over_the_ranks(four_ranks: Ranks, tmp_
     assert stats[0].ranks["upload_s"].max == pytest.approx(max(each.upload_s for each in stats), rel=1e-6)
     assert [each.ranks for each in stats[1:]] == [{}, {}, {}]
     assert [each.commit_s > 0 for each in stats] == [True, False, False, False]
+
+
+def test_keeps_the_figures_of_a_checkpoint_process_and_tells_of_its_commit(two_ranks: Ranks, tmp_path: Path) -> None:
+    stats, told = zip(*two_ranks.run(figures_of_ranks, str(tmp_path), "process"), strict=True)
+    assert stats == (None, None)
+    assert_told_on_the_coordinator_alone(told, tmp_path)
 
 
 def figures_of_a_group(rank: int, world: int, root: str, how: str) -> Any:
@@ -229,32 +262,7 @@ def test_names_ranks_by_their_numbers_in_the_job(four_ranks: Ranks, tmp_path: Pa
     assert told[1][0].ranks["sent_bytes"].slowest == 3
 
 
-def test_keeps_the_figures_of_a_checkpoint_process(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(figures_of_ranks, str(tmp_path), "process") == [None, None]
-
-
-def test_counts_bytes_and_requests_of_a_load(minio: S3Server) -> None:
-    url = f"s3://{minio.make_bucket()}/run/step-1"
-    bucketpoint.save(state(), url, storage_options=minio.options)
-    with FaultProxy(minio.endpoint) as proxy:
-        reader = BucketReader(url, storage_options=minio.at(proxy.url).options, transfer=PARTS)
-        assert reader.stats is None
-        dcp.load({"weight": torch.zeros(12 * MIB // 4)}, storage_reader=reader, no_dist=True)
-        received = proxy.counts.requests
-    stats = reader.stats
-    assert stats.read_bytes == 12 * MIB
-    assert dict(stats.requests) == {"get": received["GetObject"]}
-    assert min(stats.metadata_s, stats.planning_s, stats.read_s) > 0
-    assert stats.metadata_s + stats.planning_s + stats.read_s == pytest.approx(stats.total_s)
-    assert (stats.retried, stats.throttled) == (0, 0)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path)
-
-
-def test_loads_the_checkpoint_in_on_commit_before_the_handle_is_done(root: str) -> None:
+def test_loads_the_checkpoint_in_on_commit_before_the_handle_is_done(tmp_path: Path) -> None:
     told: list[tuple[CommitInfo, float, bool]] = []
 
     def on_commit(info: CommitInfo) -> None:
@@ -263,20 +271,20 @@ def test_loads_the_checkpoint_in_on_commit_before_the_handle_is_done(root: str) 
         told.append((info, float(loaded["weight"].sum()), handles[0].done() if handles else False))
 
     handles: list[bucketpoint.SaveHandle] = []
-    handles.append(bucketpoint.async_save({"weight": torch.ones(1000)}, f"{root}/step-1", on_commit=on_commit))
+    handles.append(bucketpoint.async_save({"weight": torch.ones(1000)}, f"{tmp_path}/step-1", on_commit=on_commit))
     handles[0].result()
     ((info, total, done),) = told
-    assert (info.url, info.step, dict(info.metrics)) == (f"{root}/step-1", None, {})
+    assert (info.url, info.step, dict(info.metrics)) == (f"{tmp_path}/step-1", None, {})
     # The data, and the headers of its object.
     assert 4000 < info.nbytes < 5000
     assert (total, done) == (1000, False)
     assert 0 < info.blocked_s <= info.commit_s
 
 
-def test_tells_step_and_metrics_from_a_manager(root: str) -> None:
+def test_tells_step_and_metrics_from_a_manager(tmp_path: Path) -> None:
     told: list[CommitInfo] = []
     policy = RetentionPolicy(Keep(latest=2))
-    with CheckpointManager(f"{root}/run", policy=policy, on_commit=told.append) as manager:
+    with CheckpointManager(f"{tmp_path}/run", policy=policy, on_commit=told.append) as manager:
         for step in (3, 7):
             manager.save(step, {"weight": torch.full((10,), float(step))}, metrics={"loss": 1 / step})
     assert [(info.url, info.step, dict(info.metrics)) for info in told] == [
@@ -285,44 +293,26 @@ def test_tells_step_and_metrics_from_a_manager(root: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_tells_the_coordinator_alone_of_the_bytes_of_all_ranks(two_ranks: Ranks, root: str, executor: str) -> None:
-    first, second = two_ranks.run(told_of_commits, root, executor)
-    ((url, nbytes),) = first
-    assert url == f"{root}/step-1"
-    assert 2 * 4000 < nbytes < 2 * 5000
-    assert second == []
-
-
 @pytest.mark.parametrize("kind", [ConnectionError, SystemExit, CheckpointException])
 def test_logs_an_error_of_on_commit_without_failing_the_save(
-    root: str, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     def on_commit(info: CommitInfo) -> None:
         raise kind("the tracker is away", {}) if kind is CheckpointException else kind("the tracker is away")
 
     with caplog.at_level(logging.ERROR, logger="bucketpoint"):
-        bucketpoint.async_save({"weight": torch.ones(3)}, f"{root}/step-1", on_commit=on_commit).result(60)
+        bucketpoint.async_save({"weight": torch.ones(3)}, f"{tmp_path}/step-1", on_commit=on_commit).result(60)
     assert "is committed, but on_commit raised" in caplog.text
     assert "the tracker is away" in caplog.text
 
 
-def test_tells_nothing_of_a_save_that_failed(root: str) -> None:
-    told: list[CommitInfo] = []
-    save = bucketpoint.async_save(
-        {"weight": torch.ones(3)}, f"{root}/step-1", planner=FailingPlanner("upload"), on_commit=told.append
-    )
-    assert save.exception() is not None
-    assert told == []
-
-
 @pytest.mark.parametrize("given", ["a name", FileSystemWriter])
-def test_refuses_what_cannot_be_told(root: str, given: object) -> None:
+def test_refuses_what_cannot_be_told(tmp_path: Path, given: object) -> None:
     foreign = given is FileSystemWriter
     with pytest.raises(BucketpointError, match="function of one argument"):
         bucketpoint.async_save(
             {"weight": torch.ones(3)},
-            f"{root}/step-1",
-            storage_writer=FileSystemWriter(f"{root}/step-1") if foreign else BucketWriter(),
+            f"{tmp_path}/step-1",
+            storage_writer=FileSystemWriter(f"{tmp_path}/step-1") if foreign else BucketWriter(),
             on_commit=print if foreign else given,  # type: ignore[arg-type]
         )
