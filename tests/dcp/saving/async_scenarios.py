@@ -79,13 +79,17 @@ def assert_holds(url: str, step: int, world: int = 1, **options: Any) -> None:
         assert target["model"][f"only_{rank}"].unique().tolist() == [10 * step + rank]
 
 
+def upload_of(begun: Any) -> Future[Any]:
+    """The future of the upload in what `async_save` of either library returned."""
+    return begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
+
+
 def wait(begun: Any) -> Any:
-    """The result of what `async_save` of either library returned."""
-    return (begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun).result(WAIT_S)
+    return upload_of(begun).result(WAIT_S)
 
 
 def error_of(begun: Any) -> BaseException | None:
-    return (begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun).exception(WAIT_S)
+    return upload_of(begun).exception(WAIT_S)
 
 
 # -- stores -----------------------------------------------------------------------------------------------------------
@@ -285,7 +289,7 @@ def assert_errors_of_ours(way: str, url: str, executor: AsyncCheckpointerType, w
 
 
 def handles_of_a_checkpoint_process(rank: int, world: int, root: str) -> None:
-    for number, way in enumerate(WAYS):
+    for number, way in enumerate(("our writer", "our stager, staging beside training", "foreign writer", "no writer")):
         assert_one_shape(way, f"{root}/way-{number}", PROCESS)
     for where in ("plan", "upload"):
         assert_errors_of_ours("our writer", f"{root}/{where}", PROCESS, where)
@@ -335,17 +339,16 @@ def dtensors_cross_too(rank: int, world: int, root: str) -> None:
                     assert torch.equal(value.full_tensor(), whole[name])
 
 
-def no_helper_beside_a_checkpoint_process(rank: int, world: int, root: str) -> Any:
-    """Whether the trainer has a helper after each of two saves by a checkpoint process."""
-    found = []
-    with contextlib.closing(BucketWriter(transfer=TransferOptions(background="process"))) as writer:
+def uploads_by_a_checkpoint_process(rank: int, world: int, root: str) -> tuple[list[int | None], int]:
+    """The trainer's helper after each of two saves, and the niceness of the threads that upload."""
+    mark, found = Path(root, "niceness"), []
+    transfer = TransferOptions(background="process")
+    with contextlib.closing(BucketWriter(fs=NiceFileSystem(str(mark)), transfer=transfer)) as writer:
         for step in range(2):
-            url = f"{root}/alone-{step}"
-            state = Training().run(step)
-            wait(begin(state, url, writer, async_checkpointer_type=PROCESS))
+            wait(begin(Training().run(step), f"{root}/alone-{step}", writer, async_checkpointer_type=PROCESS))
             found.append(writer.uploads.process_id)
-            assert Path(url, ".metadata").exists()
-    return found
+            assert_holds(f"{root}/alone-{step}", step)
+    return found, int(mark.read_text())
 
 
 def what_cannot_be_pickled_is_named(rank: int, world: int, root: str) -> None:
@@ -393,17 +396,6 @@ def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> No
     assert not Path(root, "after", ".metadata").exists()
     wait(begin(training.run(4), f"{root}/thread", writer))
     assert_holds(f"{root}/thread", 4)
-
-
-def uploads_stand_back(rank: int, world: int, root: str) -> list[int]:
-    """The niceness of uploading threads: of a save that is waited for, on a thread, in a checkpoint process."""
-    marks = [Path(root, name) for name in ("here", "thread", "process")]
-    writers = [BucketWriter(fs=NiceFileSystem(str(mark))) for mark in marks]
-    dcp.save(Training().run(1), checkpoint_id=f"{root}/1", storage_writer=writers[0])
-    for writer, kind in zip(writers[1:], (AsyncCheckpointerType.THREAD, PROCESS), strict=True):
-        url = f"{root}/{kind.name}"
-        wait(begin(Training().run(1), url, writer, async_checkpointer_type=kind))
-    return [int(mark.read_text()) for mark in marks]
 
 
 def _assert_names(error: BaseException | None, pid: int, url: str | None) -> None:
@@ -485,7 +477,7 @@ def one_writer_overlaps(rank: int, world: int, root: str, staging: StagingOption
         if isinstance(begun[-1], AsyncSaveResponse):
             begun[-1].staging_completion.result(WAIT_S)
         training.spoil()
-        overlapped += step > 0 and not _upload(begun[step - 1]).done()
+        overlapped += step > 0 and not upload_of(begun[step - 1]).done()
     for step, one in enumerate(begun):
         wait(one)
         assert_holds(f"{root}/{step}", step, world)
@@ -508,7 +500,7 @@ def two_writers_overlap(rank: int, world: int, root: str, staging: StagingOption
             if isinstance(begun[url], AsyncSaveResponse):
                 begun[url].staging_completion.result(WAIT_S)
             training[name].spoil()
-        assert not _upload(begun[f"{root}/{step}/model"]).done()
+        assert not upload_of(begun[f"{root}/{step}/model"]).done()
     for step in range(2):
         for number, name in enumerate(writers):
             wait(begun[f"{root}/{step}/{name}"])
@@ -550,7 +542,7 @@ def plans_are_made_once_for_a_writer(rank: int, world: int, root: str) -> None:
         assert_holds(f"{root}/{step}", step, world)
 
 
-def a_save_waits_for_the_asynchronous_one(rank: int, world: int, root: str) -> None:
+def a_save_and_a_load_wait_for_the_asynchronous_save(rank: int, world: int, root: str) -> None:
     training = Training(rank, world)
     writer = _slow()
     begun = begin(training.run(1), f"{root}/1", writer, planner=LatePlanner(rank=1))
@@ -558,20 +550,13 @@ def a_save_waits_for_the_asynchronous_one(rank: int, world: int, root: str) -> N
     dcp.save(training.run(2), checkpoint_id=f"{root}/2", storage_writer=writer, planner=LatePlanner(rank=0))
     dcp.save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=BucketWriter())
     wait(begun)
-    wait(begin(training.run(4), f"{root}/4", writer))
+    begun = begin(training.run(4), f"{root}/4", writer, planner=LatePlanner(rank=1))
+    assert not begun.done()
+    dcp.load(training.state, checkpoint_id=f"{root}/3", storage_reader=BucketReader())
+    assert training.state["step"] == 3
+    wait(begun)
     for step in range(1, 5):
         assert_holds(f"{root}/{step}", step, world)
-
-
-def a_load_waits_for_the_asynchronous_save(rank: int, world: int, root: str) -> None:
-    training = Training(rank, world)
-    dcp.save(training.run(5), checkpoint_id=f"{root}/5", storage_writer=BucketWriter())
-    begun = begin(training.run(6), f"{root}/6", _slow(), planner=LatePlanner(rank=1))
-    assert not begun.done()
-    dcp.load(training.state, checkpoint_id=f"{root}/5", storage_reader=BucketReader())
-    assert training.state["step"] == 5
-    wait(begun)
-    assert_holds(f"{root}/6", 6, world)
 
 
 def a_foreign_writer_is_put_in_order(rank: int, world: int, root: str, staging: StagingOptions | None) -> None:
@@ -593,7 +578,3 @@ def a_foreign_writer_is_put_in_order(rank: int, world: int, root: str, staging: 
         for step, one in enumerate(begun):
             wait(one)
             assert_holds(f"{root}/{step}", step, world)
-
-
-def _upload(begun: Any) -> Future[Any]:
-    return begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
