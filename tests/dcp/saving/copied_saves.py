@@ -18,7 +18,7 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.location import Location
 from bucketpoint.stores import open_store
-from dcp.states import assert_same, blank, filled
+from dcp.states import assert_loads, filled
 from fsspec_backends import IN_PROCESS, SERVED, backend
 from services import Service
 from transfer.wrappers import CountingStore
@@ -48,10 +48,7 @@ class Run:
         dcp.save(state, checkpoint_id=self.url(step), storage_writer=writer, no_dist=True)
 
     def assert_holds(self, step: int, state: dict[str, Any]) -> None:
-        target = blank(state)
-        reader = BucketReader(storage_options=self.options, fs=self.fs, progress=False)
-        dcp.load(target, checkpoint_id=self.url(step), storage_reader=reader, no_dist=True)
-        assert_same(target, state)
+        assert_loads(state, BucketReader(storage_options=self.options, fs=self.fs, progress=False), self.url(step))
 
     def verified(self, step: int) -> Verification:
         return verify(open_checkpoint(Location.of(self.url(step), self.options, self.fs)))
@@ -72,6 +69,11 @@ class Run:
             path = folder / info.key.removeprefix(above)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(store.get(info.key)[0])
+
+
+def copy_any_size(patch: pytest.MonkeyPatch) -> None:
+    for name in ("uploads", "unchanged"):
+        patch.setattr(f"bucketpoint.dcp.saving.{name}.LEAST_COPIED_BYTES", 1)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from bucketpoint.errors import BucketpointError, TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.thinning import Outline
+from bucketpoint.stores import open_store
 from bucketpoint.transfer.checksum import DIGEST_BYTES
 from dcp.ranks import Ranks
 from dcp.saving.copied_saves import Refusing, Run, Watch, lora, nbytes
@@ -58,8 +59,6 @@ class Last:
 
     def pin(self) -> None:
         """Name the object's present size and ETag, as if it had been committed so."""
-        from bucketpoint.stores import open_store
-
         info = open_store(str(self.folder))[0].head(self.path)
         self.facts["objects"][self.path] = {"size": info.size, "etag": info.etag}
 
@@ -100,22 +99,25 @@ def other_bytes(data: bytearray) -> None:
     data[100_000:200_000] = os.urandom(100_000)
 
 
-def no_digests(data: bytearray) -> None:
+def table_of(data: bytearray) -> tuple[int, int]:
+    """How many digests the table at the end of an object has, and where they begin; the offsets come after them."""
     count = int.from_bytes(data[-24:-16], "little")
-    at = len(data) - 24 - count * (DIGEST_BYTES + 8)
+    return count, len(data) - 24 - count * (DIGEST_BYTES + 8)
+
+
+def no_digests(data: bytearray) -> None:
+    count, at = table_of(data)
     data[at : at + count * DIGEST_BYTES] = os.urandom(count * DIGEST_BYTES)
 
 
 def exchanged_digests(data: bytearray) -> None:
-    count = int.from_bytes(data[-24:-16], "little")
-    at = len(data) - 24 - count * (DIGEST_BYTES + 8)
-    data[at : at + count * DIGEST_BYTES] = b"".join(
-        bytes(data[at + number * DIGEST_BYTES : at + (number + 1) * DIGEST_BYTES]) for number in reversed(range(count))
-    )
+    count, at = table_of(data)
+    digests = [bytes(data[at + number * DIGEST_BYTES :][:DIGEST_BYTES]) for number in range(count)]
+    data[at : at + count * DIGEST_BYTES] = b"".join(reversed(digests))
 
 
 def wrong_offsets(data: bytearray) -> None:
-    count = int.from_bytes(data[-24:-16], "little")
+    count, _ = table_of(data)
     data[-24 - 8 * count : -24] = b"".join(number.to_bytes(8, "little") for number in range(count))
 
 
@@ -180,18 +182,15 @@ def test_copies_no_altered_checkpoint_as_something_else(tmp_path: Path, altered:
     assert loads_or_raises(run, 2) is (altered != "other bytes")
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", b"\x80\x02.", bytes(100)], ids=["empty", "text", "pickle", "zeros"])
-def test_compares_with_no_checkpoint_without_readable_metadata(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    "data", [None, b"", b"junk", b"\x80\x02.", bytes(100)], ids=["foreign", "empty", "text", "pickle", "zeros"]
+)
+def test_compares_with_no_checkpoint_that_it_cannot_read(tmp_path: Path, data: bytes | None) -> None:
     run = Run(str(tmp_path / "run"))
-    run.save(lora(1), 1, run.writer())
-    Path(run.url(1), ".metadata").write_bytes(data)
-    run.save(lora(2), 2, run.writer())
-    assert loads_or_raises(run, 2)
-
-
-def test_copies_nothing_of_a_checkpoint_of_another_writer(tmp_path: Path) -> None:
-    run = Run(str(tmp_path / "run"))
-    dcp.save(lora(1), storage_writer=dcp.FileSystemWriter(run.url(1)), no_dist=True)
+    writer: Any = dcp.FileSystemWriter(run.url(1)) if data is None else run.writer()
+    run.save(lora(1), 1, writer)
+    if data is not None:
+        Path(run.url(1), ".metadata").write_bytes(data)
     run.save(lora(2), 2, run.writer())
     assert loads_or_raises(run, 2)
 
@@ -234,11 +233,15 @@ def test_loads_a_copy_of_it_elsewhere_and_copies_from_it_again(run: Run, tmp_pat
     assert watch.sent < 0.03 * nbytes(lora(3))
 
 
-def test_deletes_nothing_of_it_by_gc(run: Run) -> None:
+def test_misleads_neither_gc_nor_a_summary_by_its_dead_bytes(run: Run, tmp_path: Path) -> None:
     before = sorted(Path(run.url(2)).rglob("*"))
     assert not sweep(open_catalog(run.root), older_than=3600, deep=True).failures
     assert sorted(Path(run.url(2)).rglob("*")) == before
     run.assert_holds(2, lora(2))
+    plain = Run(str(tmp_path / "plain"))
+    plain.save(lora(2), 2, plain.writer(unchanged="send"))
+    ours, theirs = (summarise(open_checkpoint(each.url(2))) for each in (run, plain))
+    assert ours.entries == theirs.entries
 
 
 def test_deletes_what_a_copy_without_an_answer_left_by_gc(tmp_path: Path) -> None:
@@ -254,13 +257,6 @@ def test_deletes_what_a_copy_without_an_answer_left_by_gc(tmp_path: Path) -> Non
     assert [key.rpartition("/")[2] for key in sweep(open_catalog(run.root), deep=True).objects] == [left.name]
     run.assert_holds(2, lora(2))
     assert run.verified(2).damage == []
-
-
-def test_counts_the_items_and_not_the_dead_bytes_in_its_summary(run: Run, tmp_path: Path) -> None:
-    plain = Run(str(tmp_path / "plain"))
-    plain.save(lora(2), 2, plain.writer(unchanged="send"))
-    ours, theirs = (summarise(open_checkpoint(each.url(2))) for each in (run, plain))
-    assert ours.entries == theirs.entries
 
 
 def test_keeps_what_was_copied_when_it_is_thinned_to_its_weights(run: Run) -> None:
