@@ -48,38 +48,25 @@ def memory_of(staged: StagedState, key: str = "w") -> int:
 
 
 class Upload(threading.Thread):
-    """A thread that reads a staged state, as DCP's does, and holds it until it is told to go on.
+    """A thread that reads a staged state, as DCP's does, and holds it until it is told to go on."""
 
-    It ends with `error` raised and kept, if one is given: a failed save's traceback keeps the staged state alive.
-    """
-
-    def __init__(self, staged: StagedState, *, error: Exception | None = None) -> None:
+    def __init__(self, staged: StagedState) -> None:
         super().__init__(daemon=True)
         self.reads = threading.Event()
         self.go_on = threading.Event()
-        self.failure: Exception | None = None
         self._staged: StagedState | None = staged
-        self._error = error
         self.start()
 
     def run(self) -> None:
-        try:
-            self._save()
-        except Exception as error:  # noqa: BLE001 (kept, traceback and all)
-            self.failure = error
+        staged, self._staged = self._staged, None
+        staged.items()
+        self.reads.set()
+        self.go_on.wait(60)
 
     def finish(self) -> None:
         self.go_on.set()
         self.join(60)
         assert not self.is_alive()
-
-    def _save(self) -> None:
-        staged, self._staged = self._staged, None
-        staged.items()
-        self.reads.set()
-        self.go_on.wait(60)
-        if self._error is not None:
-            raise self._error
 
 
 class Beside(threading.Thread):

@@ -255,9 +255,10 @@ def test_refuses_a_save_that_would_overlap_by_policy(root: str, gated: GatedFile
     first = begin_alone(Training().run(1), f"{root}/first", writer, by=save)
     assert gated.arrived.wait(WAIT_S)
     for other in (writer, BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))):
-        with pytest.raises(StagingOverlapError, match=f"{root}/first") as caught:
+        with pytest.raises(StagingOverlapError, match=rf"the save of {root}/first, staged \d+\.\d s ago, has") as caught:
             begin_alone(Training().run(2), f"{root}/second", other, by=save)
         assert not caught.value.remedy.startswith("None")
+        assert not other._own_stager().staged_bytes or other is writer
     gated.gate.set()
     wait(first)
     wait(begin_alone(Training().run(3), f"{root}/third", writer, by=save))
